@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.kernels.selection import LayerFeatures, kernel_error, tolerance_of
+from packtrain.attention.kernels.selection import LayerFeatures, kernel_error, kernel_tolerance
 from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.attention.segmented import segmented_attention
 from packtrain.packing.segments import Segments
@@ -154,8 +154,8 @@ def usable_kernels(needs: LayerFeatures, device: torch.device) -> tuple[list[Ker
         except Exception as reason:  # of every type, as kernels refuse
             lines.append(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0][:100]}")
             continue
-        lines.append(f"{name}: off by {error:.2g} (tolerance {tolerance_of(needs.dtype):.2g})")
-        if error <= tolerance_of(needs.dtype):
+        lines.append(f"{name}: off by {error:.2g} (tolerance {kernel_tolerance(needs.dtype):.2g})")
+        if error <= kernel_tolerance(needs.dtype):
             usable.append(kernel)
     return usable, lines
 

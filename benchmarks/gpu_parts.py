@@ -121,7 +121,7 @@ def versions(folder: Path, *, tiny: bool) -> dict[str, Any]:
     """The devices, and what is installed."""
     import torch
 
-    from packtrain.diagnose.software import version_of
+    from packtrain.run_folder import installed_version
 
     cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else ["CPU"]
@@ -138,7 +138,7 @@ def versions(folder: Path, *, tiny: bool) -> dict[str, Any]:
         "deepspeed",
         "peft",
     )
-    found = {name: version_of(name) for name in packages}
+    found = {name: installed_version(name) for name in packages}
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else None
     return {"devices": names, "memory": memory, "cuda": torch.version.cuda, "python": sys.version.split()[0], **found}
 
@@ -325,12 +325,12 @@ def train_by_trl(folder: Path, *, tiny: bool, task: str, padding_free: bool = Fa
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-    from packtrain.diagnose.software import version_of
+    from packtrain.run_folder import installed_version
 
     what, (steps, warm), cuda = task_of(task, tiny=tiny), steps_of(tiny=tiny), torch.cuda.is_available()
     sizes = {name: value for name, value in what.sizes.items() if name != "model_type"}
     config = CONFIG_MAPPING["qwen3"](**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config._attn_implementation = "flash_attention_2" if cuda and version_of("flash-attn") else "sdpa"
+    config._attn_implementation = "flash_attention_2" if cuda and installed_version("flash-attn") else "sdpa"
 
     def model() -> Any:
         torch.manual_seed(0)

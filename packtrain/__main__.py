@@ -6,8 +6,8 @@ import sys
 
 
 def _work() -> int:
+    from packtrain import fast_imports
     from packtrain.config.compose import load_config
-    from packtrain.fast_imports import fast_imports
 
     with fast_imports():
         from packtrain.train.run import train

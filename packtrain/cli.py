@@ -16,19 +16,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from packtrain import __version__
+from packtrain import __version__, fast_imports
 from packtrain.errors import PacktrainError, UserError
-from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import ended_by, exit_code_of
 from packtrain.redact import CleanStream, clean, learn
-from packtrain.standard_streams import open_all, outlive_terminal, wait_for_readers
+from packtrain.standard_streams import open_streams, outlive_terminal
 from packtrain.wording import whole
 
 if TYPE_CHECKING:
@@ -102,53 +101,70 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")]
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def sft(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+def _command(kind: type[TyperCommand] = ConfigCommand) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
+    """Makes a verb of a function that returns its exit code; outside click, which would turn Ctrl-C into exit code 1."""
+
+    def register(work: Callable[..., int]) -> Callable[..., NoReturn]:
+        @wraps(work)
+        def command(**options: Any) -> NoReturn:
+            raise typer.Exit(exit_code_of(partial(_in_a_folder, work, options)))
+
+        return app.command(cls=kind, context_settings=_VERB_SETTINGS if kind is ConfigCommand else _SETTINGS)(command)
+
+    return register
+
+
+def _in_a_folder(work: Callable[..., int], options: dict[str, Any]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder is gone", fix="Go to one that exists: cd.") from None
+    return work(**options)
+
+
+@_command()
+def sft(arguments: Arguments = None, dry_run: DryRun = False) -> int:
     """Fine-tune on conversations, prompts with completions, or text."""
-    _end(lambda: _run("sft", arguments, dry_run))
+    return _run("sft", arguments, dry_run)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+@_command()
+def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> int:
     """Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL."""
-    _end(lambda: _run("dpo", arguments, dry_run))
+    return _run("dpo", arguments, dry_run)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def kto(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+@_command()
+def kto(arguments: Arguments = None, dry_run: DryRun = False) -> int:
     """Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation)."""
-    _end(lambda: _run("kto", arguments, dry_run))
+    return _run("kto", arguments, dry_run)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def reward(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+@_command()
+def reward(arguments: Arguments = None, dry_run: DryRun = False) -> int:
     """Train a reward model on pairs of a preferred and a rejected answer."""
-    _end(lambda: _run("reward", arguments, dry_run))
+    return _run("reward", arguments, dry_run)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
+    from packtrain.plan.view.screen import plan_json, print_plan
 
-    def work() -> int:
-        from packtrain.plan.view.screen import plan_json, print_plan
-
-        run, launch = _config_and_plan(arguments)
-        _note_if_refused(run, arguments)
-        if as_json:
-            print(json.dumps(plan_json(run, launch), indent=2))
-        else:
-            print_plan(run, launch, run.objective.kind, arguments or [], full=full)
-        return 0
-
-    _end(work)
+    run, launch = _config_and_plan(arguments)
+    _note_if_refused(run, arguments)
+    if as_json:
+        print(json.dumps(plan_json(run, launch), indent=2))
+    else:
+        print_plan(run, launch, run.objective.kind, arguments or [], full=full)
+    return 0
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def inspect(
     arguments: Arguments = None,
     rows: Annotated[int | None, typer.Option("--rows", metavar="N", help="Show the first N documents.")] = None,
@@ -156,21 +172,17 @@ def inspect(
     source: Annotated[str | None, typer.Option("--source", metavar="FILE:LINE", help="Show this row.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
+    with fast_imports():
+        from packtrain.inspect.show_data import Wanted, show_data
 
-    def work() -> int:
-        with fast_imports():
-            from packtrain.inspect.show_data import Wanted, show_data
-
-        run, launch = _config_and_plan(arguments)
-        title = split_arguments(arguments)[0] or "data"
-        return show_data(run, Wanted(rows, step, source, html, as_json), launch.num_processes, title)
-
-    _end(work)
+    run, launch = _config_and_plan(arguments)
+    title = split_arguments(arguments)[0] or "data"
+    return show_data(run, Wanted(rows, step, source, html, as_json), launch.num_processes, title)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def verify(
     arguments: Arguments = None,
     collator: Annotated[
@@ -185,62 +197,44 @@ def verify(
     ] = None,
     attached: Annotated[bool, typer.Option("--attach", help="With --collator: on the model after attach.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
-
-    def work() -> int:
-        if collator is not None:
-            from packtrain.launch.apart import done_apart
-            from packtrain.train.verify.command import run_on_collator
-
-            run, _ = _config_and_plan(arguments)
-            how = {"attention": attention, "attached": attached, "as_json": as_json}
-            prove = partial(run_on_collator, run.model, run.peft, run.trainer, collator, **how)
-            return done_apart(prove, name=collator, where="--collator")
-        if attached or attention is not None:
-            name = "--attach" if attached else "--attention"
-            raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
-        from packtrain.launch.execute import execute
-        from packtrain.train.verify.command import run_verification
+    if collator is not None:
+        from packtrain.launch.apart import done_apart
+        from packtrain.train.verify.command import run_on_collator
 
         run, _ = _config_and_plan(arguments)
+        how = {"attention": attention, "attached": attached, "as_json": as_json}
+        prove = partial(run_on_collator, run.model, run.peft, run.trainer, collator, **how)
+        return done_apart(prove, name=collator, where="--collator")
+    if attached or attention is not None:
+        name = "--attach" if attached else "--attention"
+        raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
+    from packtrain.train.verify.command import run_verification
 
-        def prove(launch: LaunchPlan, aside: RunConfig) -> int:
-            return execute(launch, aside, lambda: _train("verify", aside))
-
-        return run_verification(run, prove, as_json=as_json)
-
-    _end(work)
+    run, _ = _config_and_plan(arguments)
+    return run_verification(run, partial(_execute, "verify"), as_json=as_json)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def bench(
     arguments: Arguments = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure, after loading.")] = 120,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
+    from packtrain.bench.launches import run_bench
 
-    def work() -> int:
-        from packtrain.bench.launches import run_bench
-        from packtrain.launch.execute import execute
-
-        run, _ = _config_and_plan(arguments)
-
-        def measure(launch: LaunchPlan, aside: RunConfig) -> int:
-            return execute(launch, aside, lambda: _train("bench", aside))
-
-        return run_bench(run, measure, seconds=seconds, as_json=as_json, given=arguments or [])
-
-    _end(work)
+    run, _ = _config_and_plan(arguments)
+    return run_bench(run, partial(_execute, "bench"), seconds=seconds, as_json=as_json, given=arguments or [])
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def env(
     arguments: Arguments = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
 
     def load() -> RunConfig | None:
@@ -248,20 +242,17 @@ def env(
 
         return load_config(*split_arguments(arguments), _note) if arguments else None
 
-    def work() -> int:
-        if cluster:
-            from packtrain.diagnose.cluster.gather import show_cluster
+    if cluster:
+        from packtrain.diagnose.cluster import show_cluster
 
-            given = [*(arguments or []), "--cluster", *(["--json"] if as_json else [])]
-            return show_cluster(load, given, as_json=as_json)
-        from packtrain.diagnose.env import show_environment
+        given = [*(arguments or []), "--cluster", *(["--json"] if as_json else [])]
+        return show_cluster(load, given, as_json=as_json)
+    from packtrain.diagnose.env import show_environment
 
-        return show_environment(load, as_json=as_json)
-
-    _end(work)
+    return show_environment(load, as_json=as_json)
 
 
-@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+@_command()
 def sbatch(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="sft, dpo, kto or reward.")],
     arguments: Arguments = None,
@@ -270,35 +261,27 @@ def sbatch(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
     sweep: Annotated[bool, typer.Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
+    from packtrain.launch.slurm.submit import hand_over
 
-    def work() -> int:
-        from packtrain.launch.slurm.submit import hand_over
-
-        job = _job(verb, arguments, sweep)
-        return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
-
-    _end(work)
+    job = _job(verb, arguments, sweep)
+    return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
 
-@app.command(context_settings=_SETTINGS)
+@_command(TyperCommand)
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Say where the processes of a run are, and why it stands still or has failed; exit code 4 if it does."""
+    from packtrain.diagnose.doctor import show_run
 
-    def work() -> int:
-        from packtrain.diagnose.doctor import show_run
-
-        return show_run(run, ask=stacks, as_json=as_json)
-
-    _end(work)
+    return show_run(run, ask=stacks, as_json=as_json)
 
 
-@app.command(context_settings=_SETTINGS)
+@_command(TyperCommand)
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir).")],
     output: Annotated[
@@ -308,22 +291,18 @@ def report(
     watch: Annotated[
         bool, typer.Option("--watch", help="Draw the curves of a run here, as long as it goes on.")
     ] = False,
-) -> None:
+) -> int:
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
+    if watch:
+        from packtrain.report.watch import watch as watch_run
+        from packtrain.run_folder import RunFolder
 
-    def work() -> int:
-        if watch:
-            from packtrain.report.watch import watch as watch_run
-            from packtrain.run_folder import RunFolder
+        if len(runs) > 1 or output:
+            raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
+        return watch_run(RunFolder(Path(os.path.expanduser(runs[0]))))
+    from packtrain.report.page import report_runs
 
-            if len(runs) > 1 or output:
-                raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
-            return watch_run(RunFolder(Path(os.path.expanduser(runs[0]))))
-        from packtrain.report.run_reports import report_runs
-
-        return report_runs(runs, output)
-
-    _end(work)
+    return report_runs(runs, output)
 
 
 def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
@@ -342,8 +321,15 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s), _report)
 
 
+def _execute(verb: str, launch: LaunchPlan, run: RunConfig) -> int:
+    """Launches what `verify` and `bench` do, without what belongs to a run of the user's."""
+    from packtrain.launch.execute import execute
+
+    return execute(launch, run, lambda: _train(verb, run))
+
+
 def _report(folder: RunFolder) -> None:
-    from packtrain.report.run_reports import report_at_end
+    from packtrain.report.page import report_at_end
 
     report_at_end(folder)
 
@@ -368,9 +354,7 @@ def _train(verb: str, config: RunConfig) -> int:
 
 def main() -> None:
     """The console command `packtrain`."""
-    if sys.stdout is None or sys.stderr is None:  # closed (>&-)
-        open_all()
-    wait_for_readers()
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     try:
@@ -383,8 +367,8 @@ def main() -> None:
 
 
 def _settle_environment() -> None:
-    """Gives a user of whom nothing is known (a container under a foreign number) a home and a name, which many libraries need, and
-    takes away sizes of the terminal that are none."""
+    """Gives a user without an account (a container under a foreign number) a home and a name, which many libraries need, and removes
+    sizes of the terminal that are no numbers."""
     for name in ("COLUMNS", "LINES"):
         if whole(os.environ.get(name, "0")) is None:
             del os.environ[name]
@@ -396,30 +380,14 @@ def _settle_environment() -> None:
         os.environ["USER"] = str(os.getuid())
 
 
-def _end(work: Callable[[], int]) -> NoReturn:
-    """Does `work` and exits with its code, outside click, which would turn Ctrl-C into exit code 1."""
-
-    def where_there_is_a_folder() -> int:
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            raise UserError("the current folder is gone", fix="Go to one that is there: cd.") from None
-        return work()
-
-    raise typer.Exit(exit_code_of(where_there_is_a_folder))
-
-
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
     """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
-    from packtrain.plan.known_model.model_config import check_model
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
-    run = load_config(path, [*_said_by(verb), *changes], _note)
-    _check_verb(verb, run)
-    check_model(run.model)
+    run = _checked(load_config(path, [*_implied_by(verb), *changes], _note), verb)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
@@ -430,19 +398,17 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.sweep import Point, load_points
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
-    from packtrain.plan.known_model.model_config import check_model
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
         raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix=fix)
     path, changes = split_arguments(arguments)
     if sweep:
-        points, shared = load_points(path, changes, _said_by(verb), _note)
+        points, shared = load_points(path, changes, _implied_by(verb), _note)
     else:
-        points, shared = [Point(load_config(path, [*_said_by(verb), *changes], _note))], changes
-    for run in [point.config for point in points]:
-        _check_verb(verb, run)
-        check_model(run.model)
+        points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note))], changes
+    for point in points:
+        _checked(point.config, verb)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
@@ -469,16 +435,20 @@ def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
             _note(f"note: a run would be refused: {problem.where}: {problem.what}")
 
 
-def _said_by(verb: str | None) -> list[str]:
+def _implied_by(verb: str | None) -> list[str]:
     """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
     return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
 
 
-def _check_verb(verb: str | None, run: RunConfig) -> None:
-    """Raises UserError if a config is for another verb, such as a config for dpo under `packtrain sft`."""
+def _checked(run: RunConfig, verb: str | None) -> RunConfig:
+    """The config. Raises UserError if it is for another verb, or its model is known to be impossible."""
+    from packtrain.plan.known_model.model_config import check_model
+
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
+    check_model(run.model)
+    return run
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -36,11 +36,11 @@ def meant_by(staging: Path) -> Path:
 
 
 def followed(path: Path) -> Path:
-    """Where a path leads, so that what is renamed to it leaves links as they are. Raises OSError for one that leads back to itself."""
-    found = Path(os.path.realpath(path))
-    if found.is_symlink():
-        found.stat()
-    return found
+    """Where a path leads, so that renaming to it leaves links as they are. Raises OSError for a link that leads back to itself."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        target.stat()
+    return target
 
 
 def write_text(path: Path, text: str) -> None:

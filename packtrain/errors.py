@@ -42,8 +42,8 @@ class PacktrainError(Exception):
         return (type(self), (self.problems,))
 
     def to_json(self) -> dict[str, Any]:
-        """Exit code and problems in plain containers, for another process: see `of_json`."""
-        return {"code": self.exit_code, "problems": [asdict(one) for one in self.problems]}
+        """Exit code and problems in plain containers, for another process: see `error_from_json`."""
+        return {"code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
 
 
 class UserError(PacktrainError):
@@ -77,25 +77,22 @@ class LostPeers(PeerFailed):
 
 
 def read_json(path: Path, most: int = 2**24) -> dict[str, Any]:
-    """The JSON object in a file of someone else's. Raises UserError if it is anything else, no regular file, or larger than `most`
-    bytes: a pipe has no end."""
-    fix = "Mend it, or fetch it again."
+    """The JSON object in a foreign file. Raises UserError if it is anything else, no regular file (a pipe has no end), or larger than
+    `most` bytes."""
+    what = ""
     try:
         if not path.is_file():
-            raise UserError(
-                "there is no regular file" if path.exists() else "there is no such file", where=str(path), fix=fix
-            )
-        if path.stat().st_size > most:
-            raise UserError(f"more than {most:,} bytes", where=str(path), fix=fix)
-        content = json.loads(path.read_bytes())
+            what = "there is no regular file" if path.exists() else "there is no such file"
+        elif path.stat().st_size > most:
+            what = f"more than {most:,} bytes"
+        elif isinstance(content := json.loads(path.read_bytes()), dict):
+            return content
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"not valid JSON: {error}", where=str(path), fix=fix) from error
-    if not isinstance(content, dict):
-        raise UserError("not a JSON object", where=str(path), fix=fix)
-    return content
+        what = f"not valid JSON: {error}"
+    raise UserError(what or "not a JSON object", where=str(path), fix="Mend it, or fetch it again.")
 
 
-def of_json(said: Mapping[str, Any]) -> PacktrainError:
+def error_from_json(content: Mapping[str, Any]) -> PacktrainError:
     """The error of another process, from its `to_json`."""
-    kind = {one.exit_code: one for one in (UserError, CheckFailed, PeerFailed)}.get(said["code"], PeerFailed)
-    return kind([Problem(**one) for one in said["problems"]])
+    kind = {UserError.exit_code: UserError, CheckFailed.exit_code: CheckFailed}.get(content["code"], PeerFailed)
+    return kind([Problem(**problem) for problem in content["problems"]])

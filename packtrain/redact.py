@@ -1,9 +1,9 @@
 """Nothing secret leaves: the one list of what a secret looks like, and what hides it in all that is printed or written.
 
 A text is `certain` to hold a secret by the form of a well-known token, a password in a URL, a signed query, a private key, or a
-value that was named as a secret: in the environment, or in what was read so far (`learn`). It is `suspected` by the name in front of
-a value, or by its length. A config is refused for what is certain alone, since the name of a run must never be taken for a
-secret; messages and reports hide both. One wrongly suspected costs a word in a report; one that is missed costs an account.
+value that was named as a secret: in the environment, or in what was read so far (`learn`). It is suspected by the name in front of
+a value, or by its length. A config is refused for certain ones alone; messages and reports hide both: a wrong suspicion costs a
+word in a report, a missed secret an account.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKEN = re.compile(  # as strict as their makers are: hf_datasets and sk-en.jso
 _PASSWORD = re.compile(r"(://[^\s'\"/:@$]*:)((?!\$)[^\s'\"@]{1,500})(?=@)")
 _QUERY = re.compile(r"([?&]([A-Za-z_][\w.\-]*)=)((?!\$)[^\s&'\"#]+)")
 _USER = re.compile(r"://([^\s'\"/:@]*(?::[^\s'\"]{0,2000})?)@")  # a password may have a slash, or an @
-_SAID = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
+_BEARER = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
 _HEX = re.compile(
     r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
 )
@@ -67,8 +67,8 @@ def is_certain(text: str) -> bool:
 
 def variable_of(text: str) -> str:
     """The variable of the environment, secret by its name, whose value is in a text; "" if there is none."""
-    secret = ((name, _secrets(name, value)) for name, value in os.environ.items() if speaks_of_secrets(name))
-    return next((name for name, values in secret if any(one in text for one in values)), "")
+    named = (item for item in os.environ.items() if speaks_of_secrets(item[0]))
+    return next((name for name, value in named if any(secret in text for secret in _secrets(name, value))), "")
 
 
 def clean(text: str) -> str:
@@ -77,42 +77,41 @@ def clean(text: str) -> str:
 
 
 class Redactor:
-    """Hides the secret values of `environments` (variables by name) and learnt ones wherever they turn up, and what looks like a
-    secret.
-
-    Not looked for elsewhere are values of less than _LEAST letters and paths that are there.
-    """
+    """Hides the secret values of `environments` (variables by name; no existing paths, nor less than _LEAST letters) and learnt ones
+    wherever they turn up, and what looks like a secret."""
 
     def __init__(self, *environments: Mapping[str, Any]) -> None:
-        found = {value for one in environments for name, value in one.items() for value in _secrets(name, str(value))}
-        self._known = sorted(found | _learnt, key=len, reverse=True)
+        variables = [variable for environment in environments for variable in environment.items()]
+        secrets = {secret for name, value in variables for secret in _secrets(name, str(value))}
+        self._known = sorted(secrets | _learnt, key=len, reverse=True)
 
     def certain(self, text: str) -> str:
         """The text without what is a secret beyond doubt."""
         text = _PASSWORD.sub(rf"\g<1>{HIDDEN}", _TOKEN.sub(HIDDEN, text))
-        text = _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}" if speaks_of_secrets(found[2]) else found[0], text)
+        text = _QUERY.sub(lambda match: f"{match[1]}{HIDDEN}" if speaks_of_secrets(match[2]) else match[0], text)
         for secret in self._known:
             text = text.replace(secret, HIDDEN)
         return text
 
     def text(self, text: str) -> str:
         """The text without secrets, and without what may be one."""
-        text = _HEX.sub(lambda found: found[0] if found[1] else HIDDEN, text)
-        text = _USER.sub(f"://{HIDDEN}@", _SAID.sub(HIDDEN, self.certain(text)))
-        return _OPTION.sub(_hide_option, _without_assigned(text))
+        text = _HEX.sub(lambda match: match[0] if match[1] else HIDDEN, text)
+        text = _without_assigned(_USER.sub(f"://{HIDDEN}@", _BEARER.sub(HIDDEN, self.certain(text))))
+        return _OPTION.sub(
+            lambda match: f"{match[1]}{match[2]}{HIDDEN}" if speaks_of_secrets(match[1]) else match[0], text
+        )
 
     def plain(self, value: Any) -> Any:
         """Plain containers without secrets, down to the last."""
         if isinstance(value, Mapping):
-            return {
-                str(name): _all_hidden(inner) if speaks_of_secrets(str(name)) else self._named(str(name), inner)
-                for name, inner in value.items()
-            }
+            return {str(name): self._named(str(name), inner) for name, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.plain(inner) for inner in value]
         return self.text(value) if isinstance(value, str) else value
 
     def _named(self, name: str, value: Any) -> Any:
+        if speaks_of_secrets(name):
+            return _all_hidden(value)
         return self.certain(value) if name == "revision" and isinstance(value, str) else self.plain(value)
 
 
@@ -141,20 +140,16 @@ class CleanStream:
 def _within(text: str, *, names: bool) -> Iterable[str]:
     """The secrets of a text, and the parts of a password that an error may quote alone."""
     yield from _TOKEN.findall(text)
-    for found in _PASSWORD.finditer(text):
-        user, password = found[1], found[2]
-        yield from (
-            password,
-            f"{user}{password}".removeprefix("://"),
-            f"{user}{password.split('/')[0]}".removeprefix("://"),
-        )
-    yield from (found[3] for found in _QUERY.finditer(text) if speaks_of_secrets(found[2]))
-    named = [(found[1], text[found.end() :]) for found in _ASSIGNMENT.finditer(text)] if names else []
-    named += [(found[1], found[3]) for found in _OPTION.finditer(text)] if names else []
-    for name, rest in named:
-        first = next(iter(rest.lstrip("'\" ").split(maxsplit=1)), "")
-        values = re.split(r"[,;&'\"\[\]{}]+", first)
-        yield from (value for value in values if speaks_of_secrets(name) and len(value) >= _LEAST)
+    for match in _PASSWORD.finditer(text):
+        user, password = match[1].removeprefix("://"), match[2]
+        yield from (password, f"{user}{password.split('/')[0]}")
+    yield from (match[3] for match in _QUERY.finditer(text) if speaks_of_secrets(match[2]))
+    if names:
+        named = [(match[1], text[match.end() :]) for match in _ASSIGNMENT.finditer(text)]
+        named += [(match[1], match[3]) for match in _OPTION.finditer(text)]
+        for rest in (rest for name, rest in named if speaks_of_secrets(name)):
+            value = next(iter(rest.lstrip("'\" ").split(maxsplit=1)), "")
+            yield from (part for part in re.split(r"[,;&'\"\[\]{}]+", value) if len(part) >= _LEAST)
 
 
 def _secrets(name: str, value: str) -> Iterable[str]:
@@ -175,10 +170,6 @@ def _without_assigned(text: str) -> str:
             pieces.append(HIDDEN)
             at = value.end()
     return "".join([*pieces, text[at:]])
-
-
-def _hide_option(match: re.Match[str]) -> str:
-    return f"{match[1]}{match[2]}{HIDDEN}" if speaks_of_secrets(match[1]) else match[0]
 
 
 def _all_hidden(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """The run folder: what is in it, under which name, and how it is written (whole or not at all).
 
-A run begins in two steps, because most failing runs fail before their first step, on data or model, and must not replace an
-earlier run in the folder. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`,
-when training can start, moves an earlier run away and these files to their places.
+A run begins in two steps, because most failures come before the first step and must not replace an earlier run in the folder.
+`open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`, when training can start, moves an
+earlier run away and these files to their places.
 
 Nothing of the user's is replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets in one
-that has nothing under packtrain's names; what has other names is left alone, and what gives way is moved, never removed.
+that has nothing under packtrain's names. What gives way is moved, never removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from packtrain.config.schema import Trainer
@@ -36,7 +36,7 @@ DISK_S = 3
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """What a run replaces in logs/; to all else there it appends."""
 _STALLED = "stalled disk"
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
@@ -44,13 +44,10 @@ _REPORTED = (
 
 
 class _Entry:
-    """A file or folder of a run folder, by its name: a descriptor, so that each path has a docstring (`doc`).
+    """A file or folder of a run folder, by its name (a descriptor). A `result` is what a run makes that has begun to train."""
 
-    A `result` is what a run makes that has begun to train.
-    """
-
-    def __init__(self, name: str, doc: str, *, result: bool = False) -> None:
-        self.name, self.__doc__, self.result = name, doc, result
+    def __init__(self, name: str, *, result: bool = False) -> None:
+        self.name, self.result = name, result
 
     def __get__(self, folder: RunFolder, owner: type) -> Path:
         return folder.root / self.name
@@ -60,31 +57,27 @@ class _Entry:
 class RunFolder:
     """Paths below `trainer.output_dir`."""
 
-    mark = _Entry(".packtrain", "Says that packtrain made the folder.")
-    config = _Entry("config.yaml", "The resolved config.")
-    plan = _Entry("plan.json", "The launch plan.")
-    accelerate = _Entry("accelerate.yaml", "accelerate's settings, where several processes are launched.")
-    deepspeed = _Entry("deepspeed.json", "DeepSpeed's settings, where the strategy is one of its own.")
-    environment = _Entry("env.json", "Versions and platform.")
-    metrics = _Entry("metrics.jsonl", "One JSON line per logged step.", result=True)
-    spikes = _Entry("spikes.jsonl", "A line for each step that was a spike, with its documents.", result=True)
-    summary = _Entry("summary.json", "How the run ended, with its counts.", result=True)
-    report = _Entry("report.html", "The run as a page: see packtrain/report/.")
-    data = _Entry("data.json", "What the data is, for that page.")
-    facts = _Entry("facts.json", "When the run was started and what it said of itself before step 1, for that page.")
-    verification = _Entry(
-        "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
-    )
-    benchmark = _Entry("bench.json", "What `packtrain bench` measures, in a folder of its own too.")
-    checkpoints = _Entry("checkpoints", "step-000123/ each.", result=True)
-    final = _Entry("final", "The trained model (or adapters) and tokenizer, for from_pretrained.", result=True)
-    adapters = _Entry("final-adapters", "The adapters, where final/ has the merged model.", result=True)
-    merged = _Entry("final-merged", "The merged model, where final/ has the adapters.", result=True)
-    tensorboard = _Entry("tensorboard", "Its event files.", result=True)
-    logs = _Entry("logs", "What every process said, one file each.")
-    logs_before = _Entry(
-        "logs-before", "logs/ of an earlier run, while logs/ belongs to a new one that will move the earlier one away."
-    )
+    mark = _Entry(".packtrain")  # says that packtrain made the folder
+    config = _Entry("config.yaml")  # resolved
+    plan = _Entry("plan.json")
+    accelerate = _Entry("accelerate.yaml")  # where several processes are launched
+    deepspeed = _Entry("deepspeed.json")  # where the strategy is one of DeepSpeed's
+    environment = _Entry("env.json")  # versions and platform
+    metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
+    spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
+    summary = _Entry("summary.json", result=True)  # how the run ended, with its counts
+    report = _Entry("report.html")  # by packtrain/report/
+    data = _Entry("data.json")  # what the data is, for the report
+    facts = _Entry("facts.json")  # when the run was started and what it logged before step 1, for the report
+    verification = _Entry("verify.json")  # of `packtrain verify`, in a folder of its own
+    benchmark = _Entry("bench.json")  # of `packtrain bench`, in a folder of its own
+    checkpoints = _Entry("checkpoints", result=True)  # step-000123/ each
+    final = _Entry("final", result=True)  # the trained model (or adapters) and tokenizer, for from_pretrained
+    adapters = _Entry("final-adapters", result=True)  # where final/ has the merged model
+    merged = _Entry("final-merged", result=True)  # where final/ has the adapters
+    tensorboard = _Entry("tensorboard", result=True)
+    logs = _Entry("logs")  # one file per process
+    logs_before = _Entry("logs-before")  # an earlier run's logs/, until a new run moves the earlier one away
 
     root: Path
 
@@ -109,13 +102,13 @@ class RunFolder:
 
     def restarts(self) -> list[dict[str, Any]]:
         """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
-        found = _json_of(self.restarted)
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        content = _json_of(self.restarted)
+        return [restart for restart in content if isinstance(restart, dict)] if isinstance(content, list) else []
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""
-        found = object_of(self.summary).get("status")
-        return found if isinstance(found, str) else None
+        status = object_of(self.summary).get("status")
+        return status if isinstance(status, str) else None
 
     def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
         """Raises UserError if a run would replace or move what packtrain did not make, or what it reads itself.
@@ -129,7 +122,7 @@ class RunFolder:
         taken, fix = [], "Name another folder, or copy it elsewhere."
         for key, path in inputs:
             real = Path(os.path.realpath(os.path.expanduser(path)))
-            if own := next((places[str(one)] for one in (real, *real.parents) if str(one) in places), None):
+            if own := next((places[str(place)] for place in (real, *real.parents) if str(place) in places), None):
                 taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
         if taken:
             raise UserError(taken)
@@ -138,9 +131,11 @@ class RunFolder:
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
             raise UserError(f"packtrain did not make {foreign[0]}{more} and would replace it", where=where, fix=fix)
-        if odd := [one for one in (*self.entries(), self.restarted, self.log(0)) if _is_other(one)]:
-            kind = "regular file" if odd[0].suffix else "folder"
-            raise UserError(f"this is no {kind}, and the run makes one there", where=str(odd[0]), fix="Move it away.")
+        for place in (*self.entries(), self.restarted, self.log(0)):  # a pipe in place of a file would be waited for
+            kind, is_right = ("regular file", os.path.isfile) if place.suffix else ("folder", os.path.isdir)
+            if os.path.exists(place) and not is_right(place):
+                what = f"this is no {kind}, and the run makes one there"
+                raise UserError(what, where=str(place), fix="Move it away.")
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
@@ -166,16 +161,14 @@ class RunFolder:
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
-        """Makes this the folder of the attempt, which goes on from `checkpoint`. Whatever it would replace is moved, never deleted:
-        an earlier run, or, where that goes on, its final model if it has one, with a copy of its metrics.
-
-        Returns where that is: the first free `NAME.1`, `NAME.2`, … Open log files move along.
+        """Makes this the folder of the attempt, which goes on from `checkpoint`. Returns where it moved what it would replace (an
+        earlier run, or, where that goes on, its final model with a copy of its metrics): the first free `NAME.1`, `NAME.2`, …
         """
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():
                 # its checkpoints first: whoever is killed here must not go on from them later
-                moved = self._move(sorted(set(self.entries()) - {self.logs}, key=lambda one: one != self.checkpoints))
+                moved = self._move([self.checkpoints, *(set(self.entries()) - {self.logs, self.checkpoints})])
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
             if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
@@ -190,9 +183,11 @@ class RunFolder:
 
     def entries(self, *, results: bool = False) -> list[Path]:
         """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
-        apart = (self.mark, self.verification, self.benchmark)
-        kinds = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and (one.result or not results)]
-        return [self.root / one.name for one in kinds if self.root / one.name not in apart]
+        kinds = (kind for kind in vars(type(self)).values() if isinstance(kind, _Entry))
+        others = {self.mark, self.verification, self.benchmark}
+        return [
+            self.root / kind.name for kind in kinds if kind.result >= results and self.root / kind.name not in others
+        ]
 
     def _ran(self) -> bool:
         return any(_holds_something(entry) for entry in self.entries(results=True))
@@ -240,37 +235,31 @@ class RunFolder:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """What came as JSON as a value of `kind`: a dataclass, tuple[X, ...], Sequence[X], Mapping[int, X], Literal, union, or one of JSON's
-    own types.
+    """A value from JSON as `kind`: a dataclass, tuple[X, ...], Sequence[X], Mapping[int, X], Literal, union, or one of JSON's own types.
 
     Raises ValueError for anything else.
     """
+    origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         types = _types_of(kind)
-        with suppress(KeyError, TypeError):  # fields that it does not have, or lacks
-            return kind(**{name: as_type(one, types[name]) for name, one in value.items()})
-    elif get_origin(kind) is Mapping and isinstance(value, dict):
-        return {int(key): as_type(one, get_args(kind)[1]) for key, one in value.items()}
-    elif get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
+        with suppress(KeyError, TypeError):  # unknown or missing fields
+            return kind(**{name: as_type(item, types[name]) for name, item in value.items()})
+    elif origin is Mapping and isinstance(value, dict):
+        return {int(key): as_type(item, inner[1]) for key, item in value.items()}
+    elif origin in (Union, UnionType):
+        for option in inner:
             with suppress(ValueError):
-                return as_type(value, one)
-    elif get_origin(kind) in (tuple, Sequence) and isinstance(value, list):
-        items = [as_type(one, get_args(kind)[0]) for one in value]
-        return tuple(items) if get_origin(kind) is tuple else items
-    elif get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-    elif kind in (bool, str, int, NoneType) and type(value) is kind:
+                return as_type(value, option)
+    elif origin in (tuple, Sequence) and isinstance(value, list):
+        return (tuple if origin is tuple else list)(as_type(item, inner[0]) for item in value)
+    elif type(value) is kind or (origin is Literal and value in inner):
         return value
-    elif kind is float and type(value) in (int, float):
+    elif kind is float and type(value) is int:
         return float(value)
     raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
 
 
-@cache
-def _types_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_types_of = cache(get_type_hints)
 
 
 @contextmanager
@@ -292,8 +281,8 @@ def text_of(file: Path) -> str:
 
 def object_of(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder, {} if there is none."""
-    found = _json_of(file)
-    return found if isinstance(found, dict) else {}
+    content = _json_of(file)
+    return content if isinstance(content, dict) else {}
 
 
 def _json_of(file: Path) -> Any:
@@ -309,11 +298,6 @@ def _holds_something(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _is_other(entry: Path) -> bool:
-    """Whether there is a folder under the name of a file, or the like; a pipe would be waited for."""
-    return os.path.exists(entry) and not (os.path.isfile if entry.suffix else os.path.isdir)(entry)
-
-
 def _may_write(folder: Path) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
 
@@ -324,35 +308,37 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def in_time(work: Callable[[], _Found], otherwise: _Found) -> _Found:
+def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
     """What `work` returns; `otherwise` if it raises OSError or takes longer than DISK_S, or an earlier call is still stuck.
 
-    For diagnoses of a run that stands still: its disk may be the cause. A thread that is stuck in a file system cannot be ended;
-    it is left behind, and later calls do their work after it, if it ever ends.
+    For diagnoses of a run that stands still, perhaps because of its disk. A thread that is stuck in a file system cannot be
+    ended: it stays behind, and later calls do their work after it, if it ever ends.
     """
-    found: list[_Found] = []
-    earlier = [one for one in threading.enumerate() if one.name == _STALLED]
+    results: list[_Result] = []
+    earlier = [thread for thread in threading.enumerate() if thread.name == _STALLED]
 
     def attempt() -> None:
-        for one in earlier:
-            one.join()
+        for stuck in earlier:
+            stuck.join()
         with suppress(OSError):
-            found.append(work())
+            results.append(work())
 
     thread = threading.Thread(target=attempt, name="disk", daemon=True)
     thread.start()
     thread.join(0 if earlier else DISK_S)
     if thread.is_alive():
         thread.name = _STALLED
-    return found[0] if found else otherwise
+    return results[0] if results else otherwise
 
 
 def environment() -> dict[str, Any]:
     """Versions of the packages that results depend on; no host name, path or environment variable."""
-    versions = {}
-    for name in _REPORTED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions = {name: installed_version(name) for name in _REPORTED}
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None where there is none."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None

@@ -17,26 +17,9 @@ from packtrain.redact import CleanStream
 _OUTPUTS = {"stdout": 1, "stderr": 2}
 
 
-def outlive_terminal() -> None:
-    """From now on what can no longer be printed is dropped. Called once, before a process trains or launches."""
-    open_all()
-    for name, number in _OUTPUTS.items():
-        stream: Any = getattr(sys, name)
-        if isinstance(stream, CleanStream):
-            stream.unchanged = _lasting(stream.unchanged, number)
-        else:
-            setattr(sys, name, _lasting(stream, number))
-
-
-def wait_for_readers() -> None:
-    """Makes writes to stdout and stderr block until they are read, also on a pipe that another process made non-blocking."""
-    for number in _OUTPUTS.values():
-        with suppress(OSError):
-            os.set_blocking(number, True)
-
-
-def open_all() -> None:
-    """Opens /dev/null for each standard stream that is closed: else the next file takes its number, and all that is printed."""
+def open_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed (else the next file takes its number, and all that is printed), and
+    makes writes block until they are read, also on a pipe that another process made non-blocking."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -45,33 +28,38 @@ def open_all() -> None:
     for name, number in _OUTPUTS.items():
         if getattr(sys, name) is None:  # as Python leaves those that were closed when it began
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+        with suppress(OSError):
+            os.set_blocking(number, True)
 
 
-class _Lasting(io.FileIO):
+def outlive_terminal() -> None:
+    """From now on what can no longer be printed is dropped. Called once, before a process trains or launches."""
+    open_streams()
+    for name, number in _OUTPUTS.items():
+        stream: Any = getattr(sys, name)
+        inner = stream.unchanged if isinstance(stream, CleanStream) else stream
+        with suppress(OSError, ValueError):  # a stream of a test or a notebook has no descriptor, and stays
+            if isinstance(inner, io.TextIOWrapper) and inner.fileno() == number:
+                inner.flush()
+                raw = _LastingFile(number, "w", closefd=False)
+                by_lines = raw.isatty() or number == 2
+                lasting = io.TextIOWrapper(io.BufferedWriter(raw), inner.encoding, "replace", line_buffering=by_lines)
+                if isinstance(stream, CleanStream):
+                    stream.unchanged = lasting
+                else:
+                    setattr(sys, name, lasting)
+
+
+class _LastingFile(io.FileIO):
     """A descriptor that becomes /dev/null when writing to it fails, and is waited for while its reader is slow."""
 
     def write(self, data: Any, /) -> int:
         try:
-            while (written := super().write(data)) is None:  # full, and not to be waited for (O_NONBLOCK)
+            while (written := super().write(data)) is None:  # full and non-blocking (O_NONBLOCK)
                 select.select([], [self], [])
             return written
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
             return super().write(data)
-
-
-def _lasting(stream: Any, number: int) -> Any:
-    """A stream in place of `stream` that writes to its descriptor and does not fail; what is no such stream stays as it is."""
-    with suppress(OSError, ValueError):  # a stream of a test or a notebook has no descriptor
-        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
-            stream.flush()
-            return _to_descriptor(stream, number)
-    return stream
-
-
-def _to_descriptor(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
-    raw = _Lasting(number, "w", closefd=False)
-    by_lines = raw.isatty() or number == 2
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_lines)

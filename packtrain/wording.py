@@ -1,22 +1,44 @@
-"""Numbers of things, ranks, and who has what, in words, and numbers read from words; text that cannot act on what shows it."""
+"""How messages are written: numbers and names in words, errors in one line, text that cannot act on the terminal."""
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from packtrain.redact import clean
 
+BUGS = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError, NotImplementedError)
+"""The kinds of errors that bugs are."""
+_NAMELESS = (
+    *BUGS,
+    StopIteration,
+    RecursionError,
+)  # their text says little without their type: KeyError: 'added_tokens'
+_MOST_LETTERS = 400
 _MOST_NAMES = 6
 _MOST_DIGITS = 18  # more fit no counter, and of thousands Python makes no number
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, with its type where that says more than the text."""
+    text = str(error).strip()
+    if isinstance(error, SystemExit):
+        return f"its code ended the process, by sys.exit({error.code!r})"
+    if isinstance(error, OSError) and error.strerror:
+        named = isinstance(error.filename, str | bytes)
+        text = f"{error.strerror}: {os.fsdecode(error.filename)}" if named else error.strerror
+    if isinstance(error, ImportError) or type(error).__name__.startswith("StrictDataclass"):
+        text = " ".join(text.split())  # names the package or the field only further down
+    line = visible(text.partition("\n")[0][:_MOST_LETTERS], whitespace=True)
+    return f"{type(error).__name__}: {line}".rstrip(": ") if isinstance(error, _NAMELESS) or not line else line
+
+
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """ "rank 3"; "ranks 0 to 5 and 7"."""
-    ranks = sorted(ranks)
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
@@ -25,13 +47,13 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     for run in runs:
         parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     words = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {words}"
 
 
 def counted(number: float, things: str) -> str:
     """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
-    one = things.removesuffix("es" if things.endswith(("sses", "shes", "ches", "xes")) else "s")
-    return f"{number:,} {one if number == 1 else things}"
+    single = things.removesuffix("es" if things.endswith(("sses", "shes", "ches", "xes")) else "s")
+    return f"{number:,} {single if number == 1 else things}"
 
 
 def size(number: float) -> str:
@@ -48,56 +70,49 @@ def whole(text: str) -> int | None:
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """`repr` of a value of someone else's, of which a message shows no more than `most` letters."""
+    """`repr` of a foreign value, of which a message shows no more than `most` letters."""
     text = clean(repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}…"
 
 
 def listed(names: Sequence[str]) -> str:
     """ "n1, n2 and n3"; of many only the first."""
-    names = list(names)
     if len(names) > _MOST_NAMES:
         return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def grouped(by_name: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Each value and who has it, the value that most have first."""
-    who: dict[str, list[str]] = defaultdict(list)
+    """Each value and who has it, the most common value first."""
+    owners: dict[str, list[str]] = defaultdict(list)
     for name, value in by_name.items():
-        who[value].append(name)
-    groups = sorted(who.items(), key=lambda item: -len(item[1]))
+        owners[value].append(name)
+    groups = sorted(owners.items(), key=lambda item: -len(item[1]))
     return tuple((value, tuple(names)) for value, names in groups)
 
 
 def by_value(by_name: Mapping[str, str]) -> str:
-    """ "4 on n1 and n3, 3 on n2", the value that most have first."""
+    """ "4 on n1 and n3, 3 on n2", the most common value first."""
     return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
 
 
 def visible(text: str, *, whitespace: bool = False) -> str:
-    """`text` that cannot act on what shows it: a symbol in place of each control character (a terminal obeys them), and of those
-    that turn the direction of a text or cannot be seen. Escaping for HTML and rich is up to who shows it.
+    """`text` with a symbol in place of each control character (a terminal obeys them), and of those that turn the direction of a
+    text or cannot be seen. Escaping for HTML and rich is up to the caller.
 
     Line ends stay, each behind its symbol. With `whitespace` line ends, tabs and spaces of any kind stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if whitespace and _is_space(one) else _symbol(one) for one in text)
+    return "".join(_symbol(letter, whitespace=whitespace) for letter in text)
 
 
-def _is_space(character: str) -> bool:
-    return character in "\n\t" or unicodedata.category(character) == "Zs"
-
-
-def _symbol(character: str) -> str:
-    if character == "\n":
-        return "⏎\n"
-    if character.isprintable() or character == "\u3000":
-        return character
-    code = ord(character)
+def _symbol(letter: str, *, whitespace: bool) -> str:
+    space, code = unicodedata.category(letter) == "Zs", ord(letter)
+    if letter.isprintable() or letter == "\u3000" or (whitespace and (space or letter in "\n\t")):
+        return letter
     if code < 0x20:
-        return chr(0x2400 + code)
+        return "⏎\n" if letter == "\n" else chr(0x2400 + code)
     if code == 0x7F:
         return "␡"
-    return "⍽" if unicodedata.category(character) == "Zs" else f"⟨U+{code:04X}⟩"
+    return "⍽" if space else f"⟨U+{code:04X}⟩"

@@ -14,6 +14,7 @@ attention function takes flattened rows only: see `attention_of`.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from packtrain.attention import flash, segmented
 from packtrain.attention.per_document import run_one_document_at_a_time
 from packtrain.attention.rotary import rotate_by_document
-from packtrain.attention.segmented import as_mask, attention_function, row_of
+from packtrain.attention.segmented import as_mask, attention_function, registered
 from packtrain.attention.segmented_modules import (
     kept_for_recomputation,
     replace_forward,
@@ -99,11 +100,11 @@ def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
 
 def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     """`attention_of` for every layer of every call, which recomputation needs: it takes microseconds, not milliseconds."""
-    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-    own = {key: config._attn_implementation_internal for key, config in configs.items()}
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}.values()
+    own = [config._attn_implementation_internal for config in configs]
     with attention_of(model, implementation):
-        ours = {key: config._attn_implementation_internal for key, config in configs.items()}
-    changed = [(configs[key], value) for key, value in ours.items() if value != own[key]]
+        ours = [config._attn_implementation_internal for config in configs]
+    changed = [(config, after) for config, before, after in zip(configs, own, ours, strict=True) if before != after]
 
     @contextmanager
     def switched() -> Iterator[None]:
@@ -128,43 +129,34 @@ def _replace_attention_function(model: PreTrainedModel, implementation: str) -> 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
     """`attend_by` inside the block."""
-    undo = attend_by(model, name)
-    try:
+    with ExitStack() as undo:
+        undo.callback(attend_by(model, name))
         yield
-    finally:
-        undo()
 
 
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """The model with another attention implementation inside the block, by transformers' name."""
-    undo = _replace_attention_function(model, implementation)
-    try:
+    with ExitStack() as undo:
+        undo.callback(_replace_attention_function(model, implementation))
         yield
-    finally:
-        undo()
 
 
+@registered(_DENSE_MASK)
 def dense_mask_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    segments: Segments | None = None,
-    sliding_window: int | None = None,
+    segments: Segments,
+    window: int | None,
     **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, the reference for which keys a query may see.
-
-    transformers' signature; shapes and errors as `segmented_attention`.
-    """
-    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
+) -> torch.Tensor:
+    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, the reference for which keys a query may see."""
     attend = attention_function(module, kwargs)
     mask = as_mask(attend, _visible(segments, window, query.device), query.dtype)
     kwargs["is_causal"] = False  # causality is in the mask
-    return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
+    return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0]
 
 
 @lru_cache(maxsize=2)  # as many as a row has kinds of layers; each takes T² bytes
@@ -172,4 +164,26 @@ def _visible(segments: Segments, window: int | None, device: torch.device) -> to
     return segments.visible(window).to(device)
 
 
-AttentionInterface.register(_DENSE_MASK, dense_mask_attention)
+NEEDED = "does not have a deterministic implementation"
+"""What torch says of an operation that has none."""
+
+
+@contextmanager
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, if `enabled` (trainer.deterministic), torch takes deterministic kernels only: many others add up in whatever
+    order their threads arrive. It raises RuntimeError for what has none.
+
+    Enter it before the first product of matrices on the GPU: cuBLAS reads its variable then.
+    """
+    if not enabled:
+        yield
+        return
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of those that are deterministic the faster one
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it takes the algorithm that happens to be faster
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark

@@ -3,8 +3,7 @@
 No mask exists and nothing is computed between documents, as in `segmented`, without its calls per segment. Every layer
 gets the kernel that was found right for its features (kernels/selection.py): a model may mix layers with and without windows.
 
-It is registered under NAME in `AttentionInterface` only, so that transformers builds no mask. The name must not hold the
-word "flash": transformers would take it for one of its own implementations and look for that package.
+Its NAME must not hold the word "flash": transformers would take it for one of its own implementations and look for that package.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
 from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel
 from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
-from packtrain.attention.segmented import row_of
+from packtrain.attention.segmented import registered
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
@@ -28,47 +27,37 @@ _DROPS = "the kernels drop no scores (set model.config.attention_dropout=0, or t
 _OTHER = "set model.attention=auto: segmented and per_document need no kernel"
 
 
+@registered(NAME)
 def flash_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    segments: Segments,
+    window: int | None,
     *,
-    segments: Segments | None = None,
-    sliding_window: int | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one flattened row, with transformers' signature.
+    **_: Any,
+) -> torch.Tensor:
+    """One call of a varlen kernel; `s_aux` (sinks) [heads]. Returns the precision that the kernel computes in.
 
-    Shapes: `query` [1, heads, T, d], `key` [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v], `s_aux` (sinks) [heads], result
-    [1, T, heads, d_v] in the precision that the kernel computes in; T is `segments.tokens`. Raises CheckFailed where the
-    layer does not get the segments of its row, or no kernel is right for it.
+    Raises CheckFailed where no kernel is right for the layer.
     """
-    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
     # layer norms and rotary embeddings return float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    layer = LayerFeatures(
-        dtype,
-        group=q.shape[1] // k.shape[1],
-        head_dim=q.shape[2],
-        value_dim=v.shape[2],
-        window=window is not None,
-        softcap=softcap,
-        sinks=s_aux is not None,
-    )
+    group, window_used, sinks = q.shape[1] // k.shape[1], window is not None, s_aux is not None
+    layer = LayerFeatures(dtype, group, q.shape[2], v.shape[2], window_used, softcap, sinks)
     choice = choose_kernel(layer, query.device)
     if choice.kernel is None:
         raise CheckFailed(f"no flash kernel serves {type(module).__name__}: {choice.why_not()}", fix=_OTHER)
     scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap)
-    return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None], None
+    return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None]
 
 
 def available(
@@ -88,13 +77,13 @@ def available(
     config: Any = model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
         return None, _DROPS
-    choice = choose_kernel(_plain_features(config, dtype), device)
+    choice = choose_kernel(plain_features(config, dtype), device)
     if choice.kernel is None:
         return None, f"no kernel is right: {choice.why_not()}"
     return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
 
 
-def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
+def plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
     """The features of an attention layer by the model's config, without windows, soft-cap and sinks."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -102,6 +91,3 @@ def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
     head_dim = getattr(config, "qk_head_dim", None) or head_dim  # latent attention has heads of two widths
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     return LayerFeatures(dtype, max(1, heads // kv_heads), head_dim, value_dim)
-
-
-AttentionInterface.register(NAME, flash_attention)

@@ -2,8 +2,8 @@
 
 State-space layers, linear attention, convolutions along the row and unknown code carry state across a document's border.
 Planner, collator and loss still see packed rows; only the forward pass runs per document, documents of equal length in one
-batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. What
-documents share each of them computes for itself, and it counts in the first of them only.
+batch without padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. What documents
+share is computed by each of them, and counts in the first only.
 """
 
 from __future__ import annotations
@@ -76,35 +76,22 @@ def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if "shift_labels" in batch and not group.counts.all():
         batch["shift_labels"].masked_fill_(to_device(torch.from_numpy(~group.counts), tokens.device), IGNORE)
-    if row.get("label_places") is not None:
-        batch["label_places"] = _label_places(group, row["label_places"], row["input_ids"].shape[1])
+    if row.get("label_places") is not None:  # packing/collate.py::places_of
+        labelled = np.zeros(row["input_ids"].shape[1], dtype=bool)
+        labelled[row["label_places"]] = True
+        batch["label_places"] = np.flatnonzero(labelled[group.tokens.numpy()] & group.counts)
     return batch | {"attention_mask": torch.ones_like(tokens)}
 
 
-def _label_places(group: _Group, places: np.ndarray, tokens: int) -> np.ndarray:
-    """Those of the group (packing/collate.py::places_of), from those of a row of so many `tokens`."""
-    labelled = np.zeros(tokens, dtype=bool)
-    labelled[places] = True
-    return np.flatnonzero(labelled[group.tokens.numpy()] & group.counts)
-
-
 def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:
-    """The output of the row, from those of the groups."""
+    """The output of the row, from those of the groups: the sum of scalars, [1, T, …] of per-token parts [count, length, …]."""
     first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        return _joined_tensor(groups, outputs, segments)
-    joined = {
-        name: _joined_tensor(groups, [output[name] for output in outputs], segments)
-        for name, value in first.items()
-        if isinstance(value, torch.Tensor)
-    }
-    return type(first)(**joined)
-
-
-def _joined_tensor(groups: list[_Group], parts: list[torch.Tensor], segments: Segments) -> torch.Tensor:
-    """The sum of scalars; [1, T, …] of per-token parts [count, length, …]."""
-    if parts[0].dim() == 0:
-        return torch.stack(parts).sum()
-    pairs = zip(groups, parts, strict=True)
-    documents = {leaf: one for group, part in pairs for leaf, one in zip(group.leaves, part.unbind(0), strict=True)}
+    if not isinstance(first, torch.Tensor):
+        names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+        return type(first)(**{name: _joined(groups, [output[name] for output in outputs], segments) for name in names})
+    if first.dim() == 0:
+        return torch.stack(outputs).sum()
+    documents: dict[int, torch.Tensor] = {}
+    for group, part in zip(groups, outputs, strict=True):
+        documents |= zip(group.leaves, part.unbind(0), strict=True)
     return in_row(documents, segments)

@@ -1,8 +1,8 @@
 """Rotary embeddings whose frequencies depend on how long the document is, computed for each document of a row by itself.
 
 "longrope" (phi3 and others) uses other frequencies once the longest position exceeds the original context. In a flattened
-row one long document would change them for all others, without any token attending across a border. The proof cannot detect
-this, since its documents are short. The cost is small: one wait for the device per forward pass of models with longrope.
+row one long document would change them for all others, which the proof cannot detect, since its documents are short. The cost:
+one wait for the device per forward pass of models with longrope.
 
 "dynamic" frequencies change beyond `max_position_embeddings` only, where documents are refused.
 """

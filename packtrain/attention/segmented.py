@@ -1,26 +1,20 @@
 """`segmented`: exact packed attention on any device, by running an ordinary attention function once per segment.
 
-The algorithm, for a row of T tokens:
+Queries, keys and values of the row are split by segment; segments of equal length form a batch [count, heads, length, d], each
+with the keys and values of the segments before it on its path in front of its own; the attention function runs on each batch under
+a causal mask. No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
+different length. The function is one of transformers' own: sdpa if it supports the layer, else the model's eager function
+(soft-cap, attention sinks). On a CPU under autocast short segments take the eager one too: its products gain from bfloat16
+instructions, sdpa's kernel does not.
 
-1. queries, keys and values are split by segment,
-2. segments of equal length, wherever they are, form a batch: [count, heads, length, d],
-3. the keys and values of the segments before it on its path, if any, are put in front of its own,
-4. the attention function runs on each batch under a causal mask, and the outputs are put back in the order of the row.
-
-No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
-different length, so many different short lengths use a GPU less well than one varlen kernel (`flash`). The function is one
-of transformers' own: sdpa if it supports the layer, else the model's eager function (soft-cap, attention sinks). Both
-support grouped queries and sliding windows. On a CPU under autocast short segments take the eager one too: its products gain from
-bfloat16 instructions, sdpa's kernel does not.
-
-It is registered under NAME in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have,
-transformers builds no mask at all. So the model's own mask, whose builder may ignore `position_ids`, is not used. The
-row's Segments arrive as the keyword argument `segments` of the model's forward; a model that does not pass it down to its
-layers fails here at once instead of leaking.
+It is registered in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have, transformers builds no mask.
+So the model's own mask, whose builder may ignore `position_ids`, is not used. The row's Segments arrive as the keyword argument
+`segments` of the model's forward; a model that does not pass it down to its layers fails here at once instead of leaking.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,23 +35,37 @@ _SHORT = 512
 """Keys up to which the eager function is twice as fast in bfloat16 on a CPU, and its scores take little memory."""
 
 
+def registered(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..., tuple[torch.Tensor, None]]]:
+    """Registers the attention of a flattened row under `name` in `AttentionInterface`, and gives it transformers' signature.
+
+    It is called as attend(module, query, key, value, segments, window, **kwargs): `query` [1, heads, T, d], `key`
+    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. Raises CheckFailed where the layer
+    does not get the segments of its row, or its window is unknown.
+    """
+
+    def register(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
+        @functools.wraps(attend)
+        def attention(module, query, key, value, attention_mask, *, segments=None, sliding_window=None, **kwargs):
+            segments, window = _row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
+            return attend(module, query, key, value, segments, window, **kwargs), None
+
+        AttentionInterface.register(name, attention)
+        return attention
+
+    return register
+
+
+@registered(NAME)
 def segmented_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    segments: Segments | None = None,
-    sliding_window: int | None = None,
+    segments: Segments,
+    window: int | None,
     **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one flattened row, with transformers' signature.
-
-    Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
-    `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its window is unknown.
-    """
-    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
+) -> torch.Tensor:
+    """One call of an ordinary attention function for all segments of one shape."""
     usual = attention_function(module, kwargs)
     eager = None
     if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # only bfloat16's is ever
@@ -77,19 +85,19 @@ def segmented_attention(
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
         outputs |= zip(numbers, output.unbind(0), strict=True)
-    return torch.cat([outputs[number] for number in every])[None], None
+    return torch.cat([outputs[number] for number in every])[None]
 
 
 def on_paths(parts: Sequence[torch.Tensor], row: Segments, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
     """For each of the segments `numbers` the parts of the row on its path, from those of each segment for itself."""
     if not any(row.prefix_lengths):
         return [[parts[number]] for number in numbers]
-    users = Counter(one for number in numbers for one in row.paths[number])
+    users = Counter(part for number in numbers for part in row.paths[number])
     copies = [
         iter(cast(Any, _Shared.apply(part, users[number])) if users[number] > 1 else (part,))
         for number, part in enumerate(parts)
     ]
-    return [[next(copies[one]) for one in row.paths[number]] for number in numbers]
+    return [[next(copies[part]) for part in row.paths[number]] for number in numbers]
 
 
 class _Shared(torch.autograd.Function):
@@ -113,7 +121,7 @@ def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def row_of(
+def _row_of(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,23 +130,22 @@ def row_of(
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> tuple[Segments, int | None]:
-    """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
+    """The segments of the row that `query` is, as this layer sees them, and its window.
 
-    Raises CheckFailed if the layer does not get the segments, if its window is unknown, if its keys are not those of the row's
-    tokens (deepseek_v4 compresses them), or if it has a mask or bias of its own (doge learns one), made for the whole row.
+    Refused are also keys that are not those of the row's tokens (deepseek_v4 compresses them), and a mask or bias of the layer's own
+    (doge learns one), made for the whole row.
     """
-    name = type(module).__name__
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
-        raise CheckFailed(
-            f"{name} ran on a flattened row without knowing its documents",
-            fix="this model does not pass keyword arguments to its attention: set model.attention=per_document",
-        )
-    if key.shape[2] != query.shape[2]:
-        raise CheckFailed(f"{name} attends to keys of other tokens", fix="set model.attention=per_document")
-    if attention_mask is not None or kwargs.get("position_bias") is not None:
-        what = "brings a mask of its own" if attention_mask is not None else "adds a bias by position in the row"
-        raise CheckFailed(f"{name} {what}", fix="set model.attention=per_document")
-    return local_segments(module, segments, sliding_window)
+        what = "ran on a flattened row without knowing its documents (does its model pass on keyword arguments?)"
+    elif key.shape[2] != query.shape[2]:
+        what = "attends to keys of other tokens"
+    elif attention_mask is not None:
+        what = "brings a mask of its own"
+    elif kwargs.get("position_bias") is not None:
+        what = "adds a bias by position in the row"
+    else:
+        return local_segments(module, segments, sliding_window)
+    raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
 
 
 def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -170,6 +177,3 @@ def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torc
     if attend is sdpa_attention_forward:
         return visible[None, None]
     return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
-
-
-AttentionInterface.register(NAME, segmented_attention)

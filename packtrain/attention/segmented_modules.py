@@ -1,10 +1,9 @@
 """`segmented` for models whose attention is code of their own: the whole attention module runs once per document.
 
 bloom, mpt, falcon, gptj and others (remote code too) do not look up their attention function in transformers'
-`AttentionInterface`, so there is none to replace. Instead the forward of the attention module is replaced: it is called once
-per document with its arguments cut to the document, documents of equal length in one call, and the outputs are put together.
-Scores, biases and probabilities then exist per document only; all other layers run on the flattened row. What documents share
-goes through the module with each of them, and through all other layers once.
+`AttentionInterface`. So the forward of the attention module is replaced: it is called with its arguments cut to the documents of
+one length, and the outputs are put together. Scores, biases and probabilities then exist per document only; all other layers
+run on the flattened row. What documents share goes through the module with each of them, and through all other layers once.
 
 How an argument is cut follows from its name and its number of dimensions, never from a size that happens to be T: so the
 isolation proof at one length holds for all. An argument that fits no rule is refused.
@@ -36,14 +35,6 @@ _FIX = "set model.attention=per_document"
 _CHECKPOINTED_BY = ("_gradient_checkpointing_func", "checkpoint_fn")
 """The attributes of layers that hold the function by which they are recomputed."""
 _FOR_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_BY_POSITION: dict[str, Literal["first", "whole"]] = {
-    # bloom and falcon, [heads, 1, T]: a document alone has the first l; later values differ by a constant, which 16 bits round
-    "alibi": "first",
-    # roformer, [1, 1, T, d]: counts over the row, not by the position ids
-    "sinusoidal_pos": "first",
-    # mpt, [heads, 1, longest]: the module takes the last l itself
-    "position_bias": "whole",
-}
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -85,13 +76,13 @@ class _Current:
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The outermost modules whose class is named for attention: GPTNeoAttention and not the GPTNeoSelfAttention in it."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in outermost)
         if attends and not inside and not isinstance(module, PreTrainedModel):
-            found[name] = module
-    return list(found.values())
+            outermost[name] = module
+    return list(outermost.values())
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -142,10 +133,8 @@ def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorat
     def within(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(around()(function), *args, **kwargs)
 
-    layers: list[tuple[Any, str]] = [
-        (module, name) for module in model.modules() for name in _CHECKPOINTED_BY if name in module.__dict__
-    ]
-    own = [(module, name, getattr(module, name)) for module, name in layers]
+    layers = [(module, name) for module in model.modules() for name in _CHECKPOINTED_BY if name in module.__dict__]
+    own: list[tuple[Any, str, Any]] = [(module, name, getattr(module, name)) for module, name in layers]
     for module, name, checkpoint in own:
         setattr(module, name, functools.partial(within, checkpoint))
     try:
@@ -171,35 +160,20 @@ def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., An
             )
         if row is None or len(row.lengths) == 1:
             return inner(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs)
-        pieces = _cut_all(arguments.arguments, row, name)
-        outputs = []
-        for piece in pieces:
-            one = inspect.BoundArguments(signature, piece)
-            outputs.append(inner(*one.args, **one.kwargs))
-        return _joined(outputs, row, name)
+        pieces = _cut_all(signature.bind(*args, **kwargs).arguments, row, name)
+        calls = [inspect.BoundArguments(signature, cast(Any, piece)) for piece in pieces]
+        return _joined([inner(*call.args, **call.kwargs) for call in calls], row, name)
 
     return forward
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Documents of `length` tokens each, by their last segments."""
-
-    length: int
-    leaves: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.leaves)
-
-
 @lru_cache(maxsize=64)  # the same for every layer
-def _batches(row: Segments) -> tuple[_Batch, ...]:
-    found: dict[int, list[int]] = {}
+def _batches(row: Segments) -> dict[int, list[int]]:
+    """Documents, by their last segments, under the number of their tokens."""
+    batches: dict[int, list[int]] = {}
     for leaf in row.leaves:
-        found.setdefault(row.prefix_lengths[leaf] + row.lengths[leaf], []).append(leaf)
-    return tuple(_Batch(length, tuple(leaves)) for length, leaves in found.items())
+        batches.setdefault(row.prefix_lengths[leaf] + row.lengths[leaf], []).append(leaf)
+    return batches
 
 
 def _cut_all(arguments: dict[str, Any], row: Segments, module: str) -> list[dict[str, Any]]:
@@ -209,7 +183,7 @@ def _cut_all(arguments: dict[str, Any], row: Segments, module: str) -> list[dict
 
 
 def _cut(name: str, value: Any, row: Segments, module: str) -> list[Any]:
-    """The argument `name` of `module` for each batch, with `count` in place of the one row of the flattened call."""
+    """The argument `name` of `module` for each batch, with its documents in place of the one row of the flattened call."""
     calls = len(_batches(row))
     if value is None or isinstance(value, (bool, int, float, str)):
         return [value] * calls
@@ -234,14 +208,12 @@ def _cut_tensor(name: str, value: torch.Tensor, row: Segments) -> list[torch.Ten
     """The parts of `value` for each batch, or None if no rule fits its name and shape."""
     batches, tokens = _batches(row), row.tokens
     shape, rank = value.shape, value.dim()
-    role = _BY_POSITION.get(name)
-    if role == "whole":
+    if name == "position_bias":  # mpt, [heads, 1, longest]: the module takes the last l itself
         return [value] * len(batches) if rank == 3 and shape[1] == 1 else None
-    if role == "first" and name == "alibi":
-        known = rank in (3, 4) and shape[-2:] == (1, tokens)
-        return (
-            [value[..., : batch.length].repeat(batch.count, *[1] * (rank - 1)) for batch in batches] if known else None
-        )
+    if name == "alibi":  # bloom and falcon, [heads, 1, T]: later values differ by a constant, which 16 bits round
+        if rank not in (3, 4) or shape[-2:] != (1, tokens):
+            return None
+        return [value[..., :length].repeat(len(leaves), *[1] * (rank - 1)) for length, leaves in batches.items()]
     if rank not in (2, 3, 4) or shape[0] != 1:
         return None
     if "mask" in name and rank > 2:
@@ -249,12 +221,12 @@ def _cut_tensor(name: str, value: torch.Tensor, row: Segments) -> list[torch.Ten
     along = 2 if rank == 4 else 1  # [1, T], [1, T, d], [1, 1, T, d]
     if shape[along] != tokens or (rank == 4 and shape[1] != 1):
         return None
-    if role == "first":
-        return [value.narrow(along, 0, batch.length) for batch in batches]
+    if name == "sinusoidal_pos":  # roformer, [1, 1, T, d]: counts over the row, not by the position ids
+        return [value.narrow(along, 0, length) for length in batches]
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     parts = on_paths(value.split(row.lengths, dim=along), row, row.leaves)
     documents = {leaf: joined(pieces, along) for leaf, pieces in zip(row.leaves, parts, strict=True)}
-    return [torch.cat([documents[leaf] for leaf in batch.leaves]) for batch in batches]  # [count, …, length, …]
+    return [torch.cat([documents[leaf] for leaf in leaves]) for leaves in batches.values()]  # [count, …, length, …]
 
 
 def _blocks(mask: torch.Tensor, row: Segments) -> list[torch.Tensor]:
@@ -272,10 +244,10 @@ def _blocks(mask: torch.Tensor, row: Segments) -> list[torch.Tensor]:
         return slice(row.starts[number], row.starts[number] + row.lengths[number])
 
     return [
-        block([slice(0, batch.length)]).expand(batch.count, -1, -1, -1)
+        block([slice(0, length)]).expand(len(leaves), -1, -1, -1)
         if first
-        else torch.cat([block([inside(number) for number in row.path(leaf)]) for leaf in batch.leaves])
-        for batch in _batches(row)
+        else torch.cat([block([inside(number) for number in row.path(leaf)]) for leaf in leaves])
+        for length, leaves in _batches(row).items()
     ]
 
 
@@ -286,10 +258,10 @@ def _joined(outputs: list[Any], row: Segments, module: str) -> Any:
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
         return type(outputs[0])([_joined(list(first), row, module), *shared])
     documents: dict[int, torch.Tensor] = {}
-    for output, batch in zip(outputs, _batches(row), strict=True):
-        if not isinstance(output, torch.Tensor) or output.shape[:2] != (batch.count, batch.length):
+    for output, (length, leaves) in zip(outputs, _batches(row).items(), strict=True):
+        if not isinstance(output, torch.Tensor) or output.shape[:2] != (len(leaves), length):
             raise CheckFailed(f"{module} does not return its tokens one by one", fix=_FIX)
-        documents |= zip(batch.leaves, output.unbind(0), strict=True)
+        documents |= zip(leaves, output.unbind(0), strict=True)
     return in_row(documents, row)
 
 

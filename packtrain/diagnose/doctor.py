@@ -31,7 +31,8 @@ from packtrain.wording import ranks_in_words
 WATCHDOG_ANSWER_S = 20
 """Seconds to wait for the watchdog, which may have to ask the ranks for stacks first."""
 _SILENT_S = 10
-_SIGNALS = {128 + one: one.name for one in signal.Signals}
+_SIGNALS = {128 + number: number.name for number in signal.Signals}
+_START = "a run is about to start here, or has just ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +55,21 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The document of --json."""
-        return {
-            "status": self.status,
-            "lines": list(self.lines),
-            "ranks": [asdict(one) for one in self.ranks],
-            "diagnosis": self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")},
-            "silent": list(self.silent),
-        }
+        diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
+        lists = {"lines": list(self.lines), "ranks": [asdict(state) for state in self.ranks]}
+        return {"status": self.status, **lists, "diagnosis": diagnosis, "silent": list(self.silent)}
 
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
-    folder = RunFolder(Path(os.path.expanduser(place)))
-    found = examine(folder, ask=ask)
-    told = Redactor(os.environ).plain(found.to_json())
-    print(json.dumps(told, indent=2) if as_json else "\n".join(told["lines"]))
-    return found.exit_code
+    finding = examine(RunFolder(Path(os.path.expanduser(place))), ask=ask)
+    document = Redactor(os.environ).plain(finding.to_json())
+    print(json.dumps(document, indent=2) if as_json else "\n".join(document["lines"]))
+    return finding.exit_code
 
 
 def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Finding:
-    """What can be found out about a run from this machine; `over`: its own process, which still has the lock, says that it has
+    """What this machine can know of a run; `over`: its own process, which still has the lock, says that it has
     ended. Raises UserError where no run is."""
     if not folder.logs.is_dir() and not folder.summary.exists():
         fix = "Name the folder that trainer.output_dir is."
@@ -84,52 +80,49 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
         fix = "It may wait in a queue (squeue); if it has been started, its terminal or log says why it is not here."
         raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
     if over:
-        return _of_an_ended_run(folder)
-    if about := object_of(folder.logs / PUBLISHED):
+        return _examine_ended(folder)
+    if published := object_of(folder.logs / PUBLISHED):
         with reading(folder.logs / PUBLISHED):
-            channel = as_type(about, Channel)
+            channel = as_type(published, Channel)
         near = channel.host == platform.node() or channel.address != LOOPBACK
         client = Client(channel.address if near else channel.host, channel.port, secret=channel.secret)
         try:
-            return _of_a_live_run(folder, client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S), ask=ask)
+            answer = client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S)
         except OSError as error:
-            return _of_a_silent_run(folder, channel, error)
-    return _of_a_start() if is_locked(folder.root) else _of_an_ended_run(folder)
+            return _examine_silent(folder, channel, error)
+        return _examine_live(folder, answer, ask=ask)
+    return Finding("running", [_START]) if is_locked(folder.root) else _examine_ended(folder)
 
 
-def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> Finding:
+def _examine_live(folder: RunFolder, answer: Mapping[str, Any], *, ask: bool) -> Finding:
     """The finding from the watchdog's answer."""
-    ranks = as_type(said["ranks"], tuple[RankState, ...])
-    silent = [one for one in said["machines"] if (one["heard_s"] or 0) > _SILENT_S]
+    ranks, diagnosis = as_type(answer["ranks"], tuple[RankState, ...]), answer["diagnosis"]
+    silent = [machine for machine in answer["machines"] if (machine["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_line, ranks), *(_stacks(folder, ranks) if ask else [])]
     lines += [
         f"{one['host']} ({ranks_in_words(one['ranks'])}): its launcher has not been heard of for {one['heard_s']:.0f} s"
         for one in silent
     ]
-    found = said["diagnosis"]
-    if found:
-        lines += found["lines"]
-    return Finding("stalled" if found else "running", lines, ranks, found, silent)
+    if diagnosis:
+        return Finding("stalled", [*lines, *diagnosis["lines"]], ranks, diagnosis, silent)
+    return Finding("running", lines, ranks, None, silent)
 
 
-def _of_a_silent_run(folder: RunFolder, channel: Channel, error: OSError) -> Finding:
+def _examine_silent(folder: RunFolder, channel: Channel, error: OSError) -> Finding:
     """The finding for a channel that does not answer."""
     host, pid = channel.host, channel.pid
     if host != platform.node():
         what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
-        return Finding("stalled", [what, f"  → look whether {host} is up, and start packtrain doctor there"])
-    if seen(pid) == "stopped":
+        return Finding("stalled", [what, f"  → check whether {host} is up, and start packtrain doctor there"])
+    state = seen(pid)
+    if state == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
     if is_locked(folder.root):
-        is_silent = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
-        return _of_a_start() if seen(pid) == "gone" else is_silent
+        what = f"process {pid}, which watches this run, does not answer: {error}"
+        return Finding("running", [_START]) if state == "gone" else Finding("stalled", [what])
     what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
     advice = "  → find out what ended it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
     return Finding("failed", [what, advice])
-
-
-def _of_a_start() -> Finding:
-    return Finding("running", ["a run is about to start here, or has just ended"])
 
 
 def _line(state: RankState) -> str:
@@ -143,16 +136,16 @@ def _line(state: RankState) -> str:
 
 
 def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
-    said = []
+    lines = []
     for state in states:
         who = f"rank {state.rank} on {state.host}"
-        said.append(f"stack of {who}, innermost call first (all threads: {stacks_of(folder.logs, state.rank)}):")
-        said += [f"    {frame}" for frame in state.stack[:FRAMES_SHOWN]] or ["    it does not answer"]
-        said += [f"    in {state.pending}"] if state.pending else []
-    return said
+        lines.append(f"stack of {who}, innermost call first (all threads: {stacks_of(folder.logs, state.rank)}):")
+        lines += [f"    {frame}" for frame in state.stack[:FRAMES_SHOWN]] or ["    it does not answer"]
+        lines += [f"    in {state.pending}"] if state.pending else []
+    return lines
 
 
-def _of_an_ended_run(folder: RunFolder) -> Finding:
+def _examine_ended(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
     with reading(folder.logs / RANKS):
         ranks: Sequence[RankState] = as_type(object_of(folder.logs / RANKS).get("ranks", []), tuple[RankState, ...])
@@ -162,7 +155,7 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     if report.exists():
         return Finding("failed", text_of(report).splitlines(), ranks)
-    codes = {one.rank: one.process.code for one in ranks if one.process.code is not None}
+    codes = {state.rank: state.process.code for state in ranks if state.process.code is not None}
     if failures := {code for code in codes.values() if 0 < code <= 128}:
         telling = next((code for code in MOST_TELLING if code in failures), min(failures))
         failed = sorted(rank for rank, code in codes.items() if code == telling)

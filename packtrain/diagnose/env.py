@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose import devices, host, network, software
+from packtrain.diagnose import devices, host
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
 from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
@@ -53,8 +54,7 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
 
 def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
     """The results of all checks of a machine and a run."""
-    checks = (*host.CHECKS, *software.CHECKS, *devices.CHECKS, *network.CHECKS)
-    return [check for one in checks for check in one(facts, needs)]
+    return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, needs)]
 
 
 def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
@@ -70,18 +70,18 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         "data.cache_dir": cache or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
         "HF_HOME": constants.HF_HOME,
     }
-    asked: dict[str, Probe] = {
+    probes: dict[str, Probe] = {
         "GPU driver": Probe(lambda: devices.ask_driver(PROBE_LIMIT_S), PROBE_LIMIT_S + 0.5),
         "torch": Probe(lambda: devices.ask_torch(torch_s, dtype), torch_s + 0.3),
         "limits": Probe(host.read_host),
         "network": Probe(lambda: read_network(None)),
         "name server": Probe(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), NAME_S),
-        **{name: Probe(lambda name=name, path=path: host.read_folder(name, path)) for name, path in folders.items()},
+        **{name: Probe(partial(host.read_folder, name, path)) for name, path in folders.items()},
     }
 
     def answer(name: str, otherwise: Value) -> Value:
         try:
-            return asked[name].answer()
+            return probes[name].answer()
         except Unanswered as refusal:
             lacks.append(f"{name}: {refusal}")
             return otherwise
@@ -91,11 +91,11 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         gpus = answer("GPU driver", Gpus(error="no answer"))
         lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
         needs = RunNeeds() if config is None else needs_of(config, _surroundings(gpus))
-        silent = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
-        machine = replace(answer("limits", Host()), folders=tuple(answer(one.setting, one) for one in silent))
+        unknown = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
+        machine = replace(answer("limits", Host()), folders=tuple(answer(one.setting, one) for one in unknown))
         links, torch = answer("network", HostNetwork()), answer("torch", Torch(error="no answer"))
         lacks += [f"torch: {torch.error}"] if torch.error and torch.version else []
-        return Facts(software.read_software(), torch, gpus, links, silence, machine, tuple(lacks)), needs
+        return Facts(host.read_software(), torch, gpus, links, silence, machine, tuple(lacks)), needs
     finally:
         kill_processes()
 
@@ -142,21 +142,17 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
 
 
 def _on_disk(config: RunConfig, memory: Memory) -> int:
-    """Bytes of the trained model and all checkpoints; a stopped run writes one that was not asked for."""
+    """Bytes of the trained model and all checkpoints (model and AdamW's two float32 numbers); a stopped run writes one more."""
     width = BYTES.get(config.model.dtype, 2)
     final = memory.trained * ADAPTER_BYTES if config.peft.kind == "lora" else memory.parameters * width
-    states = 8 * memory.trained  # two numbers in float32 of AdamW, the largest that is common
     kept = 1 if config.trainer.checkpoint_every is None else (config.trainer.keep_checkpoints or 0) + 1
-    return final + kept * (final + states)
+    return final + kept * (final + 8 * memory.trained)
 
 
 def _dtype_of(config: RunConfig) -> str:
-    """What the attention layers compute in, by torch's name."""
+    """What the attention layers compute in on a GPU, by torch's name."""
     dtype = config.model.dtype
-    if dtype == "auto":
-        return "bfloat16"
-    mixed, _ = planned(config, dtype, gpu=True)  # on a CPU there are no kernels to look for
-    return "bfloat16" if mixed == "bf16" else dtype
+    return "bfloat16" if dtype == "auto" or planned(config, dtype, gpu=True)[0] == "bf16" else dtype
 
 
 def age_s() -> float:
@@ -166,14 +162,14 @@ def age_s() -> float:
 
 def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
     """The whole report as plain containers; the keys up to `checks` are a promise to users."""
-    plain, torch, installed = asdict(facts), facts.torch, facts.software.packages
+    plain, torch, software = asdict(facts), facts.torch, facts.software
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": facts.gpus.driver}
     document = {
-        "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed, **built},
-        "devices": plain["gpus"]["gpus"] or [{"index": at, "name": one} for at, one in enumerate(torch.devices)],
-        "attention": software.attention_json(facts, needs),
-        "checks": [asdict(one) for one in checks],
-        "trl": software.trl_lines(facts.software, torch),
+        "versions": {"python": software.python, "platform": software.platform, **software.packages, **built},
+        "devices": plain["gpus"]["gpus"] or [{"index": at, "name": name} for at, name in enumerate(torch.devices)],
+        "attention": devices.attention_json(facts, needs),
+        "checks": [asdict(check) for check in checks],
+        "trl": host.trl_lines(software, torch),
         "facts": plain,
     }
     return redactor.plain(document)
@@ -183,16 +179,16 @@ def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redact
     """Both blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
-    lines = {**software.trl_lines(facts.software, facts.torch), **asdict(facts)}
-    lines["Network settings"] = [f"{one.name}={one.value or 'as it is'}: {one.reason}" for one in needs.network]
-    for line in _listed(redactor.plain(lines)):
-        console.print(escape(redactor.text(line)), emoji=False)
+    facts_by_name = {**host.trl_lines(facts.software, facts.torch), **asdict(facts)}
+    facts_by_name["Network settings"] = {one.name: f"{one.value or 'as it is'}: {one.reason}" for one in needs.network}
+    for name, value in redactor.plain(facts_by_name).items():
+        for line in _list_lines(name, value):
+            console.print(escape(redactor.text(line)), emoji=False)
     console.print("\nChecks:\n")
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
-        print_check(
-            console, check.status, f"{check.name:<{width}}", redactor.text(check.found), redactor.text(check.fix)
-        )
+        found, fix = redactor.text(check.found), redactor.text(check.fix)
+        print_check(console, check.status, f"{check.name:<{width}}", found, fix)
     failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     console.print(f"\n{failed} failed, {warned} to look at, {len(checks) - failed - warned} ok")
 
@@ -204,27 +200,24 @@ def print_check(console: Console, status: Status, name: str, found: str, fix: st
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
-def _listed(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What is known as a list of two levels."""
-    for name, group in _known(facts):
-        if not isinstance(group, Mapping):
-            yield f"- {name}: {_words(group)}"
-            continue
-        yield f"- {name}:"
-        for key, value in _known(group):
-            rows = value if isinstance(value, list) and isinstance(value[0], Mapping) else []
-            yield f"  - {key}:{'' if rows else f' {_words(value)}'}"
-            yield from (f"    - {_words(one)}" for one in rows)
-
-
-def _known(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in facts.items() if value not in (None, "", [], {})]
+def _list_lines(name: str, value: Any, indent: str = "") -> Iterator[str]:
+    """What is known of `value`, as a nested list."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        yield f"{indent}- {name}:"
+        yield from (f"{indent}  - {_words(item)}" for item in value)
+    elif isinstance(value, Mapping) and value:
+        yield f"{indent}- {name}:"
+        for key, inner in value.items():
+            yield from _list_lines(key, inner, f"{indent}  ")
+    elif value not in (None, "", [], {}):
+        yield f"{indent}- {name}: {_words(value)}"
 
 
 def _words(value: Any) -> str:
     """A value in one line; large numbers are sizes in bytes."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_words(one)}" for name, one in _known(value))
+        known = ((name, inner) for name, inner in value.items() if inner not in (None, "", [], {}))
+        return ", ".join(f"{name} {_words(inner)}" for name, inner in known)
     if isinstance(value, list):
         return ", ".join(map(_words, value))
     return size(value) if isinstance(value, int) and value > MIB else str(value)

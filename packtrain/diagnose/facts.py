@@ -1,7 +1,6 @@
 """What is known of one machine, what a run needs of it, and the form of a check that compares the two: plain values.
 
-Every fact has a default that means "not known", so a machine without a tool, a driver or a network is described as well as
-any other. Sizes are in bytes.
+Every fact has a default that means "not known". Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of packages (None: not installed); `conflicts`: what packtrain needs ("torch>=2.10") and the version that is
-    installed ("none")."""
+    """Versions of packages (None: not installed), and `conflicts`: (required, installed), as in ("torch>=2.10", "none")."""
 
     platform: str = ""
     python: str = ""
@@ -32,11 +30,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch says of itself; `error` is why it could not be asked, `warning` what it said while looking for GPUs.
-
-    `devices` are names of accelerators, `capability` is the first GPU's, (9, 0) for Hopper. `kernels` are the flash kernels that
-    were tried and what each lacks ("" for the one that is right), `accelerate` is accelerate's default config.
-    """
+    """torch's answers; `error` is why it could not be asked, `warning` what it printed while it searched for GPUs."""
 
     error: str = ""
     version: str | None = None
@@ -44,11 +38,11 @@ class Torch:
     nccl: str | None = None
     available: bool | None = None
     kind: str = "cpu"
-    devices: tuple[str, ...] = ()
-    capability: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()  # names of accelerators
+    capability: tuple[int, ...] = ()  # of the first GPU, (9, 0) for Hopper
     warning: str = ""
-    kernels: Mapping[str, str] | None = None
-    accelerate: Mapping[str, Any] | None = None
+    kernels: Mapping[str, str] | None = None  # flash kernels that were tried, and what each lacks ("": it is right)
+    accelerate: Mapping[str, Any] | None = None  # accelerate's default config
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The machine's GPUs; `present` is whether it has NVIDIA's driver at all, `error` why that is silent."""
+    """The machine's GPUs; `present`: it has NVIDIA's driver at all; `error`: why that does not answer."""
 
     present: bool = False
     error: str = ""
@@ -89,10 +83,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network; `memory` is what its cgroup allows; -1 is no limit of `nofile`.
-
-    `uncompiled` is what Triton lacks to compile its kernels.
-    """
+    """The machine beside GPUs and network; `memory` is what its cgroup allows; -1 is no limit of `nofile`."""
 
     nofile: int | None = None
     shm: int | None = None
@@ -101,7 +92,7 @@ class Host:
     cpus: int = 1
     folders: tuple[Folder, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    uncompiled: str = ""
+    uncompiled: str = ""  # what Triton lacks to compile its kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +110,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class RunNeeds:
-    """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
-
-    `memory` is its estimate, or a sentence on why there is none, `disk` the size of all that the run keeps (0: not known).
-    `problems` keep it from starting here, `obstacles` only from being started in this way. `network` is what packtrain tells
-    NCCL and gloo.
-    """
+    """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named."""
 
     configured: bool = False
     nodes: int = 1
@@ -134,11 +120,11 @@ class RunNeeds:
     packed: bool = True
     dtype: str = "bfloat16"
     environment: Mapping[str, str] = field(default_factory=dict)
-    network: tuple[NetworkSetting, ...] = ()
-    memory: Memory | str = "no config"
-    disk: int = 0
-    problems: tuple[Problem, ...] = ()
-    obstacles: tuple[Problem, ...] = ()
+    network: tuple[NetworkSetting, ...] = ()  # for NCCL and gloo
+    memory: Memory | str = "no config"  # the estimate, or why there is none
+    disk: int = 0  # of all that the run keeps; 0: not known
+    problems: tuple[Problem, ...] = ()  # why it cannot start here
+    obstacles: tuple[Problem, ...] = ()  # why it cannot be started in this way
 
     @property
     def between(self) -> Status:
@@ -152,17 +138,16 @@ class RunNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` in words; `fix` is a command or a config key, "" where all is well."""
+    """`found` in words; `fix` is a command or a config key, dropped where all is well."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
 
-
-def judged(name: str, status: Status, found: str, fix: str) -> Check:
-    """A check whose words are the same whatever its status is; the fix is for those that are not ok."""
-    return Check(name, status, found, "" if status == "ok" else fix)
+    def __post_init__(self) -> None:
+        if self.status == "ok":
+            object.__setattr__(self, "fix", "")
 
 
 def size(number: int | None) -> str:

@@ -1,31 +1,85 @@
-"""The machine beside GPUs and network: limits, memory, cores and folders, and checks of them.
+"""The machine beside its GPUs: packages, limits, memory, cores, folders and network, and checks of them.
 
-`root` is the file system to read from; tests hand in one of their own.
+`root` is the file system to read from; tests pass one of their own.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, judged, size
+from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, Software, Torch, size
 from packtrain.plan.compiler import INSTALL, lack_of_compiler
+from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import Memory
-from packtrain.plan.network_settings import kernel_text
+from packtrain.plan.network_settings import FIX, SOCKETS, kernel_text, matching
+from packtrain.run_folder import installed_version
+from packtrain.wording import counted
 
-_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
+PACKAGES = (
+    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "huggingface_hub", "peft"),
+    *("tokenizers", "deepspeed", "bitsandbytes", "liger-kernel", "vllm", "flash-attn", "flash-attn-3"),
+    *("flash-attn-4", "kernels", "triton", "torchao", "safetensors", "numpy", "pyarrow", "hydra-core"),
+    *("omegaconf", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+_TRL_NAMES = {
+    "Datasets": "datasets",
+    "HF Hub": "huggingface_hub",
+    "bitsandbytes": "bitsandbytes",
+    "DeepSpeed": "deepspeed",
+    "Liger-Kernel": "liger-kernel",
+    "PEFT": "peft",
+    "vLLM": "vllm",
+}
+_LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
 _FOLDERS = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder", "HF_HOME": "hub-cache"}
-_TOLD = (
+_REPORTED = (
     *("ACCELERATE_", "CONDA_PREFIX", "CUBLAS", "CUDA_", "CUDNN_", "DS_", "FI_", "FSDP_", "GLOO_", "HF_", "KMP_", "LD_"),
     *("MASTER_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "PACKTRAIN_", "PYTHONPATH", "PYTORCH_", "SLURM_JOB_ID"),
     *("SLURM_JOB_NODELIST", "TMPDIR", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "VIRTUAL_ENV"),
 )
+
+
+def read_software() -> Software:
+    """What is installed; nothing is imported."""
+    packages = {name: installed_version(name) for name in PACKAGES}
+    return Software(platform.platform(), platform.python_version(), packages, tuple(conflicts()))
+
+
+def conflicts() -> Iterator[tuple[str, str]]:
+    """Requirements of packtrain that are not installed in a suitable version, with the installed version."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, metadata.requires("packtrain") or []):
+        version = installed_version(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and (version is None or not requirement.specifier.contains(version, prereleases=True)):
+            yield f"{requirement.name}{requirement.specifier}", version or "none"
+
+
+def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
+    """Name → value of the lines of `trl env`, in its order and words."""
+    installed = {name: version or "not installed" for name, version in software.packages.items()}
+    return {
+        "Platform": software.platform,
+        "Python version": software.python,
+        "TRL version": installed.get("trl"),
+        "PyTorch version": installed.get("torch"),
+        "accelerator(s)": f"not known ({torch.error})" if torch.error else ", ".join(torch.devices) or "cpu",
+        "Transformers version": installed.get("transformers"),
+        "Accelerate version": installed.get("accelerate"),
+        "Accelerate config": torch.accelerate or ("not found" if torch.version else "not known"),
+        **{f"{name} version": installed.get(package) for name, package in _TRL_NAMES.items()},
+    }
 
 
 def reported_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -33,7 +87,7 @@ def reported_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(env.items())
-        if name.startswith(_TOLD) or name.lower() in ("http_proxy", "https_proxy", "no_proxy")
+        if name.startswith(_REPORTED) or name.lower() in ("http_proxy", "https_proxy", "no_proxy")
     }
 
 
@@ -64,29 +118,40 @@ def _memory_limit(root: Path) -> int | None:
 def read_folder(setting: str, path: str) -> Folder:
     """The facts of the folder `path`; blocks as long as its disk does."""
     wanted = Path(path).expanduser().absolute()
-    there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
-    if not stat.S_ISDIR(there.stat().st_mode):
-        return Folder(setting, str(wanted), writable=False, lack=f"{there} is a file")
-    try:  # rights say little of network disks and of root
-        tempfile.TemporaryFile(dir=there).close()
+    parent = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
+    if not stat.S_ISDIR(parent.stat().st_mode):
+        return Folder(setting, str(wanted), writable=False, lack=f"{parent} is a file")
+    try:  # permissions say little of network disks and of root
+        tempfile.TemporaryFile(dir=parent).close()
         writable = True
     except OSError:
         writable = False
-    mounts = [one for one in psutil.disk_partitions(all=True) if there.resolve().is_relative_to(one.mountpoint)]
-    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
-    room = psutil.disk_usage(str(there))
-    return Folder(setting, str(wanted), writable, room.free, room.total, kind)
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if parent.resolve().is_relative_to(mount.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
+    usage = psutil.disk_usage(str(parent))
+    return Folder(setting, str(wanted), writable, usage.free, usage.total, kind)
 
 
 def check_run(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Whether the run can start here as it is configured."""
-    for one in (*needs.problems, *needs.obstacles):
-        status = "fail" if one in needs.problems else "warn"
-        yield Check("run", status, f"{one.where}: {one.what}" if one.where else one.what, one.fix)
-    if needs.configured and not (needs.problems or needs.obstacles):
-        machines = f"{needs.nodes} machines with " if needs.nodes > 1 else ""
-        processes = f"{needs.per_node} process{'es' if needs.per_node > 1 else ''}"
-        yield Check("run", "ok", f"{machines}{processes}, strategy={needs.strategy}")
+    for problem in (*needs.problems, *needs.obstacles):
+        what = f"{problem.where}: {problem.what}" if problem.where else problem.what
+        yield Check("run", "fail" if problem in needs.problems else "warn", what, problem.fix)
+    if not (needs.problems or needs.obstacles) and needs.configured:
+        shape = f"{counted(needs.nodes, 'machines')} of {counted(needs.per_node, 'processes')}"
+        yield Check("run", "ok", f"{shape}, strategy={needs.strategy}")
+
+
+def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Whether packtrain's own requirements are met, and DeepSpeed is there where the run asks for it."""
+    software, deepspeed = facts.software, facts.software.packages.get("deepspeed")
+    words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in software.conflicts)
+    fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in software.conflicts)
+    yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
+    missing = needs.strategy in STAGES and deepspeed is None
+    what = f"strategy={needs.strategy}, and DeepSpeed is not installed" if missing else deepspeed
+    fix = "pip install 'packtrain[deepspeed]'"
+    yield Check("deepspeed", "fail" if missing else "ok", what or "not installed, and not needed", fix)
 
 
 def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -95,21 +160,17 @@ def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     small = host.shm is not None and host.shm <= (GIB if several else 64 * MIB)
     fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     what = f"{size(host.shm)} in /dev/shm, where the processes of a machine hand on their data"
-    yield judged("shared-memory", "warn" if small else "ok", what, fix)
+    yield Check("shared-memory", "warn" if small else "ok", what, fix)
     few = host.nofile is not None and -1 < host.nofile < (4096 if needs.nodes * needs.per_node > 1 else 1024)
     what = "no limit" if host.nofile == -1 else f"{host.nofile or 'not known'} for each process"
     fix = "ulimit -n 65536 (for good: '* - nofile 65536' in /etc/security/limits.conf)"
-    yield judged("open-files", "warn" if few else "ok", what, fix)
-    what = f"{needs.per_node} process{'es' if needs.per_node > 1 else ''} on {host.cpus} cores"
+    yield Check("open-files", "warn" if few else "ok", what, fix)
+    what = f"{counted(needs.per_node, 'processes')} on {host.cpus} cores"
     fix = "more cores (Slurm: --cpus-per-task in topology.sbatch), or fewer processes: topology.gpus_per_node"
-    yield judged("cores", "warn" if needs.per_node > host.cpus else "ok", what, fix)
-
-
-def check_compiler(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether Triton can compile its kernels, where there is a GPU to compile them for."""
+    yield Check("cores", "warn" if needs.per_node > host.cpus else "ok", what, fix)
     if facts.gpus.gpus:
-        lack = facts.host.uncompiled
-        yield judged("compiler", "warn" if lack else "ok", lack or "Triton has what it needs to compile", INSTALL)
+        what = host.uncompiled or "Triton has what it needs to compile"
+        yield Check("compiler", "warn" if host.uncompiled else "ok", what, INSTALL)
 
 
 def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -118,12 +179,12 @@ def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     if isinstance(memory, Memory):  # all of it without GPUs, with them what loading and offloading take
         on_cpu = 0 if facts.gpus.gpus else memory.total - (memory.activations or 0)
         need = max(memory.host, on_cpu) * needs.per_node
-    of = f"{size(host.memory_free)} free of {size(host.memory)} that the machine or its cgroup allows"
-    what = f"the run needs {size(need)} on this machine; {of}" if need else of
+    free = f"{size(host.memory_free)} free of {size(host.memory)} that the machine or its cgroup allows"
+    what = f"the run needs {size(need)} on this machine; {free}" if need else free
     fix = "end other processes, or more memory (Slurm: --mem=0 in topology.sbatch for all of the machine's; docker run --memory)"
     little = host.memory_free is not None and host.memory_free < max(need, 2 * GIB)
     too_little = host.memory is not None and host.memory < need
-    yield judged("memory", "fail" if too_little else "warn" if little else "ok", what, fix)
+    yield Check("memory", "fail" if too_little else "warn" if little else "ok", what, fix)
 
 
 def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -133,19 +194,54 @@ def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         output, elsewhere = name == "output-folder", f"{folder.setting} on another disk"
         stops = "fail" if output and needs.configured else "warn"
         needed = max(needs.disk if output else 0, GIB)
-        room = f"{path}: {size(folder.free)} free of {size(folder.total)}, {folder.kind or 'of a kind not known'}"
+        space = f"{path}: {size(folder.free)} free of {size(folder.total)}, {folder.kind or 'of a kind not known'}"
         if folder.lack:
             yield Check(name, stops, f"{path}: {folder.lack}", f"df {path} (does it answer?), or {elsewhere}")
         elif folder.writable is False:
             yield Check(name, stops, f"{path} cannot be written to", f"chmod u+w, or {elsewhere}")
         elif folder.free is not None and folder.free < needed:
             more = f"; model and checkpoints take about {size(needed)}" if needed > GIB else ""
-            yield Check(name, "warn", room + more, f"{elsewhere}, or a smaller trainer.keep_checkpoints")
-        elif output and needs.nodes > 1 and folder.kind in _LOCAL:
+            yield Check(name, "warn", space + more, f"{elsewhere}, or a smaller trainer.keep_checkpoints")
+        elif output and needs.nodes > 1 and folder.kind in _LOCAL_DISKS:
             what = f"{path} is on a disk of this machine ({folder.kind}); each of {needs.nodes} would have its own"
             yield Check(name, "warn", what, f"{folder.setting} on a file system that all machines share")
         else:
-            yield Check(name, "ok", room)
+            yield Check(name, "ok", space)
 
 
-CHECKS = (check_run, check_limits, check_compiler, check_memory, check_folders)
+def check_network(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """What stops runs on several machines or slows them: RDMA ports that are down, interfaces that lead nowhere, a silent name
+    server. Each fails where the run is on several machines, and warns where no run was named."""
+    interfaces, ports = facts.network.interfaces, facts.network.ports
+    ways = [card for card in interfaces if card.default_route] or [card for card in interfaces if card.usable]
+    outward = ways[0].name if ways else "INTERFACE"
+    words = "; ".join(
+        f"{port.device}:{port.number} ({port.layer}, {'ACTIVE' if port.active else 'DOWN'}, {port.rate or '?'} Gb/s)"
+        for port in ports
+    )
+    if not ports or needs.variables(facts).get("NCCL_IB_DISABLE") == "1":
+        what = f"{words or 'no RDMA device'}: machines would talk by TCP over {outward}"
+        yield Check("infiniband", "ok", what)
+    elif not any(port.active for port in ports):
+        fix = "check cable, switch and subnet manager (ibstat); or topology.environment.NCCL_IB_DISABLE=1 to use TCP"
+        yield Check("infiniband", needs.between, f"no port is up: {words}", fix)
+    else:
+        down = any(not port.active and port.layer == "InfiniBand" for port in ports)
+        yield Check("infiniband", "warn" if down else "ok", words, "check those that are DOWN (ibstat)")
+    well = True
+    for variable in SOCKETS if interfaces else ():
+        wanted = needs.variables(facts).get(variable, "")
+        names = matching(wanted, [card.name for card in interfaces], exact=variable.startswith("GLOO"))
+        if wanted and not any(card.usable for card in interfaces if card.name in names):
+            what = f"{variable}={wanted}, which reaches no other machine: it is missing, down or a loopback"
+            fix = f"topology.environment.{variable}={outward}, or unset {variable}"
+            yield Check("network-interface", needs.between, what, fix)
+            well = False
+    if well:
+        chosen = [f"{one.name}={one.value} {one.reason}" for one in needs.network if one.value and one.name in SOCKETS]
+        yield Check("network-interface", "ok", "; ".join(chosen) or f"machines would talk over {outward}")
+    if facts.silence:
+        yield Check("name-server", "warn", f"{facts.silence}, and torch asks it at each connection, for 10 s", FIX)
+
+
+CHECKS = (check_run, check_limits, check_memory, check_folders, check_packages, check_network)

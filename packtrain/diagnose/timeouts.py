@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from packtrain.wording import first_line
+
 PROBE_LIMIT_S = 5.0
 _running: set[subprocess.Popen[bytes]] = set()
 
@@ -36,24 +38,22 @@ class Probe(Generic[Value]):
     def __init__(self, ask: Callable[[], Value], limit_s: float = PROBE_LIMIT_S) -> None:
         self._end, self._limit_s = time.monotonic() + limit_s, limit_s
         self._value: list[Value] = []
-        self._error: Exception | None = None
+        self._why = f"no answer within {limit_s:.3g} s"
         self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
         self._thread.start()
 
     def answer(self) -> Value:
         """The answer. Raises Unanswered if there is none in time."""
         self._thread.join(max(0.0, self._end - time.monotonic()))
-        if self._value:
-            return self._value[0]
-        if self._error is not None:
-            raise Unanswered(first_line(str(self._error)) or type(self._error).__name__)
-        raise Unanswered(f"no answer within {self._limit_s:.3g} s")
+        if not self._value:
+            raise Unanswered(self._why)
+        return self._value[0]
 
     def _run(self, ask: Callable[[], Value]) -> None:
         try:
             self._value.append(ask())
         except Exception as error:  # whatever is wrong with one fact must not cost the others
-            self._error = error
+            self._why = first_line(error)
 
 
 def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> str:
@@ -76,9 +76,9 @@ def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, s
         finally:
             _kill(process)
         if code:
-            said = _text(errors).rpartition("Traceback (most recent call last):")
-            what = first_line(said[0] or said[2].strip().rpartition("\n")[2])
-            raise Unanswered(what or f"ends with exit code {code}", _text(output))
+            before, _, traceback = _text(errors).rpartition("Traceback (most recent call last):")
+            why = (before.strip() or traceback.strip().rpartition("\n")[2]).partition("\n")[0]
+            raise Unanswered(why or f"ends with exit code {code}", _text(output))
         return _text(output)
 
 
@@ -100,9 +100,3 @@ def kill_processes() -> None:
     """Kills all processes that still run."""
     for process in list(_running):
         _kill(process)
-
-
-def first_line(text: str) -> str:
-    """The first line that is not blank, cut to 200 characters."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return "".join(letter for letter in line if letter.isprintable())[:200]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from packtrain.boundary import TRACEBACK, of_system
+from packtrain.boundary import TRACEBACK, explain
 from packtrain.errors import PacktrainError, UserError
 from packtrain.redact import Redactor, clean
 from packtrain.standard_streams import outlive_terminal
@@ -97,7 +97,7 @@ def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int
     """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         outlive_terminal()  # it may be the terminal itself that cannot be written to
-    known = error if isinstance(error, PacktrainError) else of_system(error)
+    known = error if isinstance(error, PacktrainError) else explain(error)
     if known is not error and not alone and (not isinstance(known, UserError) or _may_pass(error)):
         known = None
     if known is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, of_json
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, error_from_json
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
@@ -306,7 +306,7 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
 
 def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
     if "stop" in answer:
-        raise of_json(answer["stop"])
+        raise error_from_json(answer["stop"])
     if "go" not in answer:
         return str(answer.get("wait", ""))
     go = answer["go"]

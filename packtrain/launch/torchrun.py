@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from packtrain.fast_imports import fast_imports
+from packtrain import fast_imports
 from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from packtrain.monitor.heartbeat import progress
+from packtrain.wording import first_line
 
 Kind = Literal["hub", "storage"]
 _Found = TypeVar("_Found")
@@ -44,8 +45,7 @@ def patiently(kind: Kind, what: str, work: Callable[[], _Found]) -> _Found:
         except Exception as error:  # libraries wrap what the network says in errors of every type
             if not may_pass(error):
                 raise
-            said = str(error).strip().partition("\n")[0] or type(error).__name__
-            _note(kind, f"{what}: {said}; trying again in {pause_s:g} s")
+            _note(kind, f"{what}: {first_line(error)}; trying again in {pause_s:g} s")
         progress()
         time.sleep(pause_s)
     return work()

@@ -27,8 +27,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import PER_DOCUMENT, attending_by
-from packtrain.attention.determinism import NEEDED
+from packtrain.attention.backends import NEEDED, PER_DOCUMENT, attending_by
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.packing.collate import collate_padded, on_device, row_arguments

@@ -78,16 +78,15 @@ class Curve:
 
 def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
     """The figures that any of the runs has numbers for, and their curves; keys that packtrain does not know come last."""
-    known = {name for figure in _KNOWN for key in figure.keys for name in (key, HELD_OUT + key)} | _NOT_DRAWN
-    unknown = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
-    more = [Figure(key, {key: key}, "More") for key in unknown if not key.startswith(HELD_OUT)]
-    more += [
-        Figure(key, {key: key}, "More")
-        for key in unknown
-        if key.startswith(HELD_OUT) and key[len(HELD_OUT) :] not in unknown
+    known = {key for figure in _KNOWN for key in figure.keys} | _NOT_DRAWN
+    keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
+    # the held-out curve of a key is in the figure of that key
+    unknown = [
+        key for key in keys if key.removeprefix(HELD_OUT) == key or key.removeprefix(HELD_OUT) not in known | {*keys}
     ]
-    found = [(figure, list(_curves(figure, runs))) for figure in (*_KNOWN, *more)]
-    return [(figure, curves) for figure, curves in found if curves]
+    more = [Figure(key, {key: key}, "More") for key in unknown]
+    figures = [(figure, list(_curves(figure, runs))) for figure in (*_KNOWN, *more)]
+    return [(figure, curves) for figure, curves in figures if curves]
 
 
 def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
@@ -102,28 +101,34 @@ def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
 def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """All points of the page in plain containers, for page.js: {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}.
 
-    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned out (`thinned`).
+    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned (`thinned`).
     """
     figures = figures_of(runs)
     most = max(min(POINTS_OF_A_CURVE, POINTS_OF_A_PAGE // max(sum(len(curves) for _, curves in figures), 1)), 100)
     axes = [_places(run.metrics) for run in runs]
-    xs: dict[tuple[int, bytes], int] = {}
+    numbers: dict[tuple[int, bytes], int] = {}
     places: list[dict[str, list[float]]] = []
-    plain = []
-    for figure, curves in figures:
-        scale, lines_drawn = 1 / 2**30 if figure.kind == "gib" else 1.0, []
-        for curve in curves:
-            lines, values = runs[curve.run].metrics.points(curve.key)
-            kept = thinned(values, most)
-            lines, values = lines[kept], values[kept]
-            at = xs.setdefault((curve.run, lines.tobytes()), len(xs))
-            if at == len(places):
-                places.append({name: _short(column[lines]) for name, column in axes[curve.run].items()})
-            one = {"run": curve.run, "label": harmless(curve.label), "base": curve.base, "heldOut": curve.held_out}
-            lines_drawn.append({**one, "x": at, "y": _short(values * scale)})
-        one = {"title": harmless(figure.title), "kind": figure.kind, "group": figure.group, "noisy": figure.noisy}
-        plain.append({**one, "curves": lines_drawn})
-    known = {name: title for name, title in X_AXES.items() if all(name in one for one in axes)}
+
+    def points(curve: Curve, scale: float) -> dict[str, Any]:
+        lines, values = runs[curve.run].metrics.points(curve.key)
+        kept = thinned(values, most)
+        at = numbers.setdefault((curve.run, lines[kept].tobytes()), len(numbers))
+        if at == len(places):
+            places.append({name: _short(column[lines[kept]]) for name, column in axes[curve.run].items()})
+        label = {"run": curve.run, "label": harmless(curve.label), "base": curve.base, "heldOut": curve.held_out}
+        return {**label, "x": at, "y": _short(values[kept] * scale)}
+
+    plain = [
+        {
+            "title": harmless(figure.title),
+            "kind": figure.kind,
+            "group": figure.group,
+            "noisy": figure.noisy,
+            "curves": [points(curve, 1 / 2**30 if figure.kind == "gib" else 1.0) for curve in curves],
+        }
+        for figure, curves in figures
+    ]
+    known = {name: title for name, title in X_AXES.items() if all(name in axis for axis in axes)}
     return {"runs": [run.name for run in runs], "axes": known, "xs": places, "figures": plain}
 
 
@@ -140,7 +145,7 @@ def _places(metrics: Metrics) -> dict[str, np.ndarray]:
 
 def _short(values: np.ndarray) -> list[float]:
     """Numbers with seven digits, as many as float32 has."""
-    return [int(one) if one == int(one) and abs(one) < 1e15 else float(f"{one:.7g}") for one in values.tolist()]
+    return [int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.7g}") for x in values.tolist()]
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:

@@ -28,22 +28,12 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Result:
     """A checkpoint, or final/: its name, size, and the step it is of (None: the last)."""
 
     name: str
     size_bytes: int
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """A restart of a run: the step that it goes on from, on which machines, and why, in lines."""
-
-    when: str
-    step: str
-    machines: str
-    why: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +48,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. `status` is done, stopped, failed, stalled, running or unknown; `said` why, in lines; `later` the same of an attempt that came
-    after it and did not begin to train. `started` is local time; `facts` are what it said of itself before
-    step 1, by their names in its log."""
+    """One run. `status` is done, stopped, failed, stalled, running or unknown; `said` why, in lines; `later` the same of a later
+    attempt that did not begin to train. `started` is local time; `facts` are what it logged before step 1, by name; a restart has
+    `when`, `step`, `machines` and `why` (lines)."""
 
     name: str
     status: str
@@ -74,13 +64,13 @@ class RunRecord:
     batch: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
     environment: Mapping[str, Any] = field(default_factory=dict)
-    saved: Sequence[Saved] = ()
-    restarts: Sequence[Restarted] = ()
+    results: Sequence[Result] = ()
+    restarts: Sequence[Mapping[str, Any]] = ()
     data: Mapping[str, Any] | None = None
 
     def setting(self, key: str) -> str:
         """The value of a config key as text, "" where it is not known."""
-        return next((one.value for one in self.settings if one.key == key), "")
+        return next((setting.value for setting in self.settings if setting.key == key), "")
 
     @property
     def log_every(self) -> int:
@@ -93,11 +83,9 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
 
     Raises UserError where there is no run, or none has begun.
     """
-    if not folder.root.is_dir():
-        raise UserError("no such folder", where=str(folder.root), fix="Name the folder that trainer.output_dir is.")
     if not any(place.exists() for place in (folder.mark, folder.summary, folder.metrics)):
-        fix = "Name the folder that trainer.output_dir is."
-        raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
+        what = "there is no run of packtrain" if folder.root.is_dir() else "no such folder"
+        raise UserError(what, where=str(folder.root), fix="Name the folder that trainer.output_dir is.")
     redactor = Redactor(os.environ)
 
     def plain(value: Any) -> Any:
@@ -125,8 +113,8 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         batch=_mapping(plan.get("batch")),
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
         environment=plain(object_of(source.environment)),
-        saved=_saved(folder),
-        restarts=[_restarted(plain(one)) for one in folder.restarts()],
+        results=_results(folder),
+        restarts=[_restart(plain(one)) for one in folder.restarts()],
         data=harmless(object_of(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
     )
 
@@ -144,60 +132,53 @@ def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
     """Status and the lines of `packtrain doctor`."""
     if not folder.logs.is_dir() and not folder.summary.exists():
         return "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
-    found = examine(folder, over=over)
-    return found.status, found.lines if found.status not in ("done", "running") else ()
+    finding = examine(folder, over=over)
+    return finding.status, finding.lines if finding.status not in ("done", "running") else ()
 
 
 def _settings(config: Mapping[str, Any]) -> list[Setting]:
     """Every key of a resolved config, with its default."""
-    known, found = keys(), []
+    known, settings = keys(), []
     for group, values in config.items():
         for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             path = f"{group}.{name}" if name else str(group)
             default = known[path].default if path in known else None
             text, usual = _as_text(value), _as_text(default)
-            found.append(Setting(path, text, usual, changed=text != usual and value != default))
-    return found
+            settings.append(Setting(path, text, usual, changed=text != usual and value != default))
+    return settings
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _restarted(one: Mapping[str, Any]) -> Restarted:
-    machines, why = (value if isinstance(value := one.get(name), list) else [] for name in ("machines", "why"))
-    return Restarted(str(one.get("when")), str(one.get("step")), ", ".join(map(str, machines)), [*map(str, why)])
+def _restart(entry: Mapping[str, Any]) -> dict[str, Any]:
+    machines, why = (value if isinstance(value := entry.get(name), list) else [] for name in ("machines", "why"))
+    return {"when": None, "step": None, **entry, "machines": ", ".join(map(str, machines)), "why": [*map(str, why)]}
 
 
-def _saved(folder: RunFolder) -> list[Saved]:
-    found = []
+def _results(folder: RunFolder) -> list[Result]:
+    results = []
     with suppress(OSError):
         for place in sorted(folder.checkpoints.iterdir()):
             if name := _CHECKPOINT.fullmatch(place.name):
-                found.append(Saved(f"checkpoints/{place.name}", _size(place), int(name[1])))
-    return found + [
-        Saved(one.name, _size(one)) for one in (folder.final, folder.adapters, folder.merged) if one.is_dir()
-    ]
+                results.append(Result(f"checkpoints/{place.name}", _size(place), int(name[1])))
+    models = [place for place in (folder.final, folder.adapters, folder.merged) if place.is_dir()]
+    return results + [Result(place.name, _size(place)) for place in models]
 
 
 def _size(place: Path) -> int:
-    """Bytes of all files below a folder."""
-    total = 0
-    for folder, _, files in os.walk(place):
-        for name in files:
-            with suppress(OSError):
-                total += os.path.getsize(os.path.join(folder, name))
-    return total
+    """Bytes of all files below a folder, 0 where it changes meanwhile."""
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    return 0
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     with suppress(ValueError, RecursionError, yaml.YAMLError):
         text = text_of(file)
-        if not any(
-            isinstance(one, yaml.AliasEvent) for one in yaml.parse(text, yaml.SafeLoader)
-        ):  # few may stand for gigabytes
+        events = yaml.parse(text, yaml.SafeLoader)
+        if not any(isinstance(event, yaml.AliasEvent) for event in events):  # few may stand for gigabytes
             return _mapping(yaml.safe_load(text))
     return {}
 

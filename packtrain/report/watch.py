@@ -1,13 +1,13 @@
 """`packtrain report --watch`: the curves of a run as text in the terminal, drawn anew while it goes on.
 
-It only reads the run folder, so it works from another terminal, or another machine that sees the folder. The dots are plotille's.
+It only reads the run folder, so it works from another terminal, or another machine that sees the folder. plotille draws the dots.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotille
@@ -34,24 +34,23 @@ _COLOURS = {"running": "green", "done": "bold green", "stalled": "bold yellow", 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The curves in one picture: a key of metrics.jsonl with its colour, and that of the `held_out` one; `form` writes a value."""
+    """The curves in one picture: a key of metrics.jsonl with its colour, and its held-out one; `form` writes a value."""
 
     title: str
     key: str
     colour: str
     form: str = ".4g"
-    held_out: bool = False
 
     @property
     def curves(self) -> list[tuple[str, str, str]]:
         """Key, name and colour of each."""
-        return [(self.key, "", self.colour), *([(HELD_OUT + self.key, "held out ", "yellow")] if self.held_out else [])]
+        return [(self.key, "", self.colour), (HELD_OUT + self.key, "held out ", "yellow")]
 
 
 _DRAWINGS = (
-    Drawing("loss", "loss", "cyan", held_out=True),
-    Drawing("reward margin", "rewards/margins", "cyan", held_out=True),
-    Drawing("score margin", "margin", "cyan", held_out=True),
+    Drawing("loss", "loss", "cyan"),
+    Drawing("reward margin", "rewards/margins", "cyan"),
+    Drawing("score margin", "margin", "cyan"),
     Drawing("learning rate", "lr", "magenta", ".2e"),
     Drawing("tokens a second", "tokens_per_second", "green", ",.0f"),
     Drawing("gradient norm", "grad_norm", "blue"),
@@ -59,31 +58,28 @@ _DRAWINGS = (
 _MOST_DRAWINGS = 4
 
 
-def watch(folder: RunFolder, console: Console | None = None, every_s: float = EVERY_S) -> int:
+def watch(folder: RunFolder, console: Console | None = None) -> int:
     """Draws the run until it ends, once where stdout is no terminal. Returns 0; raises UserError where there is no run."""
     console = console or Console(highlight=False)
-    run, took = _read(folder)
+    run = read_run(folder)
     if not console.is_terminal:
         console.print(picture(run, console.width, _HIGH))
         return 0
+    pause_s = EVERY_S
     with Live(_fitting(run, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while run.status in _GOING_ON:
-            time.sleep(max(every_s, _BUSY * took))
-            run, took = _read(folder)
+            time.sleep(pause_s)
+            started = time.monotonic()
+            run = read_run(folder)
+            pause_s = max(EVERY_S, _BUSY * (time.monotonic() - started))
             live.update(_fitting(run, console), refresh=True)
     return 0
-
-
-def _read(folder: RunFolder) -> tuple[RunRecord, float]:
-    """The run, and the seconds that reading it took."""
-    started = time.perf_counter()
-    return read_run(folder), time.perf_counter() - started
 
 
 def _fitting(run: RunRecord, console: Console) -> RenderableType:
     """The picture, as high as the terminal allows."""
     across = 2 if console.width >= _TWO_BESIDE else 1
-    number = max(len(list(_known(run.metrics))), 1)
+    number = max(len(_known(run.metrics)), 1)
     rows = -(-number // across)
     return picture(run, console.width, (console.height - 3) // rows - 2)
 
@@ -120,24 +116,25 @@ def _head(run: RunRecord) -> Text:
     return head.append(f"  {', '.join(parts)}" if parts else "", "not bold")
 
 
-def _known(metrics: Metrics) -> Iterator[Drawing]:
+def _known(metrics: Metrics) -> list[Drawing]:
     """What the run has figures for, no more than a screen holds."""
-    found = [one for one in _DRAWINGS if any(len(metrics.points(key)[0]) for key, _, _ in one.curves)]
-    yield from found[:_MOST_DRAWINGS]
+    return [one for one in _DRAWINGS if any(len(metrics.points(key)[0]) for key, _, _ in one.curves)][:_MOST_DRAWINGS]
 
 
 def _curves(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text:
     """A title with the last value, dots with the largest and smallest value beside them, the first and last step below."""
-    found = [(*metrics.points(key), name, colour) for key, name, colour in drawing.curves]
-    found = [one for one in found if len(one[0])]
-    curves = [
-        (metrics.steps[lines].astype(float), values.clip(-_MOST, _MOST), colour) for lines, values, _, colour in found
-    ]
+    text, curves = Text(no_wrap=True, overflow="crop").append(f"{drawing.title} ", "bold"), []
+    for key, name, colour in drawing.curves:
+        lines, values = metrics.points(key)
+        if len(lines):
+            text.append(f"{', ' if curves else ''}{name}{_written(values[-1], drawing.form)}", colour)
+            curves.append((metrics.steps[lines].astype(float), values.clip(-_MOST, _MOST), colour))
     first, last = (float(end(np.concatenate([steps for steps, _, _ in curves]))) for end in (np.min, np.max))
     low, high = (float(end(np.concatenate([values for _, values, _ in curves]))) for end in (np.min, np.max))
-    room = (high - low) / 20 or abs(high) / 20 or 1.0
+    margin = (high - low) / 20 or abs(high) / 20 or 1.0
     cells = max(width - _AXIS, 8)
-    canvas = plotille.Canvas(cells, height, xmin=first, xmax=max(last, first + 1), ymin=low - room, ymax=high + room)
+    bounds: dict[str, Any] = {"xmin": first, "xmax": max(last, first + 1), "ymin": low - margin, "ymax": high + margin}
+    canvas = plotille.Canvas(cells, height, **bounds)
     for steps, values, colour in curves:
         kept = thinned(values, 4 * cells)
         xs, ys = steps[kept].tolist(), values[kept].tolist()
@@ -146,10 +143,6 @@ def _curves(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text
             canvas.line(xs[at - 1], ys[at - 1], xs[at], ys[at], color=colour)
     rows = canvas.plot().split("\n")
     labels = {0: _written(high, drawing.form), len(rows) - 1: _written(low, drawing.form)}
-    text = Text(no_wrap=True, overflow="crop")
-    text.append(f"{drawing.title} ", "bold")
-    for number, (_, values, name, colour) in enumerate(found):
-        text.append(f"{', ' if number else ''}{name}{_written(values[-1], drawing.form)}", colour)
     for number, row in enumerate(rows):
         text.append(f"\n{labels.get(number, ''):>{_AXIS - 1}} ", "dim").append_text(Text.from_ansi(row))
     ends = f"{first:,.0f}", f"{last:,.0f}"

@@ -8,13 +8,14 @@ import traceback
 
 import torch
 
-from packtrain.attention.determinism import NEEDED
-from packtrain.boundary import of_system, raised_in, sentence
+from packtrain.attention.backends import NEEDED
+from packtrain.boundary import explain, raised_in
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
+from packtrain.wording import first_line
 
 _PLACES = re.compile(
     r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?"
@@ -38,7 +39,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
         return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
     if isinstance(error, MemoryError):
-        return of_system(error)
+        return explain(error)
     if out_of_memory(error):
         fix = (
             "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "
@@ -59,12 +60,12 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
-        return UserError(f"cannot write: {sentence(error)}", where=where, fix=f"make room and {_GO_ON}")
+        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"make room and {_GO_ON}")
     if isinstance(error, FileNotFoundError) and not folder.root.exists():
         what = f"the run folder {folder.root} was removed while the run went on"
         return UserError(what, where="trainer.output_dir", fix="leave it where it is until the run has ended")
     if isinstance(error, SystemExit) or _MODULES_OF_MODELS in raised_in(error):
-        what = f"the code that came with the model failed: {sentence(error)}"
+        what = f"the code that came with the model failed: {first_line(error)}"
         return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")
     return None
 

@@ -24,7 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
-from packtrain.attention.determinism import deterministic
+from packtrain.attention.backends import deterministic
 from packtrain.boundary import boundary, staying
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown

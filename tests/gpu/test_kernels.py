@@ -14,7 +14,7 @@ from packtrain.attention.kernels.selection import (
     choose_kernel,
     dense_attention,
     kernel_error,
-    tolerance_of,
+    kernel_tolerance,
 )
 from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
@@ -54,7 +54,7 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
             if isinstance(reason, Lacks) or wide_values or needs.head_dim == needs.value_dim:
                 pytest.skip(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
         else:
-            assert error <= tolerance_of(needs.dtype)
+            assert error <= kernel_tolerance(needs.dtype)
             return
 
 
@@ -93,7 +93,7 @@ def test_rows_of_many_documents_equal_their_documents(window: int | None, device
                 a.double().norm(dim=-1).square().mean().sqrt()
             )  # a document of one token has no gradient of its scores
             error = (a[own].double() - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=usual)
-            assert error.nan_to_num(0.0).max() <= tolerance_of(torch.bfloat16)
+            assert error.nan_to_num(0.0).max() <= kernel_tolerance(torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -116,4 +116,4 @@ def test_a_tree_equals_the_definition(window: int | None, device: torch.device) 
     for a, b in zip([ours, *backward], [reference, *wanted], strict=True):
         norm = b.norm(dim=-1)
         error = (a.double() - b).norm(dim=-1) / norm.clamp(min=norm.square().mean().sqrt())
-        assert error.max() <= tolerance_of(torch.bfloat16)
+        assert error.max() <= kernel_tolerance(torch.bfloat16)

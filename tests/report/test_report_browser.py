@@ -249,14 +249,6 @@ def test_runs_over_each_other_are_clicked_away_and_their_names_do_nothing(browse
     assert browser.title != "hit"
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_extremes(browser: Any, pages: Path) -> None:
-    opened(browser, pages / "long.html")
-    training = browser.execute_script(TRACES, 0)[0]
-    losses = [line["loss"] for line in lines_of(20_000) if "loss" in line]
-    assert 1500 < training[1] <= 2000
-    assert (min(training[2]), max(training[2])) == pytest.approx((min(losses), max(losses)), rel=1e-6)
-
-
 @pytest.mark.parametrize("name", ["one", "two", "failed"])
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any, pages: Path, name: str) -> None:
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
@@ -280,12 +272,3 @@ def test_without_javascript_the_figures_are_still_there(browser: Any, pages: Pat
         assert not browser.find_element(By.ID, "tools").is_displayed()
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-
-
-def test_it_prints_on_white_with_all_figures(browser: Any, pages: Path) -> None:
-    opened(browser, pages / "one.html")
-    value(browser, "document.documentElement.dataset.theme = 'dark'")
-    printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    assert len(printed["data"]) > 20_000
-    wait_until_drawn(browser)
-    assert value(browser, "document.documentElement.dataset.theme") == "dark"

@@ -32,7 +32,7 @@ WARM = (
     "packtrain.config.compose",
     "packtrain.plan.view.screen",
     "packtrain.launch.slurm.submit",
-    "packtrain.report.run_reports",
+    "packtrain.report.page",
     "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",

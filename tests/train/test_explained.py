@@ -13,7 +13,7 @@ import torch
 from here import ALONE
 from safetensors import SafetensorError
 
-from packtrain.attention.determinism import NEEDED, deterministic
+from packtrain.attention.backends import NEEDED, deterministic
 from packtrain.config.schema import Batch, RunConfig, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
 from packtrain.monitor.heartbeat import Heartbeat

@@ -19,7 +19,6 @@ from transformers import MptConfig, MptForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.boundary import sentence
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.offline import OFFLINE_ADVICE
@@ -36,6 +35,7 @@ from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
+from packtrain.wording import first_line
 from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
@@ -281,7 +281,7 @@ def test_what_cannot_be_loaded_says_which_package_or_setting_is_missing() -> Non
     missing = ImportError(
         "Timm requires the timm library. You can install it with pip:\n`pip install timm`. Then restart."
     )
-    assert "pip install timm" in sentence(missing)
+    assert "pip install timm" in first_line(missing)
     assert loading._advice(OSError("no file"), Model(path="m"), online=False) == OFFLINE_ADVICE
 
 

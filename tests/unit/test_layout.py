@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
     ("redact",),
-    ("durable", "errors", "fast_imports", "standard_streams", "wording"),
-    ("boundary", "run_limits"),
+    ("durable", "errors", "standard_streams", "wording"),
+    ("boundary",),
     ("config",),
     ("run_folder",),
     ("monitor",),
@@ -42,7 +42,7 @@ LAYERS = (
 )
 """Each imports only what stands before it."""
 LAUNCH = {
-    *("boundary", "durable", "errors", "fast_imports", "redact", "run_limits", "standard_streams", "wording"),
+    *("boundary", "durable", "errors", "redact", "standard_streams", "wording"),
     *("config", "run_folder", "monitor", "plan"),
 }
 """What `launch` imports: it starts training as processes, never by an import."""

@@ -2,25 +2,25 @@
 
 A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
-exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken, with a note
-of what each one before it lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
+exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken. It costs
+milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
 
-A layer may ask for its kernel anywhere: in a forward pass, in one that gradient checkpointing runs again, under autocast. Kernels
-are tried in a thread of its own, which has none of that: no hooks on saved tensors (checkpointing counts them, and ends a
-recomputation by an exception of its own in the midst of them), no modes.
+A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
+thread of their own, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from packtrain.attention.kernels.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
+from packtrain.wording import first_line
 
 # Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
 _LENGTHS = (37, 1, 150, 128, 20)
@@ -51,19 +51,16 @@ class KernelChoice:
 
     def why_not(self) -> str:
         """One line: what each rejected candidate lacks, grouped by reason."""
-        names: dict[str, list[str]] = {}
-        for name, reason in self.lacks:
-            names.setdefault(reason, []).append(name)
-        return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
+        reasons = dict.fromkeys(reason for _, reason in self.lacks)
+        return "; ".join(f"{', '.join(n for n, why in self.lacks if why == reason)}: {reason}" for reason in reasons)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
+def kernel_tolerance(dtype: torch.dtype) -> float:
     """The largest error of a row of output or gradient, relative to its norm, that rounding alone may cause.
 
-    Kernels round probabilities, outputs and score gradients to `dtype` (half a unit in the last place is 2^-9 of a value in
-    bfloat16, 2^-12 in float16) and sum in float32. Emulated for head dimensions 32 to 256, that is off by up to 0.027 on
-    the row that is run here in bfloat16 and 0.003 in float16; the tolerance is over twice that. One key too many or too
-    few for a query is off by 1, sinks left out by 3, a soft-cap of up to 100 left out by 0.25.
+    Kernels round probabilities, outputs and score gradients to `dtype` and sum in float32. Emulated for head dimensions 32 to 256,
+    that is off by up to 0.027 on the row that is run here in bfloat16 and 0.003 in float16; the tolerance is over twice that. One
+    key too many or too few for a query is off by 1, missing sinks by 3, a missing soft-cap of up to 100 by 0.25.
     """
     return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
 
@@ -73,15 +70,12 @@ _choices: dict[tuple[LayerFeatures, torch.device, bool], KernelChoice] = {}
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    """The first kernel of CANDIDATES that is right for `layer` on `device`; remembered unless a failure says nothing of a kernel."""
+    """The first kernel of CANDIDATES that is right for `layer` on `device`, remembered. Raises OutOfMemoryError on a full device."""
     key = layer, device, torch.are_deterministic_algorithms_enabled()
-    choice = _choices.get(key)
-    if choice is None:
-        with ThreadPoolExecutor(1) as aside:
-            choice, sure = aside.submit(_first_right, layer, device).result()
-        if sure:
-            _choices[key] = choice
-    return choice
+    if key not in _choices:
+        with ThreadPoolExecutor(1) as thread:
+            _choices[key] = thread.submit(_first_right, layer, device).result()
+    return _choices[key]
 
 
 def forget_kernels() -> None:
@@ -89,28 +83,20 @@ def forget_kernels() -> None:
     _choices.clear()
 
 
-def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoice, bool]:
-    """The choice, and whether every failure before it tells something of the kernel that failed."""
+def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     lacks: list[tuple[str, str]] = []
-    sure = True
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
         for name, load in CANDIDATES:
-            try:
-                kernel, lack = _tried(name, load, layer, device)
-            except Exception as failure:
-                if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
-                    raise
-                kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
+            kernel, lack = _tried(name, load, layer, device)
             if kernel is not None:
-                return KernelChoice(kernel, tuple(lacks)), sure
-            check_alive(name, lack, device)
+                return KernelChoice(kernel, tuple(lacks))
+            _check_alive(name, lack, device)
             lacks.append((name, lack))
-    return KernelChoice(None, tuple(lacks)), sure
+    return KernelChoice(None, tuple(lacks))
 
 
-def check_alive(name: str, failure: str, device: torch.device) -> None:
-    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does:
-    whatever were tried next would fail for it too."""
+def _check_alive(name: str, failure: str, device: torch.device) -> None:
+    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -127,32 +113,27 @@ def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple
     except Lacks as error:
         return None, str(error)
     except Exception as error:
-        return None, f"cannot be loaded: {_first_line(error)}"
-    kernel = Kernel(name, attend)
-    lack = _lack_of(kernel, layer, device)
-    if lack and layer.value_dim != layer.head_dim:  # most kernels want values as wide as queries
-        kernel = replace(kernel, wide_values=True)
-        lack = _lack_of(kernel, layer, device)
-    return (None, lack) if lack else (kernel, "")
-
-
-def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
-    """Why `kernel` is not right, "" if it is. Kernels raise exceptions of every type; what tells nothing of them is raised on."""
-    try:
-        error = kernel_error(kernel, layer, device)
-    except Lacks as lack:
-        return str(lack)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:
-        if type(failure).__module__.startswith("torch."):
+        return None, f"cannot be loaded: {first_line(error)}"
+    # most kernels want values as wide as queries
+    widths = (False, True) if layer.value_dim != layer.head_dim else (False,)
+    lack = ""
+    for wide_values in widths:
+        kernel = Kernel(name, attend, wide_values)
+        try:
+            error = kernel_error(kernel, layer, device)
+        except torch.OutOfMemoryError:  # says nothing of the kernel
             raise
-        return _first_line(failure)
-    return "" if error <= tolerance_of(layer.dtype) else f"wrong by {error:.2g}"
+        except Exception as failure:  # kernels raise exceptions of every type
+            lack = first_line(failure)
+            continue
+        if error <= kernel_tolerance(layer.dtype):
+            return kernel, ""
+        lack = f"wrong by {error:.2g}"
+    return None, lack
 
 
 def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:
-    """The largest error of `kernel` on a small row, outputs and gradients (see `tolerance_of`); nan where it gives nan."""
+    """The largest error of `kernel` on a small row, outputs and gradients (see `kernel_tolerance`); nan where it gives nan."""
     segments, scoring, inputs = probe_row(layer, device)
     exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
     query, key, value, sinks = inputs
@@ -211,7 +192,3 @@ def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The largest |a - b| of a row (last dimension) over its |b|, or over the mean |b| where that is larger."""
     error, norm = (ours.double() - exact).norm(dim=-1), exact.norm(dim=-1)
     return (error / norm.clamp(min=norm.square().mean().sqrt())).max()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,9 +1,9 @@
 """Variable-length ("varlen") kernels: one call attends within every segment of a row, with no mask and no padding.
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
-causality at the bottom right: a segment may have more keys than queries, which is how shared prefixes are served. The keys and
-values of its whole path are gathered, those of its own tokens last; the backward of the gather sums the gradients. Whether a kernel has
-more (soft-cap, sinks) is read from its signature; whether it is correct is checked by running it (selection.py).
+causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
+values of a segment's whole path, its own tokens last. Whether a kernel has more (soft-cap, sinks) is read from its signature;
+whether it is correct is checked by running it (selection.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from packtrain.attention.kernels.sinks import attend_by_passes
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 
@@ -166,12 +165,8 @@ def from_hub(repository: str) -> Attend:
 def _by_signature(function: Callable[..., Any]) -> Attend:
     """An adapter for FlashAttention 2, 3, 4 and others, whose arguments differ by what they can do."""
     names = signature(function).parameters
-    sink_name = next((name for name in ("learnable_sink", "s_aux") if name in names), "learnable_sink")
-    words = {
-        "softcap": "soft-cap",
-        "window_size": "sliding window",
-        sink_name: "attention sinks",
-    }
+    sink_name = "s_aux" if "s_aux" in names and "learnable_sink" not in names else "learnable_sink"
+    words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         asked = {
@@ -187,37 +182,63 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
             options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         elif torch.are_deterministic_algorithms_enabled():
             raise Lacks("no deterministic backward pass (trainer.deterministic)")
-        output = function(
-            q,
-            k,
-            v,
-            cu_seqlens_q=borders.queries,
-            cu_seqlens_k=borders.keys,
-            max_seqlen_q=borders.longest_queries,
-            max_seqlen_k=borders.longest_keys,
-            softmax_scale=scoring.scale,
-            causal=True,
-            **options,
-        )
+        options |= {"cu_seqlens_q": borders.queries, "cu_seqlens_k": borders.keys}
+        options |= {"max_seqlen_q": borders.longest_queries, "max_seqlen_k": borders.longest_keys}
+        output = function(q, k, v, softmax_scale=scoring.scale, causal=True, **options)
         return output[0] if isinstance(output, tuple) else output
 
     return attend
 
 
 def from_torch() -> Attend:
-    """What `varlen_attn` of torch runs. It has no sinks: they are added through the scores' log-sum.
-
-    The function itself has other arguments in each version (2.10 neither scale nor window, 2.11 no grouped queries); the two
-    operators below it have had the same ones since 2.10.
-    """
+    """What `varlen_attn` of torch runs: its two operators, whose arguments are the same since torch 2.10, unlike its own. It has no
+    sinks: they are added through the scores' log-sum."""
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
         left = -1 if scoring.window is None else scoring.window - 1
-        return attend_by_passes(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))
+        return Passes.apply(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))  # type: ignore[no-any-return]
 
     return attend
+
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(query, key, value) → output [T, heads, d], log-sum float32 [heads, T]."""
+Backward = Callable[..., tuple[torch.Tensor, ...]]
+"""(gradient of the output, query, key, value, output, log-sum) → gradients of query, key and value."""
+
+
+class Passes(torch.autograd.Function):
+    """The output [T, heads, d] of the kernel that `forward` and `backward` are, with `sinks` [heads], if any, in its softmax, exactly.
+
+    A sink is a logit s per head that takes part in the softmax and has no value. If a kernel returns its output O and the log-sum
+    L = log Σ exp(scores), the softmax with the sink has the log-sum L' = log(exp L + exp s), and the output is O' = O · exp(L - L').
+    The backward of such kernels rebuilds the probabilities as exp(scores - L) and needs Σ dO·O per query: given L' and O' it
+    computes the gradients of the softmax with the sink. The sink's own is -Σ exp(s - L') · (dO'·O') over the queries. Source:
+    FlashAttention's backward with one more column, whose value is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query, key, value, sinks, forward: Forward, backward: Backward) -> torch.Tensor:
+        output, logsum = forward(query, key, value)
+        if sinks is not None:
+            without, logsum = logsum, torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])
+            output = (output * torch.exp(without - logsum).T[..., None]).to(output.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, logsum)
+        ctx.backward_pass = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradients[0].contiguous()
+        query, key, value, sinks, output, logsum = ctx.saved_tensors
+        passed = ctx.backward_pass(gradient, query, key, value, output, logsum)
+        if sinks is None:
+            return (*passed, None, None, None)
+        taken = torch.exp(sinks.to(logsum.dtype)[:, None] - logsum)  # [heads, T], the sink's probability
+        product = (gradient.to(logsum.dtype) * output.to(logsum.dtype)).sum(-1).T
+        return (*passed, -(taken * product).sum(1).to(sinks.dtype), None, None)
 
 
 def _torch_passes(borders: Borders, scale: float, left: int) -> tuple[Callable, Callable]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
 from packtrain.data.sources.regular import check_regular
 from packtrain.errors import UserError
-from packtrain.run_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,22 +118,13 @@ def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
 
     for one in filter(None, (text, tools_text)):
         try:
-            with limited_template(name):
-                render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
-        except UserError:
-            raise
+            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
         except TemplateSyntaxError as error:
             place = f"{name}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
         except Exception:
             continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
     return Template(text, _twin(text), tools_text, name)
-
-
-def limited_template(name: str) -> AbstractContextManager[None]:
-    """Limits what a template does for one conversation."""
-    what = f"the chat template ({name}), for a single conversation,"
-    return limited(what, "data.chat_template", f"Mend it, or: {ADVICE}")
 
 
 def _shipped(name: str) -> str:

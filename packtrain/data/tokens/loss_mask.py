@@ -30,15 +30,15 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packtrain.boundary import is_ours, sentence
+from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import THOUGHTS
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks, limited_template
+from packtrain.data.tokens.chat_template import Template, has_marks
 from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.data.tokens.turn_by_turn import turn_by_turn
-from packtrain.errors import UserError
+from packtrain.wording import first_line
 
 Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
@@ -346,25 +346,22 @@ class ChatEncoder:
         # transformers gives thoughts and tools to templates under further names
         plain = not (conversation.tools or any(message.keys() & THOUGHTS for message in messages))
         try:
-            with limited_template(self.template.name):
-                if plain and not (marked or generation_prompt) and (by_turn := turn_by_turn(template)):
-                    text, begins = by_turn.render(messages, variables)
-                    whole = len(begins) == len(messages)
-                    return Rendered(text, [], by_turn.prompt, [*begins, len(text)] if whole else None)
-                texts, spans = render_jinja_template(
-                    [messages],
-                    tools=cast(Any, conversation.tools),
-                    chat_template=template,
-                    return_assistant_tokens_mask=marked,
-                    add_generation_prompt=generation_prompt,
-                    **variables,
-                )
-        except UserError:
-            raise
+            if plain and not (marked or generation_prompt) and (by_turn := turn_by_turn(template)):
+                text, begins = by_turn.render(messages, variables)
+                whole = len(begins) == len(messages)
+                return Rendered(text, [], by_turn.prompt, [*begins, len(text)] if whole else None)
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=cast(Any, conversation.tools),
+                chat_template=template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=generation_prompt,
+                **variables,
+            )
         except Exception as error:  # a template is a program and may raise anything
             if is_ours(error):
                 raise
-            what = f"the chat template refuses the conversation: {sentence(error)}"
+            what = f"the chat template refuses the conversation: {first_line(error)}"
             raise BadRow("chat template refuses", what, "messages") from error
         return Rendered(texts[0], cast("list[list[Span]]", spans)[0] if marked else [])
 

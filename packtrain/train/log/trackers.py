@@ -19,8 +19,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
-from packtrain.boundary import boundary, sentence
+from packtrain.boundary import boundary
 from packtrain.run_folder import RunFolder
+from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0
 _STUCK: list[str] = []
@@ -64,7 +65,7 @@ class Tracker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._left_out, why = True, sentence(error)
+            self._left_out, why = True, first_line(error)
             if not answer.done():
                 why = f"no answer within {limit_s:g} s"
                 _STUCK.append(self._name)

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed, Problem, of_json
+from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed, Problem, error_from_json
 from packtrain.launch.worker import LOG_DIR
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.library_errors import shortly
@@ -128,7 +128,7 @@ class Peers:
         if not self.store.check([_REFUSAL]):
             return None
         other = Statement(**json.loads(self.store.get(_REFUSAL)))
-        error, place = of_json(other.facts), ranks_on_hosts([other])
+        error, place = error_from_json(other.facts), ranks_on_hosts([other])
         told = [replace(one, where=f"{place}, {one.where}" if one.where else place) for one in error.problems]
         refused = type(error)(told)
         refused.shown = self.own.rank == 0 or LOG_DIR in os.environ

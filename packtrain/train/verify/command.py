@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from packtrain import fast_imports
 from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
-from packtrain.fast_imports import fast_imports
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder

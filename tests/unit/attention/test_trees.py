@@ -113,9 +113,3 @@ def test_a_wrong_path_is_seen_at_any_depth(backend: str) -> None:
         for dtype, tolerance in TOLERANCES.items():
             given, right = Segments(lengths, wrong), Segments(lengths, meant)
             assert off(backend, "grouped queries", given, right, dtype) > 5 * tolerance
-
-
-def test_the_trees_are_deep_and_wide_and_have_segments_of_one_token() -> None:
-    assert max(len(path) for tree in TREES for path in tree.paths) == 5
-    assert max(tree.shared.count(prefix) for tree in TREES for prefix in {*tree.shared} - {None}) >= 5
-    assert any(1 in tree.lengths for tree in TREES) and any(max(tree.prefix_lengths) > 5 for tree in TREES)

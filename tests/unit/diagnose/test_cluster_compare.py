@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster.compare import Traits, differences, exit_code_of, folded, shown, traits_of
+from packtrain.diagnose.cluster import Traits, differences, exit_code_of, folded, shown, traits_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
 from packtrain.plan.network_settings import HostNetwork, Port
 from packtrain.redact import Redactor
@@ -83,11 +83,6 @@ def test_clocks_are_compared_with_machine_0s() -> None:
 
 def test_a_torch_that_was_too_slow_to_answer_is_no_difference() -> None:
     assert differences(machines(3, traits(torch=Torch())), NO_CLOCKS) == []
-
-
-def test_a_report_of_another_version_is_compared_as_far_as_it_goes() -> None:
-    (found,) = differences({"n1": {"fail": {"packtrain": "8"}}, "n2": {"fail": {"packtrain": "9"}}}, NO_CLOCKS)
-    assert (found["what"], said(found)) == ("packtrain", "n1: 8 / n2: 9")
 
 
 def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:

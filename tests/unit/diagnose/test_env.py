@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import packtrain
-from packtrain.diagnose import devices, software
+from packtrain.diagnose import devices, host
 from packtrain.diagnose.facts import Torch
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
@@ -101,12 +101,7 @@ def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_ex
     done = env(tmp_path)
     assert (done.returncode, done.stderr) == (3, "")
     listed, checked = done.stdout.split("\nChecks:\n")
-    for line in (
-        "- Platform: ",
-        "- TRL version: ",
-        "- Accelerate config: not known",
-        "- gpus:",
-    ):
+    for line in ("- Platform: ", "- TRL version: ", "- Accelerate config: not known", "- gpus:"):
         assert f"\n{line}" in listed
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
     assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout
@@ -202,7 +197,7 @@ def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pyt
     print_env()
     theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
     settings, (kind, found) = devices.accelerate_config(), devices.accelerators()
-    ours = software.trl_lines(software.read_software(), Torch(kind=kind, devices=tuple(found)))
+    ours = host.trl_lines(host.read_software(), Torch(kind=kind, devices=tuple(found)))
     assert settings is not None and settings["num_processes"] == 8
     lines = []
     for name, value in {**ours, "Accelerate config": settings}.items():

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from packtrain.diagnose import devices, host, software
+from packtrain.diagnose import devices, host
 from packtrain.diagnose.devices import MARK, read_torch
-from packtrain.diagnose.facts import Torch, size
+from packtrain.diagnose.facts import Torch
 from packtrain.diagnose.timeouts import Probe, Unanswered, ask_python
 
 GIB = 2**30
@@ -58,16 +58,13 @@ class Nvml:
 
 
 def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named() -> None:
-    found = devices._driver(Nvml(gpus=2))
+    (sick,) = devices.read_driver(Nvml(TotalEccErrors=2))["gpus"]
+    assert sick["trouble"] == "2 uncorrected memory errors since the driver was loaded"
+    found = devices.read_driver(Nvml(gpus=2))
     assert (found["driver"], found["cuda"], len(found["gpus"])) == ("570.133.20", "12.8", 2)
     well, lost = found["gpus"]
     assert (well["name"], well["memory"], well["trouble"]) == ("NVIDIA H100 80GB HBM3", 80 * GIB, "")
     assert lost == {"index": 1, "trouble": "the driver has lost it: GPU is lost"}
-
-
-def test_a_gpu_with_memory_errors_is_read() -> None:
-    (gpu,) = devices._driver(Nvml(TotalEccErrors=2))["gpus"]
-    assert gpu["trouble"] == "2 uncorrected memory errors since the driver was loaded"
 
 
 @pytest.mark.parametrize(
@@ -120,13 +117,9 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_its_parent(tmp_path: Path) 
 def test_packages_that_do_not_fit_are_found_by_what_packtrain_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.9.0+cu128", "trl": "1.16.0", "flash-attn": "2.6.0"}
     wanted = ["torch>=2.10", "trl>=1.16,<2", "peft>=0.21", 'flash-attn>=2.8; extra == "flash"']
-    monkeypatch.setattr(software, "version_of", installed.get)
-    monkeypatch.setattr(software.metadata, "requires", lambda package: wanted)
-    assert list(software.conflicts()) == [("torch>=2.10", "2.9.0+cu128"), ("peft>=0.21", "none")]
-
-
-def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
-    assert [size(number) for number in (0, 65536, 8 * 2**20, 2**31)] == ["0 bytes", "64 KiB", "8 MiB", "2 GiB"]
+    monkeypatch.setattr(host, "installed_version", installed.get)
+    monkeypatch.setattr(host.metadata, "requires", lambda package: wanted)
+    assert list(host.conflicts()) == [("torch>=2.10", "2.9.0+cu128"), ("peft>=0.21", "none")]
 
 
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:

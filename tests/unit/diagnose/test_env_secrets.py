@@ -87,30 +87,14 @@ SPEAK = (
     *("HF_TOKEN", "HF_TOKEN_PROD", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "AWS_SECRET_ACCESS_KEY"),
     *("AWS_ACCESS_KEY_ID", "DEPLOY_KEY_PROD", "SSH_PRIVATE_KEY", "KEY", "DB_PASS", "pgpassword", "MLFLOW_PASSWD"),
     *("MY_PWD", "SLURM_JWT", "SENTRY_DSN", "GIT_PAT", "HTTP_AUTHORIZATION", "X_AUTH", "SESSION_COOKIE"),
-    *(
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "sig",
-        "X-Amz-Signature",
-        "client-secret",
-        "--hub-token",
-        "pw",
-        "tokenizer_api_key",
-        "tracking.bearer",
-    ),
+    *("GOOGLE_APPLICATION_CREDENTIALS", "sig", "X-Amz-Signature", "client-secret", "--hub-token", "pw"),
+    *("tokenizer_api_key", "tracking.bearer"),
 )
 DO_NOT = (
+    *("MAX_TOKENS", "max_new_tokens", "tokens_per_step", "tokens", "pad_token_id", "tokenizers", "PYTHONPATH"),
     *(
-        "MAX_TOKENS",
-        "max_new_tokens",
-        "tokens_per_step",
-        "tokens",
-        "pad_token_id",
-        "tokenizers",
         "TOKENIZERS_PARALLELISM",
-    ),
-    *(
         "PATH",
-        "PYTHONPATH",
         "PWD",
         "COMPASS_DIR",
         "BYPASS",
@@ -118,9 +102,8 @@ DO_NOT = (
         "keyboard",
         "monkey",
         "SSH_AUTH_SOCK",
-        "AUTHOR",
-        "signal",
     ),
+    *("AUTHOR", "signal"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError, of_json
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError, error_from_json
 from packtrain.launch import rendezvous
 from packtrain.launch.rendezvous import Group, Place, Prepare, is_own, meet
 from packtrain.monitor.channel import SECRET, Client
@@ -288,7 +288,7 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
     begun.start(member(1), place)
     while len(begun.ends) < 2:
         time.sleep(0.01)
-    back, too_many = (of_json(join(place, member(1, host=host))["stop"]) for host in ("n2", "n7"))
+    back, too_many = (error_from_json(join(place, member(1, host=host))["stop"]) for host in ("n2", "n7"))
     assert isinstance(back, PeerFailed) and "goes on without this machine" in str(back)
     assert isinstance(too_many, CheckFailed) and "already started, with all its machines" in str(too_many)
     begun.join()
@@ -297,6 +297,6 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
 @pytest.mark.parametrize("kind", [UserError, CheckFailed, PeerFailed])
 def test_an_error_of_one_machine_is_of_the_same_kind_on_another(kind: type[PacktrainError]) -> None:
     error = kind("the port is taken", where="port", fix="take another")
-    told = of_json(json.loads(json.dumps(error.to_json())))
+    told = error_from_json(json.loads(json.dumps(error.to_json())))
     assert type(told) is kind
     assert told.problems == (Problem("the port is taken", "port", "take another"),)

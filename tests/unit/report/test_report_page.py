@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from command_line import packtrain
 
-from packtrain.report import headline, run_reports
-from packtrain.report.comparison import answers, differences, told_apart
+from packtrain.report import headline
 from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
-from packtrain.report.headline import rank_times, tiles
+from packtrain.report.headline import answers, differences, distinct_names, duration, number, percent, rank_times, tiles
 from packtrain.report.page import page, write_page
 from packtrain.report.run_record import read_run
-from packtrain.report.units import duration, number, percent, size
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e</style>{{ 7*7 }}"
@@ -51,7 +49,7 @@ def test_a_page_has_headline_curves_answers_config_and_environment(tmp_path: Pat
     text = page([read_run(leave_run(tmp_path / "mine"))])
     assert len(text.encode()) < 3_000_000
     words = Elements(text).words
-    for one in (
+    shown = (
         "mine",
         "7.25",
         "2,700",
@@ -60,10 +58,9 @@ def test_a_page_has_headline_curves_answers_config_and_environment(tmp_path: Pat
         "Fine.",
         "data.train",
         "chats.jsonl",
-        "2.13",
         "exact:",
-    ):
-        assert one in words, one
+    )
+    assert [text for text in shown if text not in words] == []
     data = data_of(text)
     assert [one["title"] for one in data["figures"]] == [
         *("Loss", "Learning rate", "Gradient norm", "Tokens per second", "Padding", "Memory"),
@@ -71,12 +68,8 @@ def test_a_page_has_headline_curves_answers_config_and_environment(tmp_path: Pat
     loss, held_out = data["figures"][0]["curves"]
     assert len(loss["y"]) == 30 and len(held_out["y"]) == 4 and held_out["heldOut"]
     assert loss["y"][4] == pytest.approx(lines_of(30)[5]["loss"], rel=1e-6)
-    assert data["xs"][loss["x"]]["tokens"][:2] == [90, 180] and data["xs"][held_out["x"]]["tokens"] == [
-        0,
-        900,
-        1800,
-        2700,
-    ]
+    assert data["xs"][loss["x"]]["tokens"][:2] == [90, 180]
+    assert data["xs"][held_out["x"]]["tokens"] == [0, 900, 1800, 2700]
     assert data["xs"][held_out["x"]]["seconds"][1] == 1.6
 
 
@@ -144,10 +137,10 @@ def test_of_a_failure_the_telling_lines_come_first() -> None:
 
 
 def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
-    assert told_apart([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
-    assert told_apart([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or told_apart([Path("/a/run")]) == [
-        "run"
-    ]
+    assert distinct_names([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
+    assert distinct_names([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or distinct_names(
+        [Path("/a/run")]
+    ) == ["run"]
     base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
     one = read_run(leave_run(tmp_path / "one", config=base))
     other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
@@ -156,7 +149,7 @@ def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
         {"prompt": "Why?", "before": "", "after": "So."},
     ]
     two = read_run(leave_run(tmp_path / "two", config=other, answers=more))
-    assert [(row.key, list(row.values)) for row in differences([one, two])] == [("packing.mode", ["–", "padding"])]
+    assert differences([one, two]) == [("packing.mode", ["–", "padding"])]
     asked = answers([one, two])
     assert [list(row.after) for row in asked] == [["Fine.", "Well."], [None, "So."]] and asked[0].same_before
     assert "2 runs" in Elements(page([one, two])).words
@@ -169,12 +162,7 @@ def test_data_that_is_not_described_as_inspect_does_is_told(tmp_path: Path) -> N
 
 
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
-    seconds = {
-        "forward": [0.1, 0.1, 0.2],
-        "backward": [0.2, 0.2, 0.2],
-        "data": [0.0, 0.0, 0.1],
-        "counts": [0.1, 0.1, 0],
-    }
+    seconds = {"forward": [0.1, 0.1, 0.2], "backward": [0.2] * 3, "data": [0.0, 0.0, 0.1], "counts": [0.1, 0.1, 0]}
     run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
     assert [one.slow for one in rank_times(run)] == [False, False, True]
     assert "Slow: rank 2" in Elements(page([run])).words
@@ -201,15 +189,9 @@ def test_figures_are_written_as_people_read_them() -> None:
     assert [number(one) for one in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
         *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
     ]
-    assert [duration(one) for one in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == [
-        "1.8 ms",
-        "0.82 s",
-        "61 s",
-        "4 min 05 s",
-        "3 h 20 min",
-        "2 d 4 h",
-    ]
-    assert (percent(0.41666), size(3_328_578), size(12)) == ("41.7 %", "3.2 MiB", "12 bytes")
+    times = ["1.8 ms", "0.82 s", "61 s", "4 min 05 s", "3 h 20 min", "2 d 4 h"]
+    assert [duration(one) for one in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == times
+    assert percent(0.41666) == "41.7 %"
 
 
 def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path: Path) -> None:
@@ -233,18 +215,11 @@ def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path:
         (["empty"], "no run of packtrain"),
         (["a", "-o", "notes.html"], "no report of packtrain"),
         (["a", "-o", "nowhere/x.html"], "cannot be written"),
-        (["a", "-o", "empty"], "is a folder"),
+        (["a", "-o", "empty"], "no regular file"),
     ):
         done = packtrain("report", *given, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr, given
     assert (tmp_path / "notes.html").read_text() == "mine"
-
-
-def test_a_bug_of_the_page_is_not_blamed_on_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_run(tmp_path / "a")
-    monkeypatch.setattr(run_reports, "page", lambda records: {}["a bug"])
-    with pytest.raises(KeyError, match="a bug"):
-        run_reports.report_runs([str(tmp_path / "a")], None)
 
 
 def test_a_report_goes_through_links_and_pipes_and_does_not_take_their_place(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     run = read_run(folder)
     assert (run.name, run.status, run.said, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
     assert run.facts == FACTS
-    assert [(one.name, one.step, one.size_bytes) for one in run.saved] == [
+    assert [(one.name, one.step, one.size_bytes) for one in run.results] == [
         ("checkpoints/step-000010", 10, 1000),
         ("final", None, 0),
     ]
@@ -120,14 +120,9 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
 
 def test_restarts_are_read_of_whatever_shape_they_are(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
-    one = {
-        "when": "2026-03-01 10:00:00",
-        "step": 20,
-        "why": ["rank 1 was killed", "  likely cause"],
-        "machines": ["n1", "n2"],
-    }
+    one = {"when": "2026-03-01 10:00:00", "step": 20, "why": ["rank 1 was killed", "  cause"], "machines": ["n1", "n2"]}
     folder.restarted.write_text(json.dumps([one, {"why": 3}, "?"]))
     first, second = read_run(folder).restarts
-    assert (first.step, first.machines, first.why) == ("20", "n1, n2", one["why"])
-    assert (second.machines, second.why) == ("", [])
+    assert (first["step"], first["machines"], first["why"]) == (20, "n1, n2", one["why"])
+    assert (second["machines"], second["why"]) == ("", [])
     assert '<h2 id="restarts">Restarts</h2>' in page([read_run(folder)])

@@ -1,9 +1,8 @@
 """All-reduces between the machines of a run, over the backend that it would use, and what their times show about the network.
 
-One process on each machine (`python -m packtrain.diagnose.cluster.all_reduce`) reduces in pairs, one after another, so that no
-figure is of two streams; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that
-fails takes no other down. What is known is printed as it comes, each JSON line in place of the one before, so a process that
-had to be killed has still said what came before.
+One process on each machine (`python -m packtrain.diagnose.all_reduce`) reduces in pairs, one after another, so that no figure is of
+two streams; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that fails ends no other.
+Every result is printed at once, each JSON line in place of the one before, so a process that hangs has reported what came before.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from packtrain.diagnose.timeouts import Unanswered, ask_python, first_line
-from packtrain.wording import listed
+from packtrain.diagnose.timeouts import Unanswered, ask_python
+from packtrain.wording import first_line, listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,9 +37,9 @@ _MIB = 2**20
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
 _MOST_FOR_ALL_PAIRS = 8
 _SLOW_MIB_PER_S = 20.0
-_FIX = "Look at the interfaces that NCCL and gloo take (packtrain plan) and at firewalls between the machines: they use free ports. "
+_FIX = "Check the interfaces that NCCL and gloo take (packtrain plan) and firewalls between the machines: they use free ports. "
 _FIX += "NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, shows what they try."
-_FIX_SLOW = "Look at its cable, port, MTU and interface (ethtool, ibstat), and at what else uses it."
+_FIX_SLOW = "Check its cable, port, MTU and interface (ethtool, ibstat), and what else uses it."
 
 
 def pairs_of(machines: int) -> list[tuple[int, int]]:
@@ -52,15 +51,19 @@ def pairs_of(machines: int) -> list[tuple[int, int]]:
 
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """This machine's process, to its end: milliseconds by size (rank 0: `pairs` before), or `error` where it could not."""
-    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a timeout then raises an error instead of ending the process
-    env, failed = {**quiet, **blocking, **env}, {}
+    # a timeout of NCCL then raises an error instead of ending the process
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }
+    env, error = {**quiet, **env}, {}
     try:
-        output = ask_python("packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=PROCESS_S, env=env)
+        output = ask_python("packtrain.diagnose.all_reduce", json.dumps(order), limit_s=PROCESS_S, env=env)
     except Unanswered as refusal:
-        output, failed = refusal.output, {"error": str(refusal)}
-    said = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']
-    return {"backend": order["backend"], **json.loads(said[-1]), **failed}
+        output, error = refusal.output, {"error": str(refusal)}
+    lines = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']
+    return {"backend": order["backend"], **json.loads(lines[-1]), **error}
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,111 +71,113 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     A machine that did not take part has `skipped`, which is why, in place of a result.
     """
-    if skipped := [str(one["skipped"]) for one in results.values() if "skipped" in one]:
+    if skipped := [str(result["skipped"]) for result in results.values() if "skipped" in result]:
         return {"status": "skipped", "found": skipped[0], "backend": "", "nodes": None, "pairs": []}
     main = next(iter(results.values()))
-    nodes = {name: {key: one[key] for key in one if key not in ("backend", "pairs")} for name, one in results.items()}
+    nodes = {
+        name: {key: value for key, value in result.items() if key not in ("backend", "pairs")}
+        for name, result in results.items()
+    }
     pairs = _pairs(list(results), main.get("pairs", ()))
-    found = [f"{one['from']} and {one['to']}: {one['found']}" for one in pairs if one["status"] == "dead"]
-    found = found or [f"{name}: {one['error']}" for name, one in nodes.items() if "error" in one]
-    status = "failed" if found else "ok"
-    if not found:
-        kib, mib = (max(float(one[key]) for one in nodes.values()) for key in ("kib_ms", "mib_64_ms"))
-        slowest = min(pairs, key=lambda one: one["mib_per_s"] or float("inf"))
-        found = [f"1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"]
-        found += [f"the slowest pair is {in_words(slowest)}"]
-    said = f"over {main['backend']}: {'; '.join(found[:4])}"
-    return {"status": status, "found": said, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
+    words = [f"{pair['from']} and {pair['to']}: {pair['found']}" for pair in pairs if pair["status"] == "dead"]
+    words = words or [f"{name}: {node['error']}" for name, node in nodes.items() if "error" in node]
+    status = "failed" if words else "ok"
+    if not words:
+        kib, mib = (max(float(node[key]) for node in nodes.values()) for key in ("kib_ms", "mib_64_ms"))
+        slowest = min(pairs, key=lambda pair: pair["mib_per_s"] or float("inf"))
+        words = [f"1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"]
+        words += [f"the slowest pair is {describe_pair(slowest)}"]
+    words_of_all = f"over {main['backend']}: {'; '.join(words[:4])}"
+    return {"status": status, "found": words_of_all, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
 
 
 def _pairs(names: Sequence[str], measured: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every pair that was to be tried; `measured` has what both ends of those say that were."""
-    said = {tuple(one["ranks"]): one["said"] for one in measured}
+    """Every pair that was to be tried; `measured` has the results of both ends of those that were."""
+    results = {tuple(pair["ranks"]): pair["ends"] for pair in measured}
     pairs = []
     for ends in pairs_of(len(names)):
         pair = {"from": names[ends[0]], "to": names[ends[1]], "latency_ms": None, "mib_per_s": None}
-        both = said.get(ends, ())
-        failed = [f"{names[rank]}: {one['found']}" for rank, one in zip(ends, both, strict=False) if one["found"]]
+        both = results.get(ends, ())
+        failed = [f"{names[rank]}: {end['found']}" for rank, end in zip(ends, both, strict=False) if end["found"]]
         figures = both[0] if both and not failed else {}
         status = "dead" if failed else "ok" if both else "not tried"
         pairs.append({**pair, **figures, "status": status, "found": ", ".join(failed)})
-    fastest = max((one["mib_per_s"] or 0 for one in pairs), default=0)
+    fastest = max((pair["mib_per_s"] or 0 for pair in pairs), default=0)
     for pair in pairs:
         if pair["status"] == "ok" and pair["mib_per_s"] < max(fastest / 2, _SLOW_MIB_PER_S):
             pair["status"] = "slow"
     return pairs
 
 
-def in_words(pair: Mapping[str, Any]) -> str:
+def describe_pair(pair: Mapping[str, Any]) -> str:
     """ "n1 and n2: 0.2 ms, 900 MiB/s, ok"."""
     figures = f"{pair['latency_ms']:.2g} ms, {pair['mib_per_s']:.0f} MiB/s, " if pair["mib_per_s"] else ""
     return f"{pair['from']} and {pair['to']}: {figures}{pair['status']}"
 
 
-def checks_of(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The checks: a failed all-reduce, and slow pairs."""
-    by_status = {status: [one for one in reduced["pairs"] if one["status"] == status] for status in ("dead", "slow")}
-    both = {status: [pair[end] for pair in pairs for end in ("from", "to")] for status, pairs in by_status.items()}
-    ends = {status: list(dict.fromkeys(names)) for status, names in both.items()}
-    found = []
+    dead, slow = ([pair for pair in reduced["pairs"] if pair["status"] == status] for status in ("dead", "slow"))
+    checks = []
     if reduced["status"] == "failed":
-        nodes = ends["dead"] or [name for name, one in reduced["nodes"].items() if "error" in one]
-        found.append({"status": "fail", "found": reduced["found"], "fix": _FIX, "nodes": nodes})
-    if slow := by_status["slow"]:
-        words = f"slow: {listed(list(map(in_words, slow)))}"
-        found.append({"status": "warn", "found": words, "fix": _FIX_SLOW, "nodes": ends["slow"]})
-    return [{"name": "all-reduce", **one} for one in found]
+        nodes = _ends(dead) or [name for name, node in reduced["nodes"].items() if "error" in node]
+        checks.append({"status": "fail", "found": reduced["found"], "fix": _FIX, "nodes": nodes})
+    if slow:
+        words = f"slow: {listed(list(map(describe_pair, slow)))}"
+        checks.append({"status": "warn", "found": words, "fix": _FIX_SLOW, "nodes": _ends(slow)})
+    return [{"name": "all-reduce", **check} for check in checks]
 
 
-def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
-    """Prints the results. Raises torch's error if this machine cannot take part.
+def _ends(pairs: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(pair[end] for pair in pairs for end in ("from", "to")))
 
-    Rank 0 has the store, gives the word for each pair to begin, and collects what both ends found.
+
+def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
+    """Reports the results. Raises torch's error if this machine cannot take part.
+
+    Rank 0 has the store, starts each pair, and collects the results of both ends.
     """
     import torch.distributed as dist
 
     backend, rank, world = order["backend"], order["rank"], order["world"]
-    limit = timedelta(seconds=TOGETHER_S)
+    limit, late = timedelta(seconds=TOGETHER_S), timedelta(seconds=LATE_S)
     store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=limit)
     store.set(f"backend {rank}", backend)
-    if any(store.get(f"backend {one}") != backend.encode() for one in range(world)):
+    if any(store.get(f"backend {other}") != backend.encode() for other in range(world)):
         raise ValueError("torch finds GPUs on some machines and none on others")
+
+    def begins(what: str, wanted: bool) -> bool:
+        """Rank 0's `wanted`, on all ranks: all begin the operation, or none."""
+        if rank == 0:
+            store.set(f"begin {what}", str(wanted))
+        return store.get(f"begin {what}") == b"True"
+
+    def result(what: str) -> dict[str, Any]:
+        """What a rank puts into the store within LATE_S."""
+        try:
+            store.wait([what], late)
+        except dist.DistError:
+            return {"found": "no result in time"}
+        return json.loads(store.get(what))
+
     pairs, end = [], time.monotonic() + PAIRS_S
     for pair in pairs_of(world):
-        if not _begins(store, f"{pair}", rank, time.monotonic() < end):
+        if not begins(f"{pair}", time.monotonic() < end):
             break
         if rank in pair:
-            store.set(f"{pair} {rank}", json.dumps(_of_pair(store, backend, pair, pair.index(rank))))
+            store.set(f"{pair} {rank}", json.dumps(_measure_pair(store, backend, pair, pair.index(rank))))
         if rank == 0:
-            pairs.append({"ranks": pair, "said": [_said(store, f"{pair} {one}") for one in pair]})
-            say(pairs=pairs)
-    if _begins(store, "all", rank, not any(said["found"] for one in pairs for said in one["said"])):
+            pairs.append({"ranks": pair, "ends": [result(f"{pair} {other}") for other in pair]})
+            report(pairs=pairs)
+    if begins("all", not any(end["found"] for pair in pairs for end in pair["ends"])):
         with _group(backend, dist.PrefixStore("all", store), rank, world, _ALL_S):
-            say(kib_ms=_milliseconds(backend, 2**10, 10), mib_64_ms=_milliseconds(backend, 64 * _MIB, 3))
+            report(kib_ms=_milliseconds(backend, 2**10, 10), mib_64_ms=_milliseconds(backend, 64 * _MIB, 3))
     store.set(f"end {rank}", "{}")
     for other in range(world if rank == 0 else 0):  # the store is in this process, which ends last
-        _said(store, f"end {other}")
+        result(f"end {other}")
 
 
-def _begins(store: dist.Store, what: str, rank: int, wanted: bool) -> bool:
-    """Rank 0's value of `wanted`, on all ranks: all begin the operation, or none."""
-    if rank == 0:
-        store.set(f"begin {what}", str(wanted))
-    return store.get(f"begin {what}") == b"True"
-
-
-def _said(store: dist.Store, what: str) -> dict[str, Any]:
-    """The value that a rank puts into the store within LATE_S."""
-    import torch.distributed as dist
-
-    try:
-        store.wait([what], timedelta(seconds=LATE_S))
-    except dist.DistError:
-        return {"found": "no result in time"}
-    return json.loads(store.get(what))
-
-
-def _of_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
+def _measure_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
     """The figures of a pair, by this end of it; `found` is why there are none."""
     import torch.distributed as dist
 
@@ -181,7 +186,7 @@ def _of_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: int) 
         with _group(backend, dist.PrefixStore(f"{pair}", store), rank, 2, _PAIR_S):
             latency, taken = _milliseconds(backend, 2**10, 10), _milliseconds(backend, size * _MIB, 3)
     except Exception as error:  # whatever torch or a backend raises is the answer
-        return {"found": first_line(str(error)) or type(error).__name__}
+        return {"found": first_line(error)}
     return {"latency_ms": latency, "mib_per_s": round(1e3 * size / taken, 1), "found": ""}
 
 
@@ -222,11 +227,11 @@ def _milliseconds(backend: str, size: int, times: int) -> float:
 if __name__ == "__main__":
     known: dict[str, Any] = {}
 
-    def say(**facts: Any) -> None:
+    def report(**facts: Any) -> None:
         known.update(facts)
         print(json.dumps(known), flush=True)
 
     try:
-        _measure(json.loads(sys.argv[1]), say)
+        _measure(json.loads(sys.argv[1]), report)
     except Exception as error:  # whatever torch or a backend raises is the answer
-        say(error=first_line(str(error)) or type(error).__name__)
+        report(error=first_line(error))
