@@ -88,7 +88,7 @@ def explain(error: BaseException) -> PacktrainError | None:
         return None
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
         return PeerFailed(f"the other side does not answer: {error}", fix="Check whether it is up, and try again.")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
         return UserError("there is not enough memory", fix=_FIXES[errno.ENOMEM])
     ours = raised_in(error).startswith(_OURS)
     if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):

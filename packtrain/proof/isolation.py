@@ -33,6 +33,7 @@ from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
 from packtrain.packing.segments import Segments
 from packtrain.proof.routing import Routing
+from packtrain.wording import first_line
 
 LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
@@ -352,8 +353,7 @@ def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
     except Exception as error:
         if NEEDED in str(error):  # refused by trainer.deterministic, not by the model
             raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckFailed(f"{what}: {first}", fix=fix) from error
+        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix) from error
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], *, typical: bool = False) -> float:

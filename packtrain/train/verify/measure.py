@@ -58,6 +58,7 @@ from packtrain.train.verify.modes import (
     random_documents,
     start_on_random_pairs,
 )
+from packtrain.wording import first_line
 
 _BADNESS = ("exact", "unsupported", "leaks")
 _REPORT = "please report this model"
@@ -99,7 +100,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
         outcome = refusal
     except torch.OutOfMemoryError as error:
         outcome = CheckFailed(
-            f"out of memory on {ranks.device}: {str(error).splitlines()[0]}",
+            f"out of memory on {ranks.device}: {first_line(error)}",
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
         )
