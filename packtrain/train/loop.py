@@ -105,7 +105,6 @@ class StepTrainer:
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
         self._watched, self._begun = 0, None
-        self._signals = [0, 0]
         self._last_loss = self._loss_since_line = torch.zeros((), device=loss.device)
         self._last_line = 0
 
@@ -176,12 +175,10 @@ class StepTrainer:
         """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
 
         The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
-        result is read on the host a step later (`take_counts`): now the device would have to be waited for.
+        result is read on the host when the step's work is queued (`_take_counts`): now the device would have to be waited for.
         """
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
-        self.take_counts()
-        self.settings.stop.agree(*self._signals)
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
@@ -191,14 +188,6 @@ class StepTrainer:
         self.step_figures.open(total[:6])
         self.times.take(total[6:], timed)
         return total[:4]
-
-    def take_counts(self) -> None:
-        """Reads the counts of the last step: tokens, for lines and checkpoints, and the requests to stop, for the next step."""
-        with waiting("the counts of all ranks"):  # where a GPU is behind, here is where its process learns of it
-            counts = self.step_figures.take_last()
-        if counts:
-            _, tokens, _, _, *self._signals = counts
-            self.state.num_input_tokens_seen += tokens
 
     def forward_and_backward(self, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
         """Over all micro-batches; gradients are exchanged with the last one only.
@@ -259,6 +248,7 @@ class StepTrainer:
         rate = self.engine.update()
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        self._take_counts()
         return rate
 
     def logs(self) -> bool:
@@ -275,7 +265,6 @@ class StepTrainer:
             loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
         self._loss_since_line, self._last_line = torch.zeros_like(total), step
         self._refuse_nan(loss)
-        self.take_counts()
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
@@ -295,7 +284,6 @@ class StepTrainer:
         """Logs the objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
-        self.take_counts()
         self.model.eval()
         figures = {f"eval_{name}": value for name, value in self.loss.evaluate(self._evaluation_batches).items()}
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
@@ -314,7 +302,6 @@ class StepTrainer:
     def save_checkpoint(self) -> None:
         """Begins the checkpoint of this step, which is written while training goes on. Raises CheckFailed if the loss is not finite."""
         self.clock.enter("checkpoint", step=self.state.global_step)
-        self.take_counts()
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
         self._refuse_nan(loss)
@@ -337,6 +324,13 @@ class StepTrainer:
         return self.batches(folder)
 
     # What these call.
+
+    def _take_counts(self) -> None:
+        """Reads the counts of the step: its tokens, and the requests to stop."""
+        with waiting("the counts of all ranks"):  # where a GPU is behind, here is where its process learns of it
+            _, tokens, _, _, *requests = self.step_figures.take_last()
+        self.state.num_input_tokens_seen += tokens
+        self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
         """Compares the first packed rows with their documents alone; this time does not count as training."""

@@ -55,9 +55,9 @@ class LoopSettings:
 class StopRequest:
     """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
 
-    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step,
-    which all ranks read before the step after that; all stop after the same step, with a checkpoint and exit code 128 + the
-    number. A process that is alone stops after the step at hand, which is logged.
+    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step, which
+    all ranks read at its end; all stop after the same step, which is logged, with a checkpoint and exit code 128 + the number. A
+    process that is alone stops after the step at hand.
     """
 
     def __init__(self) -> None:

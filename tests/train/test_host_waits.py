@@ -16,8 +16,8 @@ from packtrain.packing.collate import to_device
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, step_loader
 
-LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST}
-"""The counts of the step before, which have arrived: LateCopy. Those of the step before FIRST went into its logged line."""
+LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST + 1}
+"""The counts of each step, once its work is queued: they have arrived before its forward pass (LateCopy)."""
 
 
 OF_TRL = {"trl/trainer/dpo_trainer.py::_compute_loss"}

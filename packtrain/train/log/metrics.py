@@ -69,9 +69,9 @@ class StepFigures:
         self._since = time.perf_counter() if self._since is None else self._since
 
     def take_last(self) -> list[int]:
-        """The counts of the step that was begun last; nothing if they have been taken."""
-        last, self._last = self._last, None
-        return last.tolist() if last is not None else []
+        """The counts of the step that was begun last."""
+        assert self._last is not None
+        return self._last.tolist()
 
     def leave_out(self, seconds: float) -> None:
         """Excludes `seconds` from the training time."""
