@@ -46,7 +46,7 @@ from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.run import objective_of
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import agree_on_data, agree_on_model
-from packtrain.train.sync.store_barrier import Peers, preparing_s, telling
+from packtrain.train.sync.store_barrier import Peers, preparing_s
 
 _ENDLESS = 10**6
 _COMPARED_STEPS = 8
@@ -57,8 +57,7 @@ def bench_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    with telling(peers):
-        lab = Workbench(config, ranks, peers, log)
+    lab = Workbench(config, ranks, peers, log)
     trials = Conductor(lab, folder, log).run()
     if ranks.main:
         known = json.loads(folder.benchmark.read_text())
@@ -151,7 +150,7 @@ class Workbench:
             strategy=self.ranks.strategy,
             autocast=self.precision.autocast,
             optim=config.optim,
-            limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
+            limits=TimeLimits(config.topology.step_timeout),
         )
         arguments = training_arguments(config.trainer, config.optim, Tracking(), self.precision, settings)
         return objective.trainer(self.model, arguments, tokenizer, settings=settings, callbacks=[])

@@ -18,10 +18,10 @@ from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.exit_status import MOST_TELLING, tail_of
-from packtrain.launch.run_lock import is_locked
+from packtrain.launch.attempt import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
-from packtrain.monitor.processes import seen
+from packtrain.monitor.processes import life_of
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.redact import Redactor
@@ -118,11 +118,11 @@ def _of_a_silent_run(folder: RunFolder, channel: Channel, error: OSError) -> Fin
     if host != platform.node():
         what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
         return Finding("stalled", [what, f"  → look whether {host} is up, and start packtrain doctor there"])
-    if seen(pid) == "stopped":
+    if life_of(pid) == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
     if is_locked(folder.root):
         is_silent = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
-        return _of_a_start() if seen(pid) == "gone" else is_silent
+        return _of_a_start() if life_of(pid) == "gone" else is_silent
     what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
     advice = "  → find out what ended it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
     return Finding("failed", [what, advice])

@@ -61,7 +61,7 @@ class Orders:
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; thread-safe. It looks after them whenever it hears of itself."""
+    """Machine 0's record of all machines, itself included; thread-safe. It watches them whenever it hears of itself."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Coordinator:
         node = report.node
         if node == 0:
             self.watch()
-        self._watchdog.processes(node, report.ranks)
-        self._watchdog.stacks(node, report.stacks)
+        self._watchdog.take_processes(node, report.ranks)
+        self._watchdog.take_stacks(report.stacks)
         with self._lock:
             self._silent_s[node] = 0.0
             if report.signal is not None and self._stop is None:
@@ -127,24 +127,23 @@ class Coordinator:
                 elif self._end is not None and now - self._ended_at > ENDING_S:
                     self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
-        if goes_on and (found := self._watchdog.diagnose()):
+        if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
                 if self._end is None:
-                    self._diagnosis = found
-                    self._order_end(found.what, -1)
+                    self._diagnosis = diagnosis
+                    self._order_end(diagnosis.what, -1)
 
     def wait_until_all_informed(self) -> None:
         """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
         end = time.monotonic() + _INFORM_S
         while time.monotonic() < end:
             with self._lock:
-                left = [node for node, one in self._outcomes.items() if node and not one.lost]
-                if self._informed.issuperset(left):
+                if self._informed.issuperset(node for node in self._living() if node):
                     return
             time.sleep(_LOOK_S)
 
-    def _ranks(self, node: int) -> range:
-        return range(node * self._per_node, (node + 1) * self._per_node)
+    def _living(self) -> tuple[int, ...]:
+        return tuple(node for node, outcome in sorted(self._outcomes.items()) if not outcome.lost)
 
     def _record(self, node: int, outcome: Outcome) -> None:
         """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
@@ -157,30 +156,33 @@ class Coordinator:
                 f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node
             )
         if self._verdict is None and set(self._outcomes) == set(self._names):
-            self._decide()
+            self._verdict = self._decide()
 
     def _order_end(self, why: str, but: int) -> None:
         if self._end is None:
             self._end, self._ended_at = (why, but), time.monotonic()
 
-    def _decide(self) -> None:
-        diagnosis = self._diagnosis
-        ends = [code for one in self._outcomes.values() for code in one.codes.values()]
-        aborts = -signal.SIGABRT if 1 in ends else 0  # NCCL aborts ranks after another one has raised
-        killed = any(code is None or (code < 0 and code != aborts) for code in ends)
-        if diagnosis is None and (killed or set(ends) == {0, 4}):
+    def _decide(self) -> Verdict:
+        diagnosis, living = self._diagnosis, self._living()
+        codes = [code for outcome in self._outcomes.values() for code in outcome.codes.values()]
+        aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
+        killed = any(code is None or (code < 0 and code != aborts) for code in codes)
+        if diagnosis is None and (killed or set(codes) == {0, 4}):
             diagnosis = self._watchdog.aftermath()
-        first = self._end[1] if self._end else 0
-        lost = {rank for node, one in self._outcomes.items() if one.lost for rank in self._ranks(node)}
+        why, first = self._end or ("", 0)
+        lost = [
+            rank
+            for node in set(self._names).difference(living)
+            for rank in range(node * self._per_node, (node + 1) * self._per_node)
+        ]
         lines = diagnosis.lines if diagnosis else ()
-        waits = self._watchdog.waiting(but=lost) if lost else ()
+        waits = self._watchdog.describe_waits(but=lost) if lost else ()
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
-            self._watchdog.keep("\n".join(verdict.lines))
-        living = tuple(node for node, one in sorted(self._outcomes.items()) if not one.lost)
+            self._watchdog.write_diagnosis("\n".join(verdict.lines))
         if self._restarts is not None and self._stop is None and 0 in living:
-            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "", living)
-        self._verdict = verdict
+            verdict = self._restarts.decide(verdict, why, living)
+        return verdict
 
 
 def report_to(machine_0: Client, silence_s: float, report: Report) -> Orders:
@@ -214,9 +216,9 @@ class Reporter:
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
             self.report.outcome = Outcome(lost=f"its launcher ended ({str(error) or type(error).__name__})")
-            self._hand_in()
+            self.hand_in()
 
-    def tell(self, **facts: Any) -> None:
+    def update(self, **facts: Any) -> None:
         """Puts `facts` into the report, and sends it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
@@ -227,7 +229,7 @@ class Reporter:
 
         It waits without limit while the others report and nothing has failed, and ENDING_S seconds after a failure.
         """
-        self.tell(outcome=outcome)
+        self.update(outcome=outcome)
         begun = printed = time.monotonic()
         while (verdict := self.orders.verdict) is None:
             if self.lost:
@@ -242,11 +244,12 @@ class Reporter:
 
     def _serve(self) -> None:
         while not self._over.is_set():
-            self._hand_in()
+            self.hand_in()
             self._news.wait(BEAT_S)
             self._news.clear()
 
-    def _hand_in(self) -> None:
+    def hand_in(self) -> None:
+        """Sends the report once, and notes for how long machine 0 has not answered."""
         try:
             self.orders = self._call(self.report)
             self._silent_s, self._called = 0.0, time.monotonic()

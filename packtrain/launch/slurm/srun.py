@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.exit_status import MOST_TELLING, heard_by
+from packtrain.launch.exit_status import MOST_TELLING, listening
 from packtrain.monitor.channel import SECRET, new_secret
 
 _TIMEOUT_S = 20
@@ -37,7 +37,7 @@ def run_srun(argv: Sequence[str]) -> int:
             pass_on()
 
     env = {SECRET: new_secret(), **os.environ}  # the same for all tasks, so that no other process can join
-    with heard_by(hear):  # before srun starts, so that a signal cannot leave it behind
+    with listening(hear):  # before srun starts, so that a signal cannot leave it behind
         try:
             started.append(subprocess.Popen(argv, env=env, start_new_session=True))
         except OSError as error:

@@ -16,7 +16,7 @@ from packtrain.config.rules.slurm import parse_options
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
-from packtrain.launch.inputs import inputs
+from packtrain.launch.attempt import inputs
 from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
 from packtrain.wording import shortened, whole
 

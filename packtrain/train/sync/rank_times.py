@@ -73,7 +73,7 @@ class StepClock:
         if phase == "data":
             self._close_step()
         now = self._heartbeat.enter(phase, step=step, micro=micro)
-        if self._limits and (limit_s := self._limits.of(phase)) != self._limit_s:
+        if self._limits and (limit_s := self._limits.collective_s(phase)) != self._limit_s:
             self._limit_s = limit_s
             limit_collectives(limit_s)
         self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since

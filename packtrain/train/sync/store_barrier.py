@@ -27,7 +27,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed, Problem, of_json
 from packtrain.launch.worker import LOG_DIR
-from packtrain.monitor.heartbeat import waiting
+from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.train.library_errors import shortly
 from packtrain.wording import listed, ranks_in_words
 
@@ -43,10 +43,10 @@ _PORT_FIX = "set topology.main_port (MASTER_PORT) to a free one, on all machines
 Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
 
 
-def preparing_s(limit_s: float) -> float:
+def preparing_s(step_timeout: float) -> float:
     """The time limit for preparing data, loading a model, or reading and writing files, which may take hours: none if
-    packtrain's launcher watches the ranks, else `limit_s`."""
-    return math.inf if LOG_DIR in os.environ else limit_s
+    packtrain's launcher watches the ranks, else that of a checkpoint."""
+    return math.inf if LOG_DIR in os.environ else TimeLimits(step_timeout).collective_s("checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

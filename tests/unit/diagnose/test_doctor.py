@@ -22,7 +22,7 @@ from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
 from packtrain.launch.execute import execute
-from packtrain.launch.run_lock import locked
+from packtrain.launch.attempt import locked
 from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
@@ -113,7 +113,7 @@ def live(folder: Path) -> Iterator[tuple[RunFolder, Watchdog, list[Heartbeat]]]:
     for heartbeat in heartbeats:
         heartbeat.enter("forward", step=9)
         heartbeat.usual_s = 0.01
-        watchdog.processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
+        watchdog.take_processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
         watchdog.hear(heartbeat.message())
         heartbeat.connect(Client("127.0.0.1", server.port, secret="secret"), 2)
     with published(run.logs, server, "127.0.0.1"):
@@ -201,13 +201,9 @@ def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_w
     assert found.lines[-1].startswith("it ended before its first step, its config is ")
 
 
-def test_the_first_of_many_processes_leaves_its_last_words_in_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(worker.LOG_DIR, str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ZeroDivisionError):
-        worker._beating(lambda: 1 // 0)
+def test_the_first_of_many_processes_leaves_its_last_words_in_its_log(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), worker.last_words(tmp_path / "rank-00000.log"):
+        1 // 0  # noqa: B018
     assert (tmp_path / "rank-00000.log").read_text().endswith("ZeroDivisionError: integer division or modulo by zero\n")
 
 

@@ -93,7 +93,7 @@ def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, 
     whys, rank = {}, 2 * failing + 1
 
     def fails(reporter: Reporter) -> Verdict:
-        reporter.tell(failed=f"rank {rank} failed")
+        reporter.update(failed=f"rank {rank} failed")
         return finish(reporter, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
 
     def obeys(reporter: Reporter) -> Verdict:
@@ -121,7 +121,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
     def work(reporter: Reporter) -> Verdict:
         node = reporter.report.node
         if node == asked:
-            reporter.tell(signal=15)
+            reporter.update(signal=15)
         else:
             until(lambda: reporter.orders.stop)
             whys.append((reporter.orders.stop, reporter.orders.why))
@@ -170,7 +170,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
 
     def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
-            reporter._hand_in = lambda: None  # type: ignore[method-assign]
+            reporter.hand_in = lambda: None  # type: ignore[method-assign]
         told.wait(LONG_S)
         return Verdict(0)
 
@@ -227,7 +227,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.watch()
-        reporter._hand_in()
+        reporter.hand_in()
         main.watch()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.run_lock import LOCK, RunLock, check_free, is_locked, locked
+from packtrain.launch.attempt import LOCK, RunLock, check_free, is_locked, locked
 from packtrain.run_folder import RunFolder
 
 
@@ -68,7 +68,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from packtrain.errors import UserError
-from packtrain.launch.run_lock import locked
+from packtrain.launch.attempt import locked
 locks, folder = 0, Path(sys.argv[1])
 while locks < 200:
     try:
