@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -58,11 +57,6 @@ def test_what_is_being_answered_is_answered_before_the_server_ends(server: Serve
     assert done.is_set()
     caller.join(5)
     assert answers == [{"answered": True}]
-
-
-def test_people_are_told_what_it_is(server: Server) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=5) as page:
-        assert page.read() == b"a run of packtrain\n"
 
 
 def test_a_handler_that_fails_is_an_error_of_the_call(server: Server) -> None:

@@ -15,7 +15,6 @@ from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_o
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.stacks import Collective, last_collectives, main_stack
 from packtrain.run_folder import as_type
-from packtrain.wording import ranks_in_words
 
 
 def rank(number: int, phase: Phase, step: int = 8, *, process: ProcessState | None = None, **known: Any) -> RankState:
@@ -204,17 +203,3 @@ def test_pending_and_finished_are_told_apart_by_torchs_flight_record() -> None:
     assert str(Collective(**last["pending"])) == "nccl:all_gather number 8 (Float 4x8, Long 1)"
     assert (last["finished"]["group"], last["finished"]["number"]) == ("0", 7)
     assert last_collectives({}) == {"pending": None, "finished": None}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([3], "rank 3"),
-        ([1, 0], "ranks 0 and 1"),
-        ([0, 1, 2, 3, 4, 5, 7], "ranks 0 to 5 and 7"),
-        ([0, 2, 4], "ranks 0, 2 and 4"),
-        (range(64), "ranks 0 to 63"),
-    ],
-)
-def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words

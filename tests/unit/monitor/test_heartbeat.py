@@ -15,7 +15,7 @@ import pytest
 from packtrain.monitor import heartbeat as module
 from packtrain.monitor import stacks
 from packtrain.monitor.heartbeat import Heartbeat, Phase
-from packtrain.monitor.processes import life_of, memory_kills
+from packtrain.monitor.processes import life_of
 
 LONG_S = 60
 
@@ -119,7 +119,3 @@ def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypa
         loader.wait()
     assert "in holds_the_lock" in text
     assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(stacks.main_stack(text))
-
-
-def test_kills_for_memory_are_counted() -> None:
-    assert 0 <= memory_kills() <= memory_kills()
