@@ -21,7 +21,6 @@ from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.run_folder import as_type
-from packtrain.wording import listed
 
 BEAT_S = 1.0
 ENDING_S = 30
@@ -50,14 +49,13 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal, `running` names the machines that go on."""
+    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
     stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    running: str = ""
 
 
 class Coordinator:
@@ -111,8 +109,7 @@ class Coordinator:
                 why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
             if self._end is not None and self._end[1] != node:
                 end = self._end[0]
-            running = listed([name for number, name in self._names.items() if number not in self._outcomes] or ["none"])
-            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict, running)
+            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
 
     def watch(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
@@ -238,8 +235,8 @@ class Reporter:
             time.sleep(_LOOK_S)
             if time.monotonic() - printed > _PROGRESS_S:
                 printed = time.monotonic()
-                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on"
-                print(f"{waits} {self.orders.running}", file=sys.stderr, flush=True)
+                words = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those of the others"
+                print(words, file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:

@@ -34,7 +34,7 @@ CERTAIN_S = 15
 """Seconds of silence after which machine 0 has left the rendezvous."""
 _POLL_S = 0.3
 _ABSENT_S = 5  # a machine that is silent this long counts as not joined
-_FAREWELL_S = 5  # that machine 0 keeps answering after a failure, so that the others get the reason
+_FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
 _ANOTHER_RUN = "another run, with another trainer.output_dir, uses this port"
 _LINK_LOCAL = ("169.254.", "fe80:")
 
@@ -118,19 +118,11 @@ def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group
     except BaseException as error:  # a signal, too
         why = error if isinstance(error, PacktrainError) else _departed(place, "its launcher was stopped")
         joining.answer({"stop": why.to_json()})
+        time.sleep(_FAREWELL_S)
         raise
     go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
     joining.answer({"go": go})
     return Group(names, "127.0.0.1", place.port, server.secret, store_port, prepared, server=server)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """A launcher that has joined: the time of its last call (time.monotonic()), and whether it got the final answer."""
-
-    member: Member
-    heard: float
-    answered: bool
 
 
 class _JoinServer:
@@ -139,7 +131,8 @@ class _JoinServer:
     def __init__(self, me: Member, place: Place) -> None:
         self._me, self._place = me, place
         self._least = place.least or me.nodes
-        self._joined: dict[str, _Joined] = {}  # by token: two launchers may have the same number
+        # with the time of the last call (time.monotonic()), by token: two launchers may have the same number
+        self._joined: dict[str, tuple[Member, float]] = {}
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
         self._error: PacktrainError | None = None
@@ -148,7 +141,7 @@ class _JoinServer:
 
     def members(self) -> list[Member]:
         """The machines that have joined: this one, and the others by number."""
-        others = [launcher.member for launcher in dict(self._joined).values()]
+        others = [member for member, _ in dict(self._joined).values()]
         return [self._me, *sorted(others, key=lambda member: member.node)]
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,7 +163,7 @@ class _JoinServer:
                 others = self.members()
                 same = next((twice(other, member) for other in others if other.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
-            self._joined[token] = _Joined(member, time.monotonic(), answer is not None)
+            self._joined[token] = member, time.monotonic()
         self._news.set()
         return answer or {"wait": self._waiting}
 
@@ -194,15 +187,9 @@ class _JoinServer:
             raise error
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Sets the answer for all; if it is not "go", returns when all have it, or after _FAREWELL_S."""
+        """Sets the final answer for all."""
         with self._lock:
             self._answer = answer
-        end = time.monotonic() + _FAREWELL_S
-        while "go" not in answer and time.monotonic() < end:
-            answered = [launcher.answered for launcher in dict(self._joined).values()]
-            if len(answered) >= self._me.nodes - 1 and all(answered):
-                return
-            time.sleep(_POLL_S / 3)
 
     def missing(self) -> list[int]:
         """The machines that are waited for."""
@@ -214,8 +201,8 @@ class _JoinServer:
         """The machines that have not joined, or have stopped calling."""
         since = time.monotonic() - _ABSENT_S
         with self._lock:
-            self._joined = {token: launcher for token, launcher in self._joined.items() if launcher.heard > since}
-            here = {launcher.member.node for launcher in self._joined.values()}
+            self._joined = {token: known for token, known in self._joined.items() if known[1] > since}
+            here = {member.node for member, _ in self._joined.values()}
         return [node for node in range(self._me.nodes) if node not in {self._me.node, *here}]
 
     def missing_error(self, missing: Sequence[int]) -> PeerFailed:

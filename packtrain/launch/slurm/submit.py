@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -46,7 +45,9 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
         if _MADE not in file.read_text(encoding="utf-8", errors="replace"):
             what = "packtrain did not make this file, and would replace it"
             raise UserError(what, where=str(file), fix="Name another.")
-    _print_notes(job)
+    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & parse_options(job.topology.sbatch).keys():
+        lack = "topology.sbatch has no --cpus-per-task; many clusters then give a job one core of each machine"
+        print(f"note: {lack}", file=sys.stderr)
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
@@ -71,20 +72,6 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     else:
         _print_unchanged(text)
     return 0
-
-
-def _print_notes(job: Job) -> None:
-    """Says what the job may lack; only the cluster and the image know."""
-    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & parse_options(job.topology.sbatch).keys():
-        lack = "topology.sbatch has no --cpus-per-task; many clusters then give a job one core of each machine"
-        print(f"note: {lack}", file=sys.stderr)
-    if re.search(r"--container-image|\b(apptainer|singularity)\b", job.topology.command or ""):
-        roots = [job.run_folder(point).root for point in job.points]
-        for folder in {root.parent for root in roots if job.folder not in root.parents}:
-            print(
-                f"note: topology.command must mount {folder}, where the run folder is, at the same path",
-                file=sys.stderr,
-            )
 
 
 def _print_unchanged(text: str) -> None:

@@ -168,12 +168,6 @@ def test_a_job_with_no_number_of_cores_gets_a_note() -> None:
         assert "note" not in sbatch(*MACHINES, f"topology.sbatch=['{line}']").stderr
 
 
-def test_a_container_gets_a_note_about_a_run_folder_elsewhere() -> None:
-    inside = ["topology.command='apptainer exec a.sif packtrain'", "topology.sbatch=['--exclusive']"]
-    assert "must mount /far" in sbatch(*MACHINES, *inside, "trainer.output_dir=/far/x", "--test-only").stderr
-    assert "note" not in sbatch(*MACHINES, *inside).stderr
-
-
 @pytest.mark.parametrize(
     ("at", "words"),
     [
