@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.exit_status import MOST_TELLING, tail_of
 from packtrain.launch.attempt import is_locked
+from packtrain.launch.exit_status import MOST_TELLING, tail_of
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import life_of

@@ -147,11 +147,10 @@ class Coordinator:
         if node in self._outcomes:
             return
         self._outcomes[node] = outcome
-        if outcome.failed:
-            name = self._names[node]
-            self._order_end(
-                f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node
-            )
+        if outcome.lost:
+            self._order_end(f"{self._names[node]} was lost: {outcome.lost}", node)
+        elif outcome.failed:
+            self._order_end(f"the processes on {self._names[node]} failed", node)
         if self._verdict is None and set(self._outcomes) == set(self._names):
             self._verdict = self._decide()
 
@@ -167,11 +166,8 @@ class Coordinator:
         if diagnosis is None and (killed or set(codes) == {0, 4}):
             diagnosis = self._watchdog.aftermath()
         why, first = self._end or ("", 0)
-        lost = [
-            rank
-            for node in set(self._names).difference(living)
-            for rank in range(node * self._per_node, (node + 1) * self._per_node)
-        ]
+        per_node = self._per_node
+        lost = [rank for rank in range(len(self._names) * per_node) if rank // per_node not in living]
         lines = diagnosis.lines if diagnosis else ()
         waits = self._watchdog.describe_waits(but=lost) if lost else ()
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)

@@ -59,7 +59,6 @@ class Refused(OSError):
 
 
 def new_secret() -> str:
-    """A new random secret for a run."""
     return secrets.token_urlsafe(24)
 
 

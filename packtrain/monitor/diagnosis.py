@@ -100,7 +100,6 @@ class RankState:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended."""
         return self.process.state == "gone"
 
     @property
@@ -115,7 +114,6 @@ class RankState:
 
     @property
     def has_finished(self) -> bool:
-        """Whether it finished successfully."""
         return (self.process.reported and self.process.code == 0) or (self.phase == "done" and not self.dead)
 
     @property
@@ -135,7 +133,6 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """Phase, step and micro-batch in words."""
         return place_of(self.phase, self.step, self.micro)
 
 
@@ -151,7 +148,6 @@ class Diagnosis:
 
     @property
     def lines(self) -> list[str]:
-        """The diagnosis as printed."""
         why, advice = CAUSES[self.cause]
         lines = [self.what, *(f"  {words}" for words in self.others), f"  likely cause: {why}"]
         if self.stack:

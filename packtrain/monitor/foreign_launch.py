@@ -46,18 +46,13 @@ def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Ite
     """
     global _watched_rank
     _watched_rank = _WatchedRank(logs, limits, ranks, by_hand=by_hand)
-    code, lost = 1, None
+    code, lost = 0, None
     try:
         yield
-        code = 0
-    except PacktrainError as error:
-        code, lost = error.exit_code, error if isinstance(error, LostPeers) else None
-        raise
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-        raise
-    except Exception:
-        if ranks > 1:
+    except BaseException as error:
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        lost = error if isinstance(error, LostPeers) else None
+        if ranks > 1 and isinstance(error, Exception) and not isinstance(error, PacktrainError):
             print(f"rank {_watched_rank.rank} on {_HOST} has failed:", file=sys.stderr, flush=True)
         raise
     finally:
@@ -180,9 +175,8 @@ class _WatchedRank:
         if self._ranks > 1:
             oom = memory_kills() > self._memory_kills
             ours = [state for state in watchdog.states() if state.pid and state.host == _HOST and not state.gone]
-            watchdog.take_processes(
-                0, {state.rank: ProcessState(state.pid, life_of(state.pid), oom=oom) for state in ours}
-            )
+            processes = {state.rank: ProcessState(state.pid, life_of(state.pid), oom=oom) for state in ours}
+            watchdog.take_processes(0, processes)
         if diagnosis := watchdog.diagnose():
             return diagnosis.lines
         states = watchdog.states()

@@ -110,7 +110,6 @@ class Heartbeat:
 
     @property
     def phase(self) -> Phase:
-        """The current phase."""
         return self._state.phase
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
@@ -193,7 +192,6 @@ class Heartbeat:
         threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stops sending beats."""
         self._over.set()
 
 

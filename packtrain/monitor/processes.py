@@ -33,7 +33,6 @@ UNKNOWN = ProcessState()
 
 
 def life_of(pid: int) -> Life:
-    """The current state of the process."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:

@@ -68,7 +68,6 @@ class _Rank:
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
-    """The file of a rank's stacks."""
     return logs / f"stacks-rank-{rank:05d}.txt"
 
 
@@ -151,7 +150,6 @@ class Watchdog:
     # -- states
 
     def states(self) -> list[RankState]:
-        """The states of all ranks."""
         with self._lock:
             return [self._state(number, rank, time.monotonic()) for number, rank in sorted(self._ranks.items())]
 

@@ -21,8 +21,8 @@ from packtrain.diagnose import doctor
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
-from packtrain.launch.execute import execute
 from packtrain.launch.attempt import locked
+from packtrain.launch.execute import execute
 from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
