@@ -88,7 +88,7 @@ def _still(watchdog: Watchdog, ranks: int) -> None:
 def _ranks(numbers: range, ranks: int, port: int, stalled: Event, over: Event) -> None:
     """Those of a process, each with its thread; a stack is as that of a rank of eight threads."""
     one = {"name": "nccl:all_reduce", "number": 37, "group": "0", "what": "Float 134515008"}
-    stacks.own = lambda: 8 * THREAD
+    stacks.own_stacks = lambda: 8 * THREAD
     stacks.own_collectives = lambda: {"pending": one, "finished": one}
     client, heartbeats = Client("127.0.0.1", port, secret="secret"), [Heartbeat(rank) for rank in numbers]
     for heartbeat in heartbeats:

@@ -24,8 +24,9 @@ import typer
 from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports
-from packtrain.errors import PacktrainError, UserError
-from packtrain.launch.exit_status import ended_by, exit_code_of
+from packtrain.boundary import staying
+from packtrain.errors import UserError
+from packtrain.launch.exit_status import exit_code_of, report_error
 from packtrain.redact import CleanStream, clean, learn
 from packtrain.standard_streams import open_streams, outlive_terminal
 from packtrain.wording import whole
@@ -200,13 +201,16 @@ def verify(
 ) -> int:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
     if collator is not None:
-        from packtrain.launch.apart import done_apart
         from packtrain.train.verify.command import run_on_collator
 
         run, _ = _config_and_plan(arguments)
         how = {"attention": attention, "attached": attached, "as_json": as_json}
-        prove = partial(run_on_collator, run.model, run.peft, run.trainer, collator, **how)
-        return done_apart(prove, name=collator, where="--collator")
+        try:
+            with staying():
+                return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+        except SystemExit as error:
+            what = f"{collator} ended the process with exit code {error.code}, and nothing was proved"
+            raise UserError(what, where="--collator", fix="Have it return or raise.") from error
     if attached or attention is not None:
         name = "--attach" if attached else "--attention"
         raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
@@ -317,8 +321,8 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     from packtrain.launch.execute import execute
 
     outlive_terminal()
-    given, limit_s = split_arguments(arguments)[0], run.topology.join_timeout
-    return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s), _report)
+    given = split_arguments(arguments)[0]
+    return execute(launch, run, lambda: _train(verb, run), given, _report)
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig) -> int:
@@ -332,14 +336,6 @@ def _report(folder: RunFolder) -> None:
     from packtrain.report.page import report_at_end
 
     report_at_end(folder)
-
-
-def _refuse(refused: PacktrainError, limit_s: float) -> None:
-    """Tells the other processes of the launch why this one does not train."""
-    with fast_imports():
-        from packtrain.train.sync.store_barrier import join
-    if (peers := join(timeout_s=limit_s)) is not None:
-        peers.refuse(refused)
 
 
 def _train(verb: str, config: RunConfig) -> int:
@@ -363,7 +359,7 @@ def main() -> None:
         sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
         app()
     except Exception as error:  # of what is before and around a verb
-        sys.exit(ended_by(error))
+        sys.exit(report_error(error))
 
 
 def _settle_environment() -> None:
@@ -422,7 +418,7 @@ def _note(line: str) -> None:
 
 def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
     """Says what is wrong with the run folder, or with keys that its checkpoint has otherwise; a plan needs none."""
-    from packtrain.launch.inputs import inputs
+    from packtrain.launch.attempt import inputs
     from packtrain.plan.origin import check_config
     from packtrain.run_folder import RunFolder
 

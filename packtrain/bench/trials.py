@@ -51,7 +51,7 @@ from packtrain.train.preparation import (
     spread_model,
 )
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.sync.store_barrier import Peers, telling
+from packtrain.train.sync.store_barrier import Peers
 
 _ENDLESS = 10**6
 _COMPARED_STEPS = 8
@@ -62,8 +62,7 @@ def bench_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    with telling(peers):
-        lab = Workbench(config, ranks, peers, log)
+    lab = Workbench(config, ranks, peers, log)
     trials = Conductor(lab, folder, log).run()
     if ranks.main:
         known = json.loads(folder.benchmark.read_text())
@@ -144,7 +143,7 @@ class Workbench:
             strategy=self.ranks.strategy,
             autocast=self.precision.autocast,
             optim=config.optim,
-            limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
+            limits=TimeLimits(config.topology.step_timeout),
         )
         arguments = training_arguments(config.trainer, config.optim, Tracking(), self.precision, settings)
         return StepTrainer(objective.loss(self.model, arguments, tokenizer, settings), settings)

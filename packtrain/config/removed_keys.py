@@ -9,6 +9,7 @@ REMOVED = {
     "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
     "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
+    "topology.checkpoint_timeout": "A checkpoint may take three times topology.step_timeout, and the others wait so long.",
     "topology.constraint": "It is now a line of topology.sbatch: --constraint=FEATURES.",
     "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
     "topology.container_mounts": "They are now options of the container that topology.command starts: docs/slurm.md.",
@@ -29,6 +30,7 @@ REMOVED = {
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {
     "optim.epsilon": 1e-8,
+    "topology.checkpoint_timeout": 1800,
     "topology.container_mounts": [],
     "topology.container_runtime": "pyxis",
     "topology.modules": [],

@@ -335,12 +335,7 @@ class Topology:
     step_timeout: int = key(
         600,
         "Most seconds that a collective operation may take. A run in which the others wait for a process that makes no "
-        "progress is ended with a diagnosis after nine tenths of this.",
-        minimum=10,
-    )
-    checkpoint_timeout: int = key(
-        1800,
-        "Most seconds that a checkpoint may take while it is being written, less a tenth; the others wait so long.",
+        "progress is ended with a diagnosis after nine tenths of this; a checkpoint may take three times as long.",
         minimum=10,
     )
     gpu_memory: float | None = key(None, "GiB of a GPU, for plans made elsewhere; none for what is found.", above=0)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
+from packtrain.launch.attempt import is_locked
 from packtrain.launch.exit_status import MOST_TELLING, tail_of
-from packtrain.launch.run_lock import is_locked
 from packtrain.monitor.channel import PUBLISHED, Channel, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
-from packtrain.monitor.processes import seen
+from packtrain.monitor.processes import life_of
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.redact import Redactor
@@ -114,7 +114,7 @@ def _examine_silent(folder: RunFolder, channel: Channel, error: OSError) -> Find
     if host != platform.node():
         what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
         return Finding("stalled", [what, f"  → check whether {host} is up, and start packtrain doctor there"])
-    state = seen(pid)
+    state = life_of(pid)
     if state == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
     if is_locked(folder.root):

@@ -21,7 +21,6 @@ from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.run_folder import as_type
-from packtrain.wording import listed
 
 BEAT_S = 1.0
 ENDING_S = 30
@@ -50,18 +49,17 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal, `running` names the machines that go on."""
+    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
     stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    running: str = ""
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; thread-safe. It looks after them whenever it hears of itself."""
+    """Machine 0's record of all machines, itself included; thread-safe. It watches them whenever it hears of itself."""
 
     def __init__(
         self,
@@ -93,8 +91,8 @@ class Coordinator:
         node = report.node
         if node == 0:
             self.watch()
-        self._watchdog.processes(node, report.ranks)
-        self._watchdog.stacks(node, report.stacks)
+        self._watchdog.take_processes(node, report.ranks)
+        self._watchdog.take_stacks(report.stacks)
         with self._lock:
             self._silent_s[node] = 0.0
             if report.signal is not None and self._stop is None:
@@ -111,8 +109,7 @@ class Coordinator:
                 why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
             if self._end is not None and self._end[1] != node:
                 end = self._end[0]
-            running = listed([name for number, name in self._names.items() if number not in self._outcomes] or ["none"])
-            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict, running)
+            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
 
     def watch(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
@@ -127,60 +124,58 @@ class Coordinator:
                 elif self._end is not None and now - self._ended_at > ENDING_S:
                     self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
-        if goes_on and (found := self._watchdog.diagnose()):
+        if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
                 if self._end is None:
-                    self._diagnosis = found
-                    self._order_end(found.what, -1)
+                    self._diagnosis = diagnosis
+                    self._order_end(diagnosis.what, -1)
 
     def wait_until_all_informed(self) -> None:
         """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
         end = time.monotonic() + _INFORM_S
         while time.monotonic() < end:
             with self._lock:
-                left = [node for node, one in self._outcomes.items() if node and not one.lost]
-                if self._informed.issuperset(left):
+                if self._informed.issuperset(node for node in self._living() if node):
                     return
             time.sleep(_LOOK_S)
 
-    def _ranks(self, node: int) -> range:
-        return range(node * self._per_node, (node + 1) * self._per_node)
+    def _living(self) -> tuple[int, ...]:
+        return tuple(node for node, outcome in sorted(self._outcomes.items()) if not outcome.lost)
 
     def _record(self, node: int, outcome: Outcome) -> None:
         """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
         if node in self._outcomes:
             return
         self._outcomes[node] = outcome
-        if outcome.failed:
-            name = self._names[node]
-            self._order_end(
-                f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node
-            )
+        if outcome.lost:
+            self._order_end(f"{self._names[node]} was lost: {outcome.lost}", node)
+        elif outcome.failed:
+            self._order_end(f"the processes on {self._names[node]} failed", node)
         if self._verdict is None and set(self._outcomes) == set(self._names):
-            self._decide()
+            self._verdict = self._decide()
 
     def _order_end(self, why: str, but: int) -> None:
         if self._end is None:
             self._end, self._ended_at = (why, but), time.monotonic()
 
-    def _decide(self) -> None:
-        diagnosis = self._diagnosis
-        ends = [code for one in self._outcomes.values() for code in one.codes.values()]
-        aborts = -signal.SIGABRT if 1 in ends else 0  # NCCL aborts ranks after another one has raised
-        killed = any(code is None or (code < 0 and code != aborts) for code in ends)
-        if diagnosis is None and (killed or set(ends) == {0, 4}):
+    def _decide(self) -> Verdict:
+        diagnosis, living = self._diagnosis, self._living()
+        codes = [code for outcome in self._outcomes.values() for code in outcome.codes.values()]
+        aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
+        killed = any(code is None or (code < 0 and code != aborts) for code in codes)
+        if diagnosis is None and (killed or set(codes) == {0, 4}):
             diagnosis = self._watchdog.aftermath()
-        first = self._end[1] if self._end else 0
-        lost = {rank for node, one in self._outcomes.items() if one.lost for rank in self._ranks(node)}
+        why, first = self._end or ("", 0)
+        per_node = self._per_node
+        lost = [rank for rank in range(len(self._names) * per_node) if rank // per_node not in living]
         lines = diagnosis.lines if diagnosis else ()
-        waits = self._watchdog.waiting(but=lost) if lost else ()
+        waits = self._watchdog.describe_waits(but=lost) if lost else ()
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
-            self._watchdog.keep("\n".join(verdict.lines))
-        living = tuple(node for node, one in sorted(self._outcomes.items()) if not one.lost)
+            self._watchdog.write_diagnosis("\n".join(verdict.lines))
         if self._restarts is not None and self._stop is None and 0 in living:
-            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "", living)
-        self._verdict = verdict
+            verdict = self._restarts.decide(verdict, why, living)
+        return verdict
 
 
 def report_to(machine_0: Client, silence_s: float, report: Report) -> Orders:
@@ -214,9 +209,9 @@ class Reporter:
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
             self.report.outcome = Outcome(lost=f"its launcher ended ({str(error) or type(error).__name__})")
-            self._hand_in()
+            self.hand_in()
 
-    def tell(self, **facts: Any) -> None:
+    def update(self, **facts: Any) -> None:
         """Puts `facts` into the report, and sends it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
@@ -227,7 +222,7 @@ class Reporter:
 
         It waits without limit while the others report and nothing has failed, and ENDING_S seconds after a failure.
         """
-        self.tell(outcome=outcome)
+        self.update(outcome=outcome)
         begun = printed = time.monotonic()
         while (verdict := self.orders.verdict) is None:
             if self.lost:
@@ -236,17 +231,18 @@ class Reporter:
             time.sleep(_LOOK_S)
             if time.monotonic() - printed > _PROGRESS_S:
                 printed = time.monotonic()
-                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on"
-                print(f"{waits} {self.orders.running}", file=sys.stderr, flush=True)
+                words = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those of the others"
+                print(words, file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:
         while not self._over.is_set():
-            self._hand_in()
+            self.hand_in()
             self._news.wait(BEAT_S)
             self._news.clear()
 
-    def _hand_in(self) -> None:
+    def hand_in(self) -> None:
+        """Sends the report once, and notes for how long machine 0 has not answered."""
         try:
             self.orders = self._call(self.report)
             self._silent_s, self._called = 0.0, time.monotonic()

@@ -24,14 +24,12 @@ import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.durable import write_text
-from packtrain.errors import PacktrainError, Problem, UserError
+from packtrain.errors import Problem, UserError
+from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, report_to
 from packtrain.launch.exit_status import Verdict
-from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.restarts import Restarts
-from packtrain.launch.run_lock import RunLock, check_free
 from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
@@ -44,15 +42,13 @@ from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network_settings import short_waits
-from packtrain.plan.origin import check_config
 from packtrain.plan.surroundings import free_port, look_around
-from packtrain.redact import Redactor, clean
-from packtrain.run_folder import RunFolder, environment, write_json
+from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"
 MOST_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
-_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
 
 
@@ -61,15 +57,13 @@ def execute(
     config: RunConfig,
     train: Callable[[], int],
     given: str | None = None,
-    refuse: Callable[[PacktrainError], object] = lambda _: None,
     ended: Callable[[RunFolder], object] = lambda _: None,
 ) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
-    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `refuse`
-    tells the ranks that another launcher has started, which wait for this one, why it ends. `ended` is called in the one process
-    that has opened the run folder, when the run is over, however it went. Raises UserError if the plan cannot
-    be carried out from here, the run folder cannot be written, has what others made, or another run is going on in it;
+    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `ended` is
+    called in the one process that has opened the run folder, when the run is over, however it went. Raises UserError if the plan
+    cannot be carried out from here, the run folder cannot be written, has what others made, or another run is going on in it;
     CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
@@ -84,40 +78,48 @@ def execute(
     if config.trainer.torch_compile:
         _check_compilers(plan)
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock())
-        open_attempt = partial(_open_attempt, config, given, folder, lock)
-        if plan.in_process:
-            if _is_first(plan):
-                try:
-                    open_attempt(plan, config.trainer.resume)
-                    Restarts(0, folder).keep([])  # drops the record of launches that did not begin to train
-                    stack.callback(ended, folder)
-                except UserError as refused:
-                    if plan.num_processes > 1:
-                        os.environ.update(plan.command.env)
-                        refuse(refused)
-                    raise
-            return _train_here(plan, config, folder, train)
-        if plan.nodes == 1:  # before its port is found taken; several machines meet first, so that all know
-            check_free(folder.root)
-        opened: list[RunFolder] = []
-        stack.callback(lambda: [ended(one) for one in opened[:1]])
+        lock, has_opened = stack.enter_context(RunLock()), False
 
-        def open_launch(plan: LaunchPlan, resume: str) -> None:
-            open_attempt(plan, resume)
-            opened.append(folder)
+        def open_folder(plan: LaunchPlan, resume: str) -> None:
+            nonlocal has_opened
+            open_attempt(config, given, folder, lock, plan, resume)
+            if not has_opened:
+                stack.callback(ended, folder)
+            has_opened = True
 
-        return _launch_and_restart(plan, config, folder, open_launch)
+        if not plan.in_process:
+            if plan.nodes == 1:  # before its port is found taken; several machines meet first, so that all know
+                check_free(folder.root)
+            return _launch_and_restart(plan, config, folder, open_folder)
+        if _is_first(plan):
+            open_folder(plan, config.trainer.resume)
+            Restarts(0, folder).keep([])  # drops the record of launches that did not begin to train
+        os.environ.update(plan.command.env)
+        by_hand = plan.num_processes == 1 or not any(name in os.environ for name in _LAUNCHER_VARIABLES)
+        stack.enter_context(watched(folder.logs, _limits(config), plan.num_processes, by_hand=by_hand))
+        if plan.num_processes == 1:
+            stack.enter_context(last_words(folder.log(0)))
+        return train()
 
 
 def _launch_and_restart(
-    plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_attempt: Callable[[LaunchPlan, str], None]
+    plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_folder: Callable[[LaunchPlan, str], None]
 ) -> int:
-    """The launches of a run, and the exit code of the last one: one, and as many more as it is started again (trainer.restarts),
-    each with the machines that are left. Machine 0 opens the run folder by `open_attempt`."""
-    restarts, me = Restarts(plan.restarts, folder), _member(plan, config)
+    """The launches of a run, and the exit code of the last one: the first, and as many more as it is started again
+    (trainer.restarts), each with the machines that are still there. Machine 0 opens the run folder by `open_folder`."""
+    restarts = Restarts(plan.restarts, folder)
+    me = Member(
+        node=plan.node,
+        nodes=plan.nodes,
+        per_node=plan.gpus_per_node,
+        gpus=plan.gpus,
+        host=plan.host,
+        addresses=own_addresses(),
+        versions=shared_versions(environment()),
+        config=shared_values(asdict(config)),
+    )
     place = Place(
-        plan.accelerate.get("main_process_ip", LOOPBACK),
+        _main_address(plan),
         plan.accelerate.get("main_process_port") or free_port(),
         config.topology.join_timeout,
         config.trainer.output_dir,
@@ -132,7 +134,7 @@ def _launch_and_restart(
 
     def prepare(names: Mapping[int, str]) -> str:
         resume = restarts.resume(config.trainer.resume)
-        open_attempt(plan_for(*names), resume)
+        open_folder(plan_for(*names), resume)
         restarts.keep(list(names.values()))
         return resume
 
@@ -154,49 +156,34 @@ def _check_compilers(plan: LaunchPlan) -> None:
     """Raises UserError where this machine cannot compile the model's layers (trainer.torch_compile)."""
     env = {**os.environ, **plan.command.env}
     lacks = [(lack_of_cxx(env), INSTALL_CXX), (lack_of_compiler(env) if plan.gpus else "", INSTALL)]
-    found = [Problem(lack, "trainer.torch_compile", f"{fix}; or set it to false") for lack, fix in lacks if lack]
-    if found:
-        raise UserError(found)
-
-
-def _member(plan: LaunchPlan, config: RunConfig) -> Member:
-    """The description of this machine for the rendezvous."""
-    return Member(
-        node=plan.node,
-        nodes=plan.nodes,
-        per_node=plan.gpus_per_node,
-        gpus=plan.gpus,
-        host=plan.host,
-        addresses=own_addresses(),
-        versions=shared_versions(environment()),
-        config=shared_values(asdict(config)),
-    )
+    if problems := [
+        Problem(lack, "trainer.torch_compile", f"{fix}; or set it to false") for lack, fix in lacks if lack
+    ]:
+        raise UserError(problems)
 
 
 def _limits(config: RunConfig) -> TimeLimits:
-    topology = config.topology
-    return TimeLimits(topology.step_timeout, topology.checkpoint_timeout, topology.join_timeout)
+    return TimeLimits(config.topology.step_timeout, config.topology.join_timeout)
 
 
-def _silence_s(config: RunConfig) -> float:
-    """Seconds without a word after which a machine is lost."""
-    return min(MOST_SILENCE_S, config.topology.step_timeout / 2)
+def _main_address(plan: LaunchPlan) -> str:
+    return plan.accelerate.get("main_process_ip", LOOPBACK)
 
 
-def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: Callable[[], int]) -> int:
-    """The run in this process."""
-    os.environ.update(plan.command.env)
-    if plan.num_processes > 1:  # started by another launcher
-        by_hand = not any(name in os.environ for name in _OF_LAUNCHERS)
-        with watched(folder.logs, _limits(config), plan.num_processes, by_hand=by_hand):
-            return train()
-    with watched(folder.logs, _limits(config), 1, by_hand=True), last_words(folder.log(0)):
-        return train()
+def _is_first(plan: LaunchPlan) -> bool:
+    """Whether this process writes the run folder for all: it has rank 0, or is alone (whatever RANK is set)."""
+    rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
+    return plan.node == 0 and rank == "0"
 
 
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
     """Runs the workers of this machine; returns the verdict when those of all machines have ended."""
-    log, limits, silence_s = _launcher_log(plan, folder), _limits(config), _silence_s(config)
+    limits = _limits(config)
+    silence_s = min(MOST_SILENCE_S, limits.step_s / 2)  # after which a machine is lost
+    with writing():
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    # machines that share a disk have a file each
+    log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own, main = Path(made), None
         if group.client:
@@ -204,12 +191,11 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
         else:
             main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
             call = main.hear
-        argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
-        environment = _environment(plan, folder, group, own, limits)
+        argv = _argv_on_copies(plan, config, folder, own, group.store_port)
+        command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
         with Reporter(plan.node, group.names[0], silence_s, call) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
-            command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
-            verdict = supervisor.run(command, environment)
+            verdict = supervisor.run(command, _environment(plan, folder, group, own, limits))
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
@@ -229,11 +215,11 @@ def _controlled(
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
-    group.server.serve("machine", machines.answer)
+    coordinator = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
+    group.server.serve("machine", coordinator.answer)
     try:
-        with published(folder.logs, group.server, plan.accelerate.get("main_process_ip", LOOPBACK)):
-            yield machines
+        with published(folder.logs, group.server, _main_address(plan)):
+            yield coordinator
     finally:
         watchdog.close()
 
@@ -244,7 +230,7 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         **os.environ,
         **plan.command.env,
         # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.checkpoint_s),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.collective_s("checkpoint")),
         # hides torch's warning of each process that an address has no host name
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         EXIT_DIR: str(own),
@@ -253,65 +239,11 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         PARENT: str(os.getpid()),
         ADDRESS: f"{group.address}:{group.port}",
         SECRET: group.secret,
-        **short_waits(plan.accelerate.get("main_process_ip", LOOPBACK)),
+        **short_waits(_main_address(plan)),
     }
 
 
-def _is_first(plan: LaunchPlan) -> bool:
-    """Whether this process writes the run folder for all: it has rank 0, is alone (whatever RANK is set), or launches them."""
-    joins = plan.in_process and plan.num_processes > 1
-    rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if joins else "0"
-    return plan.node == 0 and rank == "0"
-
-
-def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
-    """The log of the launcher and torchrun; machines that share a disk have a file each."""
-    with _writing():
-        folder.logs.mkdir(parents=True, exist_ok=True)
-    return folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
-
-
-def _open_attempt(
-    config: RunConfig,
-    given: str | None,
-    folder: RunFolder,
-    lock: RunLock,
-    plan: LaunchPlan,
-    resume: str,
-) -> None:
-    """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
-
-    The folder is locked anew, until `lock` is closed.
-    """
-    if not lock.held:
-        check_free(folder.root)
-    check_config(asdict(config), folder, resume)
-    with _writing():
-        folder.open_attempt(resume, inputs(config, given))
-        lock.take(folder.root)
-        lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
-        shown = replace(config, topology=replace(config.topology, setup=lines))
-        write_text(folder.attempt.config, to_yaml(shown))
-        write_json(folder.attempt.plan, Redactor(os.environ).plain(plan.to_json()))
-        write_json(folder.attempt.environment, environment())
-        if not plan.in_process:
-            write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
-        if plan.deepspeed is not None:
-            write_json(folder.attempt.deepspeed, plan.deepspeed)
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Inside the block an OSError becomes the UserError that the run folder cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        what = f"the run folder cannot be written: {error.strerror}"
-        where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
-        raise UserError(what, where=where, fix="Name another folder.") from error
-
-
-def _with_files_of_its_own(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own: Path, port: int) -> list[str]:
+def _argv_on_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own: Path, port: int) -> list[str]:
     """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `own`, because a
     machine may not see that folder."""
     settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}

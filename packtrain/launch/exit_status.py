@@ -30,7 +30,7 @@ MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
 _PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
 _HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
-_OF_STEP = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
+_STEP_LINE = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
 _MACHINE_0 = "; it is machine 0, without which the run ends"
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
@@ -44,16 +44,12 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def heard_by(listener: Callable[[int], None]) -> Iterator[None]:
+def listening(listener: Callable[[int], None]) -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM call `listener` with their number, which may raise; afterwards the old handlers return.
 
     Only for the main thread.
     """
-
-    def pass_on(number: int, _: object) -> None:
-        listener(number)
-
-    before = {number: signal.signal(number, pass_on) for number in ENDING}
+    before = {number: signal.signal(number, lambda received, _: listener(received)) for number in ENDING}
     try:
         yield
     finally:
@@ -74,17 +70,17 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
         raise Stopped
 
     try:
-        with heard_by(stop):
+        with listening(stop):
             code = work()
             sys.stdout.flush()
             return code
-    except SystemExit as left:
-        if isinstance(left.__context__, BrokenPipeError):  # rich ends the process so, with 1
+    except SystemExit as exit_:
+        if isinstance(exit_.__context__, BrokenPipeError):  # rich ends the process so, with 1
             return 128 + signal.SIGPIPE
         raise
     except (Exception, KeyboardInterrupt) as error:
         if not received:
-            return ended_by(error, alone=alone)
+            return report_error(error, alone=alone)
         # whatever the error is: an interrupted import may raise its own
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
@@ -93,13 +89,16 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
         return 128 + received[0]
 
 
-def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
+def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
     """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         outlive_terminal()  # it may be the terminal itself that cannot be written to
     known = error if isinstance(error, PacktrainError) else explain(error)
-    if known is not error and not alone and (not isinstance(known, UserError) or _may_pass(error)):
-        known = None
+    if known is not error and not alone:
+        # a disk that has failed, perhaps that of one machine alone, is no mistake of the user's
+        failed_disk = isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV)
+        if failed_disk or not isinstance(known, UserError):
+            known = None
     if known is not None:
         if known.shown:
             if os.environ.get(TRACEBACK):
@@ -117,11 +116,6 @@ def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int
     return 1
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether a disk has failed, perhaps that of one machine alone."""
-    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV)
-
-
 def _print_traceback(error: BaseException) -> None:
     print(clean("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
@@ -129,16 +123,17 @@ def _print_traceback(error: BaseException) -> None:
 def _print_problems(error: PacktrainError) -> None:
     number = len(error.problems)
     print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
-    for problem in error.problems:  # `where` has arguments and paths; values are quoted without secrets
-        shown = str(replace(problem, where=clean(problem.where)))
-        print(
-            f"  {visible(Redactor(os.environ).certain(shown), whitespace=True)}", file=sys.stderr
-        )  # it may quote data
+    redactor = Redactor(os.environ)
+    for (
+        problem
+    ) in error.problems:  # `where` has arguments and paths; values are quoted without secrets, and may be data
+        shown = redactor.certain(str(replace(problem, where=clean(problem.where))))
+        print(f"  {visible(shown, whitespace=True)}", file=sys.stderr)
 
 
 def tail_of(log: Sequence[str]) -> list[str]:
     """The last lines of a log: what its process said of its own end, if it did, and not the traceback or the steps before that."""
-    last = list(log[max((at + 1 for at, line in enumerate(log) if _OF_STEP(line)), default=0) :][-TAIL_LINES:])
+    last = list(log[max((at + 1 for at, line in enumerate(log) if _STEP_LINE(line)), default=0) :][-TAIL_LINES:])
     return last[max((at for at, line in enumerate(last) if _HEAD(line)), default=0) :]
 
 
@@ -172,9 +167,8 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Whether the run has failed, so that the other machines end, too."""
-        return (
-            any(map(is_failure, self.codes.values())) or bool(self.lost) or (self.launched != 0 and self.signal is None)
-        )
+        launch_failed = self.launched != 0 and self.signal is None
+        return any(map(is_failure, self.codes.values())) or bool(self.lost) or launch_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,82 +206,82 @@ def judge(
     | 128 + signal | workers got a signal from elsewhere           | the signal                              |
     | 0            | workers that are not packtrain's wrote none   |                                         |
     """
-    run = _Ended(outcomes, names, per_node, first)
-    codes, total = run.codes, len(names) * per_node
+    end = _End(outcomes, names, per_node, first)
+    codes, total = list(end.codes.values()), len(names) * per_node
     for telling in MOST_TELLING[:2]:
-        if telling in codes.values():
-            return Verdict(telling, run.named(telling))
+        if telling in codes:
+            return Verdict(telling, end.describe_rank(telling))
+    lost = end.describe_lost(waits)
     if diagnosis:
-        return Verdict(4, [*diagnosis, *run.lost(waits), *run.last_lines()])
-    if lost := run.lost(waits):
-        return Verdict(4, [*lost, *run.named(1)])
-    if list(codes.values()) == [0] * total:
+        silent = [rank for rank, code in sorted(end.codes.items()) if code is None or code < 0]
+        return Verdict(4, [*diagnosis, *lost, *(line for rank in silent for line in end.tail(rank))])
+    if lost:
+        return Verdict(4, [*lost, *end.describe_rank(1)])
+    if codes == [0] * total:
         return Verdict(0)
-    received = next((one.signal for one in outcomes.values() if one.signal is not None), None)
+    received = next((outcome.signal for outcome in outcomes.values() if outcome.signal is not None), None)
     if received is not None:
-        in_order = not codes or list(codes.values()) == [128 + received] * total
+        in_order = not codes or codes == [128 + received] * total
         late = "" if in_order else f", but not every process could end in order: see {outcomes[min(outcomes)].log}"
         return Verdict(128 + received, [f"{_stopped_by(received)}{late}"])
-    if list(codes.values()) == [1] * total:
-        return Verdict(1, [*run.named(1), BUG])
-    if any(one.failed for one in outcomes.values()):
-        return Verdict(4, run.named(1) or run.named(*filter(is_failure, codes.values())) or run.unexplained())
-    if signalled := max((code for code in codes.values() if code), default=0):
+    if codes == [1] * total:
+        return Verdict(1, [*end.describe_rank(1), BUG])
+    if any(outcome.failed for outcome in outcomes.values()):
+        lines = end.describe_rank(1) or end.describe_rank(*filter(is_failure, codes))
+        return Verdict(4, lines or end.describe_torchrun())
+    if signalled := max((code for code in codes if code), default=0):
         return Verdict(signalled, [_stopped_by(signalled - 128)])
     return Verdict(0)
 
 
-class _Ended:
+class _End:
     """How a run ended, in words: which rank or machine failed, and the last lines of its log."""
 
     def __init__(self, outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: int, first: int) -> None:
         self._outcomes, self._names, self._per_node, self._first = outcomes, names, per_node, first
-        self.codes = {rank: code for one in outcomes.values() for rank, code in one.codes.items()}
-        self._followers = {rank for one in outcomes.values() for rank in one.followers}
+        self.codes = {rank: code for outcome in outcomes.values() for rank, code in outcome.codes.items()}
+        self._followers = {rank for outcome in outcomes.values() for rank in outcome.followers}
 
-    def named(self, *among: int | None) -> list[str]:
+    def describe_rank(self, *among: int | None) -> list[str]:
         """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has already
         printed the error. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
         failed = [rank for rank, code in self.codes.items() if code in among]
         if not failed:
             return []
-        rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=self._order)
+
+        def order(rank: int) -> tuple[bool, bool, int]:
+            return rank in self._followers, rank // self._per_node != self._first, rank
+
+        rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=order)
         node, code = rank // self._per_node, self.codes[rank]
-        outcome, name = self._outcomes[node], f"{self._names[node]}, rank {rank}"
+        outcome = self._outcomes[node]
         raised_everywhere = code == 1 and len(failed) == len(self._names) * self._per_node
         if rank == 0 and 0 not in outcome.tails and (code in _PRINTED_BY_RANK_0 or raised_everywhere):
             return []
         how = f"exit code {code}" if code is not None else "no exit code"
         log = PurePath(outcome.log).with_name(f"rank-{rank:05d}.log")
-        return [f"{name} failed ({how}): see {log}", *self._tail(rank)]
+        return [f"{self._names[node]}, rank {rank} failed ({how}): see {log}", *self.tail(rank)]
 
-    def last_lines(self) -> list[str]:
-        """The last lines of ranks that ended without an exit code."""
-        gone = [rank for rank, code in sorted(self.codes.items()) if code is None or code < 0]
-        return [line for rank in gone for line in self._tail(rank)]
-
-    def lost(self, waits: Sequence[str]) -> list[str]:
+    def describe_lost(self, waits: Sequence[str]) -> list[str]:
         """The lost machines, what the ranks of the others did, and what to do about it."""
         heads = [
-            f"{self._names[node]} was lost: {one.lost}{'' if node else _MACHINE_0}"
-            for node, one in sorted(self._outcomes.items())
-            if one.lost
+            f"{self._names[node]} was lost: {outcome.lost}{'' if node else _MACHINE_0}"
+            for node, outcome in sorted(self._outcomes.items())
+            if outcome.lost
         ]
-        return [*heads, *(f"  {one}" for one in waits), *_LOST] if heads else []
+        return [*heads, *(f"  {words}" for words in waits), *_LOST] if heads else []
 
-    def unexplained(self) -> list[str]:
+    def describe_torchrun(self) -> list[str]:
         """The last lines of torchrun, for a failure that no rank explains."""
         lines = []
-        for node, one in sorted(self._outcomes.items()):
+        for node, outcome in sorted(self._outcomes.items()):
             name = self._names[node]
-            if one.launched:
-                lines.append(f"{name}: torchrun ended with exit code {one.launched}: see {one.log}")
-                lines += [f"{name}: {line}" for line in one.tails.get(-1, ())]
+            if outcome.launched:
+                lines.append(f"{name}: torchrun ended with exit code {outcome.launched}: see {outcome.log}")
+                lines += [f"{name}: {line}" for line in outcome.tails.get(-1, ())]
         return lines
 
-    def _order(self, rank: int) -> tuple[bool, bool, int]:
-        return rank in self._followers, rank // self._per_node != self._first, rank
-
-    def _tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int) -> list[str]:
+        """The last lines of a rank's log, each with its name."""
         node = rank // self._per_node
         return [f"{self._names[node]}, rank {rank}: {line}" for line in self._outcomes[node].tails.get(rank, ())]

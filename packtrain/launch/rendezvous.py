@@ -2,8 +2,8 @@
 
 Machine 0 serves the control channel on the run's port; the others call `join` repeatedly, each with a description of its machine,
 and all get the same answer: wait, go, or stop with the reason. Faults on which torchrun would hang silently, or train wrongly,
-become errors within seconds that name the machine. The channel stays open for the whole run (coordinator.py); torch's own store
-gets another port, which the answer contains.
+become errors that name the machine. The channel stays open for the whole run (coordinator.py); torch's own store gets another
+port, which the answer contains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -31,13 +31,12 @@ from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
 CERTAIN_S = 15
-"""Seconds that an apparent misconfiguration must last before it is an error: machine 0 may still be starting, or busy."""
+"""Seconds of silence after which machine 0 has left the rendezvous."""
 _POLL_S = 0.3
 _ABSENT_S = 5  # a machine that is silent this long counts as not joined
-_FAREWELL_S = 5  # that machine 0 keeps answering after a failure, so that the others get the reason
-_CALL_OUT_S = 5
+_FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
 _ANOTHER_RUN = "another run, with another trainer.output_dir, uses this port"
-_OF_ONE_LINK = ("169.254.", "fe80:")
+_LINK_LOCAL = ("169.254.", "fe80:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +58,10 @@ class Place:
 
     def machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
-        about = [ranks_in_words(range(node * per_node, (node + 1) * per_node))] if per_node else []
-        if node < len(self.names):
-            name, about = self.names[node], [f"machine {node}", *about]
-        else:
-            name = f"machine {node}"
-        return f"{name} ({', '.join(about)})" if about else name
+        ranks = [ranks_in_words(range(node * per_node, (node + 1) * per_node))] if per_node else []
+        known = node < len(self.names)
+        about = ", ".join([f"machine {node}", *ranks] if known else ranks)
+        return f"{self.names[node] if known else f'machine {node}'}{f' ({about})' if about else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +89,15 @@ def meet(me: Member, place: Place, prepare: Prepare = lambda names: "") -> Itera
     """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
 
     Machine 0 calls `prepare` with the names of those that have joined, before they go on: all get what it returns, and its
-    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree or the address or port is wrong;
-    PeerFailed if one is missing after `place.timeout_s` seconds, or comes when the run has started. Prints what it waits for on
-    stderr every PROGRESS_S seconds.
+    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree, and where machine 0 has not the
+    address or the port; PeerFailed if a machine is missing after `place.timeout_s` seconds, or comes when the run has started.
+    Prints what it waits for on stderr every PROGRESS_S seconds.
     """
     if me.node:
         yield _join_machine_0(me, place)
         return
     _check_address(me, place)
-    server = _serving(place.port)
+    server = _serve(place.port)
     try:
         yield _gather(me, place, server, prepare)
     finally:
@@ -109,29 +106,23 @@ def meet(me: Member, place: Place, prepare: Prepare = lambda names: "") -> Itera
 
 def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group:
     """The rendezvous on machine 0: waits for the others and answers all of them."""
-    joined = _JoinServer(me, place)
-    server.serve("join", joined.join, open=True)
-    store_port = _free_port(place.port + 1)
+    joining = _JoinServer(me, place)
+    server.serve("join", joining.join, open=True)
+    store_port = free_port()
+    with suppress(OSError), socket.create_server(("", place.port + 1)):
+        store_port = place.port + 1
     try:
-        joined.wait()
-        names = names_of(joined.members())
+        joining.wait()
+        names = names_of(joining.members())
         prepared = prepare(names)
     except BaseException as error:  # a signal, too
-        why = error if isinstance(error, PacktrainError) else _left(place, "its launcher was stopped")
-        joined.answer({"stop": why.to_json()})
+        why = error if isinstance(error, PacktrainError) else _departed(place, "its launcher was stopped")
+        joining.answer({"stop": why.to_json()})
+        time.sleep(_FAREWELL_S)
         raise
     go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
-    joined.answer({"go": go})
+    joining.answer({"go": go})
     return Group(names, "127.0.0.1", place.port, server.secret, store_port, prepared, server=server)
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """A launcher that has joined: the time of its last call (time.monotonic()), and whether it got the final answer."""
-
-    member: Member
-    heard: float
-    answered: bool
 
 
 class _JoinServer:
@@ -139,7 +130,9 @@ class _JoinServer:
 
     def __init__(self, me: Member, place: Place) -> None:
         self._me, self._place = me, place
-        self._joined: dict[str, _Joined] = {}  # by token: two launchers may have the same number
+        self._least = place.least or me.nodes
+        # with the time of the last call (time.monotonic()), by token: two launchers may have the same number
+        self._joined: dict[str, tuple[Member, float]] = {}
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
         self._error: PacktrainError | None = None
@@ -148,49 +141,45 @@ class _JoinServer:
 
     def members(self) -> list[Member]:
         """The machines that have joined: this one, and the others by number."""
-        return [self._me, *sorted((one.member for one in dict(self._joined).values()), key=lambda one: one.node)]
+        others = [member for member, _ in dict(self._joined).values()]
+        return [self._me, *sorted(others, key=lambda member: member.node)]
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, or {"stop": problems}."""
-        if not hmac.compare_digest(str(body.get("secret", "")).encode(), os.environ.get(SECRET, "").encode()):
-            return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
+        secret = str(body.get("secret", "")).encode()
+        if not hmac.compare_digest(secret, os.environ.get(SECRET, "").encode()):
+            return {"stop": _reject(self._place, _ANOTHER_RUN).to_json()}
         try:
             member, token = Member.from_json(body.get("member")), str(body["token"])
         except (ValueError, KeyError, TypeError):
-            return {"stop": _not_for_us(self._place, "machine 0 has another version of packtrain").to_json()}
+            return {"stop": _reject(self._place, "machine 0 has another version of packtrain").to_json()}
         if body.get("job") != self._place.job:
-            return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
+            return {"stop": _reject(self._place, _ANOTHER_RUN).to_json()}
         with self._lock:
             answer = self._answer
             if token not in self._joined:
                 if answer is not None and "go" in answer:
-                    return {"stop": self._too_late(member).to_json()}
+                    return {"stop": _too_late(self._place).to_json()}
                 others = self.members()
-                same = next((twice(one, member) for one in others if one.node == member.node), None)
+                same = next((twice(other, member) for other in others if other.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
-            self._joined[token] = _Joined(member, time.monotonic(), answer is not None)
+            self._joined[token] = member, time.monotonic()
         self._news.set()
         return answer or {"wait": self._waiting}
 
-    def _too_late(self, member: Member) -> PacktrainError:
-        """The error for a launcher that comes when the run has started: one too many, or one of its machines that comes back."""
-        if any(one.node == member.node and one.host != member.host for one in self.members()):
-            return _not_for_us(self._place, "a run has already started, with all its machines")
-        return _without_this_machine(self._place)
-
     def wait(self) -> None:
-        """Returns when all have joined and agree. Raises PacktrainError if they disagree, or one is missing."""
+        """Returns when all have joined and agree. Raises PacktrainError if they disagree, or a machine is missing."""
         begun = printed = time.monotonic()
-        while self._error is None and (missing := self._missing()):
+        while self._error is None and (missing := self.missing()):
             now = time.monotonic()
             if now - begun >= self._place.timeout_s:
                 if self._me.nodes - len(self._absent()) >= self._least:
                     break
-                raise self._not_here(missing)
+                raise self.missing_error(missing)
             if now - printed >= PROGRESS_S:
                 printed = now
-                are = f"{self._here()} {'are' if self._joined else 'is'} here"
-                self._waiting = f"waiting {now - begun:.0f} s for {self._words(missing)}: not connected; {are}"
+                here = f"{self._here()} {'are' if self._joined else 'is'} here"
+                self._waiting = f"waiting {now - begun:.0f} s for {self._describe(missing)}: not connected; {here}"
                 print(self._waiting, file=sys.stderr, flush=True)
             self._news.wait(_POLL_S)
             self._news.clear()
@@ -198,113 +187,92 @@ class _JoinServer:
             raise error
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Sets the answer for all; if it is not "go", returns when all have it, or after _FAREWELL_S."""
+        """Sets the final answer for all."""
         with self._lock:
             self._answer = answer
-        end = time.monotonic() + _FAREWELL_S
-        while "go" not in answer and time.monotonic() < end:
-            answered = [one.answered for one in dict(self._joined).values()]
-            if len(answered) >= self._me.nodes - 1 and all(answered):
-                return
-            time.sleep(_POLL_S / 3)
 
-    def _here(self) -> str:
-        return listed(list(names_of(self.members()).values()))
-
-    @property
-    def _least(self) -> int:
-        return self._place.least or self._me.nodes
-
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
         """The machines that are waited for."""
         absent, expected = self._absent(), self._place.expected
-        waited_for = absent if expected is None else [node for node in absent if node in expected]
-        return waited_for or (absent if self._me.nodes - len(absent) < self._least else [])
+        awaited = absent if expected is None else [node for node in absent if node in expected]
+        return awaited or (absent if self._me.nodes - len(absent) < self._least else [])
 
     def _absent(self) -> list[int]:
         """The machines that have not joined, or have stopped calling."""
         since = time.monotonic() - _ABSENT_S
         with self._lock:
-            self._joined = {token: one for token, one in self._joined.items() if one.heard > since}
-            here = {one.member.node for one in self._joined.values()}
+            self._joined = {token: known for token, known in self._joined.items() if known[1] > since}
+            here = {member.node for member, _ in self._joined.values()}
         return [node for node in range(self._me.nodes) if node not in {self._me.node, *here}]
 
-    def _words(self, nodes: Sequence[int]) -> str:
-        return listed([self._place.machine(node, self._me.per_node) for node in nodes])
-
-    def _not_here(self, missing: Sequence[int]) -> PeerFailed:
-        absent, here = self._words(missing), f"(here: {self._here()})"
+    def missing_error(self, missing: Sequence[int]) -> PeerFailed:
+        """The error that these machines did not join in time."""
+        place, here = self._place, f"(here: {self._here()})"
         return PeerFailed(
-            f"{absent} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s {here}",
+            f"{self._describe(missing)} did not connect to {self._me.host} within {place.timeout_s:.0f} s {here}",
             where="rendezvous",
-            fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {self._place.address}:"
-            f"{self._place.port} answer there (name, firewall)? topology.join_timeout is how long the others wait.",
+            fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {place.address}:"
+            f"{place.port} answer there (name, firewall)? topology.join_timeout is how long the others wait.",
         )
+
+    def _here(self) -> str:
+        return listed(list(names_of(self.members()).values()))
+
+    def _describe(self, nodes: Sequence[int]) -> str:
+        return listed([self._place.machine(node, self._me.per_node) for node in nodes])
 
 
 class _NotYet(Exception):
-    """An attempt that did not reach machine 0, in words; `mistake` is the error that it becomes if it lasts."""
-
-    def __init__(self, text: str, mistake: CheckFailed | None = None) -> None:
-        super().__init__(text)
-        self.mistake = mistake
+    """Why an attempt did not reach machine 0, in words."""
 
 
 def _join_machine_0(me: Member, place: Place) -> Group:
     """The rendezvous on the other machines: finds machine 0 and waits for its answer.
 
-    Raises the error that machine 0 answers; CheckFailed if the address or port is certainly not machine 0's; PeerFailed if
-    machine 0 could not be reached for `place.timeout_s` seconds, or left.
+    Raises the error that machine 0 answers; PeerFailed if machine 0 could not be reached for `place.timeout_s` seconds, or left.
     """
-    token, begun, joined = new_secret(), time.monotonic(), False
-    printed = fine_until = begun
+    token, joined = new_secret(), False
+    begun = heard = printed = time.monotonic()
     while True:
-        waited = f"waiting {time.monotonic() - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}"
+        waited_s = time.monotonic() - begun
         try:
-            answer = _asked(me, place, token, place.timeout_s - (time.monotonic() - begun))
+            answer = _call_join(me, place, token, max(min(CERTAIN_S, place.timeout_s - waited_s), 1))
             if isinstance(answer, Group):
                 return answer
-            joined, words, fine_until = True, answer, time.monotonic()
-        except _NotYet as trouble:
-            words, now = f"{waited}: {trouble}", time.monotonic()
-            if not (joined or trouble.mistake):
-                fine_until = now  # machine 0 may simply not have started
-                if now - begun >= place.timeout_s:
-                    raise _not_found(place, str(trouble), now - begun) from None
-            elif now - fine_until >= CERTAIN_S:
-                raise (trouble.mistake if trouble.mistake and not joined else _left(place, str(trouble))) from None
+            joined, words, heard = True, answer, time.monotonic()
+        except _NotYet as reason:
+            words = f"waiting {waited_s:.0f} s for {place.machine(0)} at {place.address}:{place.port}: {reason}"
+            if joined and time.monotonic() - heard >= CERTAIN_S:
+                raise _departed(place, str(reason)) from None
+            if not joined and time.monotonic() - begun >= place.timeout_s:
+                raise _unreached(place, str(reason), time.monotonic() - begun) from None
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
             print(words, file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
 
 
-def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
+def _call_join(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
     """One attempt: the group, or the text of "wait". Raises machine 0's error, or _NotYet."""
-    limit_s = max(min(CERTAIN_S, limit_s), 1)
     try:
-        with socket.create_connection((place.address, place.port), timeout=limit_s) as found:
-            address = str(found.getpeername()[0])  # so that later calls do not ask the name server, which may be slow
+        with socket.create_connection((place.address, place.port), timeout=limit_s) as connection:
+            address = str(
+                connection.getpeername()[0]
+            )  # so that later calls do not ask the name server, which may be slow
     except socket.gaierror as error:
-        unknown = _unknown(place, error)
-        raise _NotYet(unknown.problems[0].what, None if error.errno == socket.EAI_AGAIN else unknown) from error
+        raise _NotYet(f"the name {place.address!r} is not known here ({error.strerror})") from error
     except OSError as error:
-        raise _NotYet((error.strerror or str(error)).lower(), _means_itself(place)) from error
+        raise _NotYet(f"{(error.strerror or str(error)).lower()}{_resolved(place)}") from error
     client, secret = Client(address, place.port), os.environ.get(SECRET, "")
-    said = {"member": asdict(me), "token": token, "job": place.job, "secret": secret}
+    body = {"member": asdict(me), "token": token, "job": place.job, "secret": secret}
     try:
-        answer = client.call("join", said, timeout_s=limit_s)
+        answer = client.call("join", body, timeout_s=limit_s)
     except NoAnswer as error:
-        text = "a program listens that does not answer as packtrain does"
-        raise _NotYet(text, _not_for_us(place, text)) from error
+        raise _NotYet("a program listens that does not answer as packtrain does") from error
     except Refused as error:
         if error.unknown:
             raise _NotYet("it is not ready yet") from error
-        raise _not_for_us(place, _ANOTHER_RUN) from error
-    return _group_of(answer, client, place)
-
-
-def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
+        raise _reject(place, _ANOTHER_RUN) from error
     if "stop" in answer:
         raise error_from_json(answer["stop"])
     if "go" not in answer:
@@ -315,17 +283,26 @@ def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group 
     return Group(names, client.address, place.port, go["secret"], go["store_port"], go["prepared"], client=client)
 
 
+def _resolved(place: Place) -> str:
+    """ "; n1 is 127.0.0.1 here": a name may lead to this machine itself."""
+    with suppress(OSError):
+        addresses = resolve(place.address, place.port)
+        if addresses != [place.address]:
+            return f"; {place.address} is {', '.join(addresses)} here"
+    return ""
+
+
 def _check_address(me: Member, place: Place) -> None:
     """Raises CheckFailed if topology.main_address, which the others call, is not an address of this machine 0."""
     try:
-        found = resolve(place.address, place.port)
+        addresses = resolve(place.address, place.port)
     except OSError as error:
-        raise _unknown(place, error) from error
-    if any(is_own(address) for address in found):
+        what = f"the name {place.address!r} is not known here ({error.strerror})"
+        fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
+        raise CheckFailed(what, where="topology.main_address", fix=fix) from error
+    if any(map(is_own, addresses)):
         return
-    with suppress(PeerFailed):  # if the real machine 0 listens, it answers both with the duplicate number
-        _join_machine_0(me, replace(place, timeout_s=_CALL_OUT_S))
-    means = f" ({', '.join(found)})" if found != [place.address] else ""
+    means = f" ({', '.join(addresses)})" if addresses != [place.address] else ""
     raise CheckFailed(
         f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means} "
         f"is not one of its addresses ({', '.join(own_addresses()) or 'none'})",
@@ -334,66 +311,58 @@ def _check_address(me: Member, place: Place) -> None:
     )
 
 
-def _serving(port: int) -> Server:
+def _serve(port: int) -> Server:
     """The channel on the run's port. Raises CheckFailed if it is taken, with the process that has it."""
     try:
         return Server(port, secret=new_secret())
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        what = f"port {port} is taken{holder_of(port)}" if taken else f"port {port} cannot be had: {error.strerror}"
+        what = f"port {port} is taken{_holder_of(port)}" if taken else f"port {port} cannot be had: {error.strerror}"
         fix = f"Set another one on every machine, e.g. topology.main_port={port + 10}."
         raise CheckFailed(what, where="topology.main_port", fix=fix) from error
 
 
-def holder_of(port: int) -> str:
-    """ " by process 4711 (python)"; "" if the system does not tell."""
+def _holder_of(port: int) -> str:
+    """ " by process 4711 (python)"; "" if the system does not say."""
     with suppress(OSError, psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", None) == port and one.pid:
-                return f" by process {one.pid} ({psutil.Process(one.pid).name()})"
+        for socket_ in psutil.net_connections("tcp"):
+            if socket_.status == psutil.CONN_LISTEN and getattr(socket_.laddr, "port", None) == port and socket_.pid:
+                return f" by process {socket_.pid} ({psutil.Process(socket_.pid).name()})"
     return ""
 
 
 def resolve(address: str, port: int) -> list[str]:
     """The addresses of a host name, in the system's order. Raises OSError (socket.gaierror)."""
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(one[4][0]) for one in found))
+    answers = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
 
 
 def is_own(address: str) -> bool:
     """Whether `address` is one of this machine's: only such an address can be bound to."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def own_addresses() -> tuple[str, ...]:
     """The addresses of this machine that others may use; () if they cannot be found out."""
-    found = [one for listed in (addresses_by_interface() or {}).values() for one in listed]
-    return tuple(dict.fromkeys(one for one in found if not is_loopback(one) and not one.startswith(_OF_ONE_LINK)))
+    addresses = [address for interface in (addresses_by_interface() or {}).values() for address in interface]
+    usable = (address for address in addresses if not is_loopback(address) and not address.startswith(_LINK_LOCAL))
+    return tuple(dict.fromkeys(usable))
 
 
-def _free_port(preferred: int) -> int:
-    """`preferred` if it is free, else any free port."""
-    with suppress(OSError), socket.create_server(("", preferred)):
-        return preferred
-    return free_port()
-
-
-def _not_for_us(place: Place, what: str) -> CheckFailed:
+def _reject(place: Place, what: str) -> CheckFailed:
     return CheckFailed(
         f"at {place.address}:{place.port} {what}",
         where="trainer.output_dir, topology.main_address, topology.main_port",
         fix="Give all machines of a run the same packtrain and trainer.output_dir, and use another port for another run or program, "
-        f"e.g. topology.main_port={place.port + 10}. A run that has started cannot be joined.",
+        f"e.g. topology.main_port={place.port + 10}.",
     )
 
 
-def _without_this_machine(place: Place) -> PeerFailed:
+def _too_late(place: Place) -> PeerFailed:
     return PeerFailed(
         f"at {place.address}:{place.port} the run has started, and goes on without this machine",
         where="rendezvous",
@@ -402,38 +371,15 @@ def _without_this_machine(place: Place) -> PeerFailed:
     )
 
 
-def _unknown(place: Place, error: OSError) -> CheckFailed:
-    what = f"the name {place.address!r} is not known here ({error.strerror})"
-    fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-    return CheckFailed(what, where="topology.main_address", fix=fix)
-
-
-def _means_itself(place: Place) -> CheckFailed | None:
-    """The error if machine 0's address leads to this very machine; None if it does not."""
-    try:
-        addresses = resolve(place.address, place.port)
-    except OSError:
-        return None
-    if not all(map(is_own, addresses)):
-        return None
-    here = f"{', '.join(addresses)} here, " if addresses != [place.address] else ""
-    return CheckFailed(
-        f"{place.address} is {here}an address of this machine itself, and no process listens there",
-        where="topology.main_address",
-        fix="Name an address of machine 0 that the other machines can reach; look at /etc/hosts for names that lead "
-        "to 127.0.0.1. If this is machine 0, it needs topology.node_rank=0.",
-    )
-
-
-def _not_found(place: Place, last: str, waited_s: float) -> PeerFailed:
+def _unreached(place: Place, reason: str, waited_s: float) -> PeerFailed:
     return PeerFailed(
-        f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s: {last}",
+        f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s: {reason}",
         where="rendezvous",
-        fix="Is packtrain started there, with topology.node_rank=0? Does a firewall let the port through? "
-        "topology.join_timeout is how long the others wait.",
+        fix="Is packtrain started there, with topology.node_rank=0? Does the name lead there from here (/etc/hosts), and does a "
+        "firewall let the port through? topology.join_timeout is how long the others wait.",
     )
 
 
-def _left(place: Place, why: str) -> PeerFailed:
+def _departed(place: Place, why: str) -> PeerFailed:
     what = f"{place.machine(0)} left before the run began: {why}"
     return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from packtrain.errors import PeerFailed
@@ -27,24 +27,15 @@ FRUITLESS = 2
 """Restarts in a row without a new checkpoint after which the run is ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """`when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in lines, and the
-    `machines` that go on."""
-
-    when: str
-    step: int
-    why: list[str]
-    machines: list[str]
-
-
 class Restarts:
-    """The decision on each failure of a run that may be started `most` times again, and its record in the run folder."""
+    """The decision on each failure of a run that may be started `most` times again, and its record in the run folder: a list
+    with, for each restart, `when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in
+    lines, and the `machines` that go on."""
 
     def __init__(self, most: int, folder: RunFolder) -> None:
         self._most, self._folder = most, folder
         self._steps: list[int] = []  # of the newest checkpoint at each failure
-        self._next: Restart | None = None  # the restart that is about to be made
+        self._next: dict[str, Any] | None = None  # the restart that is about to be made
         self._record: list[Mapping[str, Any]] = []
 
     def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
@@ -54,7 +45,7 @@ class Restarts:
             return verdict
         step = in_time(lambda: newest_step(self._folder), 0)
         self._steps.append(step)
-        if in_time(self._done, False):
+        if in_time(lambda: self._begun() and self._folder.status() == "done", False):
             why_not = "the run was done"
         elif self._steps[-FRUITLESS - 1 :] == [step] * (FRUITLESS + 1):
             why_not = f"{FRUITLESS} restarts in a row have brought no new checkpoint"
@@ -62,20 +53,19 @@ class Restarts:
             why_not = f"trainer.restarts={self._most}, and there were as many"
         else:
             why = [clean(line) for line in verdict.lines if line != BUG] or [clean(failed)]
-            self._next = Restart(time.strftime("%Y-%m-%d %H:%M:%S"), step, why, [])
+            self._next = {"when": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, "why": why}
             return replace(verdict, restart=living)
         return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
 
     def resume(self, asked: str) -> str:
         """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
-        begun = not self._folder.attempt.root.exists()
-        return "auto" if self._next and begun and newest_step(self._folder) else asked
+        return "auto" if self._next and self._begun() and newest_step(self._folder) else asked
 
     def keep(self, machines: list[str]) -> None:
         """Writes the record for a start with these machines, into the run folder that has been opened for it."""
         step = newest_step(self._folder)
         if self._next:
-            self._record = [*self._record, asdict(replace(self._next, step=step, machines=machines))]
+            self._record = [*self._record, {**self._next, "step": step, "machines": machines}]
             self._next = None
         elif step:  # the run goes on, perhaps after a requeue
             self._record = [*self._folder.restarts()]
@@ -90,8 +80,9 @@ class Restarts:
         place = f"the checkpoint of step {step}" if step else "the beginning, for there is no checkpoint"
         return f"restart {len(self._steps)} of {self._most}, from {place}"
 
-    def _done(self) -> bool:
-        return not self._folder.attempt.root.exists() and self._folder.status() == "done"
+    def _begun(self) -> bool:
+        """Whether this run has begun to train: until then the run folder holds an earlier one."""
+        return not self._folder.attempt.root.exists()
 
 
 def newest_step(folder: RunFolder) -> int:

@@ -9,6 +9,7 @@ later SIGKILL.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,12 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Outcome, Stopped, Verdict, heard_by, is_failure, tail_of
+from packtrain.launch.exit_status import Outcome, Stopped, Verdict, is_failure, listening, tail_of
 from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, memory_kills, seen
+from packtrain.monitor.processes import Life, ProcessState, life_of, memory_kills
 from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
 
@@ -39,8 +38,8 @@ _TAIL_BYTES = 2**16
 class Supervisor:
     """torchrun and its workers, the `ranks` of this machine (`host`); or the one worker of a run, without torchrun.
 
-    Workers write process ids, exit codes and stacks to the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own.
-    `reporter` is the connection to machine 0.
+    Each of them leads a session of its own, which has its loader processes, too. Workers write process ids, exit codes and stacks
+    to the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own. `reporter` is the connection to machine 0.
     """
 
     def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
@@ -51,8 +50,7 @@ class Supervisor:
         self._ending: float | None = None
         self._terminated = False
         self._all_finished_since: float | None = None  # since when all workers have written exit codes
-        self._workers: dict[int, psutil.Process | None] = {}
-        self._process_tree: dict[int, psutil.Process] = {}
+        self._workers: dict[int, int] = {}  # process ids by rank
         self._memory_kills = memory_kills()
         self._torchrun: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +59,7 @@ class Supervisor:
 
         Signals to this process stop all machines in order.
         """
-        with heard_by(self._stop):
+        with listening(self._stop):
             if self._received is None:
                 self._torchrun = subprocess.Popen(argv, env=dict(environment), start_new_session=True)
             self._watch()
@@ -83,17 +81,16 @@ class Supervisor:
                 self._update_states()
             self._follow_orders()
             if self._ending is None and (failed := self._failed()):
-                self._reporter.tell(failed=failed)
-                self._end()
+                self._reporter.update(failed=failed)
+                self._ending = time.monotonic()
             elif self._ending is None and self._fails_to_exit():
                 why = "have finished but did not exit: they are killed now"
                 print(f"the processes on {self._host} {why}", file=sys.stderr, flush=True)
-                self._end()
-            self._send_due_signals()
+                self._ending = time.monotonic()
+            self._send_due_signals(self._torchrun.pid)
         if self._ending is None:
             self._update_states()
-        self._note_process_tree()
-        self._kill(self._process_tree.values())
+        _kill_sessions(self._workers.values())
 
     def _stop(self, number: int) -> None:
         """Passes a signal on to the workers, and to the other machines where it is the first. Raises Stopped at one that comes
@@ -101,7 +98,7 @@ class Supervisor:
         if self._torchrun_ended and self._received is not None:
             raise Stopped
         if self._reporter.report.signal is None:  # though machine 0 may have ordered a stop before
-            self._reporter.tell(signal=number)
+            self._reporter.update(signal=number)
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -112,15 +109,14 @@ class Supervisor:
 
     def _update_states(self) -> None:
         """Updates the report with the workers that have started, and their states."""
-        workers, states = self._workers.items(), dict[int, ProcessState]()
-        lives: dict[int, Life] = {rank: seen(one.pid) if one and one.is_running() else "gone" for rank, one in workers}
+        states: dict[int, ProcessState] = {}
+        lives: dict[int, Life] = {rank: life_of(pid) for rank, pid in self._workers.items()}
         # Files are read after `lives`, else a rank that exits in between looks crashed.
         for rank, facts in read_exits(self._exits).items():
             pid, life = facts.get("pid"), lives.get(rank, "running")
             if pid is None:  # torchrun ended it before it had started
                 continue
-            if rank not in self._workers:
-                self._workers[rank] = _process(pid)
+            self._workers[rank] = pid
             if "code" in facts:
                 states[rank] = ProcessState(pid, "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
             elif life == "gone" and self._received is not None:  # a process that is gone needs no further signal
@@ -136,11 +132,11 @@ class Supervisor:
         end = orders.end or (self._reporter.lost and f"machine 0 was lost: {self._reporter.lost}")
         if end and self._ending is None:
             print(f"ending the processes on {self._host}: {end}", file=sys.stderr, flush=True)
-            self._end()
+            self._ending = time.monotonic()
         given = {rank: text for rank, text in self._reporter.report.stacks.items() if rank in orders.stacks}
         for rank in orders.stacks:
-            if rank not in given and (worker := self._workers.get(rank)):
-                given[rank] = dump(self._exits, worker.pid)
+            if rank not in given and rank in self._workers:
+                given[rank] = dump(self._exits, self._workers[rank])
         self._reporter.report.stacks = given
 
     def _follow_stop_order(self) -> None:
@@ -151,51 +147,35 @@ class Supervisor:
 
     def _failed(self) -> str:
         """The failure of the first failed worker, in words; "" if none failed."""
-        for rank, one in sorted(self._reporter.report.ranks.items()):
-            if one.reported and is_failure(one.code):
-                return f"rank {rank} on {self._host} failed (exit code {one.code})"
-            if one.state == "gone" and not one.reported:
+        for rank, state in sorted(self._reporter.report.ranks.items()):
+            if state.reported and is_failure(state.code):
+                return f"rank {rank} on {self._host} failed (exit code {state.code})"
+            if state.state == "gone" and not state.reported:
                 return f"rank {rank} on {self._host} ended without an exit code"
         return ""
 
     def _fails_to_exit(self) -> bool:
         """Whether all workers finished more than EXIT_LIMIT_S ago, but one of them, or torchrun, still runs."""
-        finished = {rank for rank, one in self._reporter.report.ranks.items() if one.reported}
-        if set(self._ranks) - finished:
+        states = self._reporter.report.ranks
+        if any(rank not in states or not states[rank].reported for rank in self._ranks):
             return False
         self._all_finished_since = self._all_finished_since or time.monotonic()
         return time.monotonic() - self._all_finished_since > EXIT_LIMIT_S
 
-    def _end(self) -> None:
-        self._ending = time.monotonic()
-        self._note_process_tree()
-
-    def _send_due_signals(self) -> None:
+    def _send_due_signals(self, torchrun: int) -> None:
         """Sends the signals that are due by now; torchrun is killed last, so that it can report how the workers ended."""
-        if self._ending is None or self._torchrun is None:
+        if self._ending is None:
             return
         since = time.monotonic() - self._ending
         if since > SELF_EXIT_S and not self._terminated:
             self._terminated = True
-            for worker in filter(None, self._workers.values()):
-                with suppress(psutil.Error):
-                    worker.terminate()
+            for pid in self._workers.values():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGTERM)
         if since > SELF_EXIT_S + TERM_S:
-            self._note_process_tree()
-            last = since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers
-            self._kill(one for pid, one in self._process_tree.items() if last or pid != self._torchrun.pid)
-
-    def _note_process_tree(self) -> None:
-        """Records all descendants while their parents live: the children of a dead process cannot be found."""
-        torchrun = None if self._torchrun is None or self._torchrun_ended else _process(self._torchrun.pid)
-        for one in filter(None, (torchrun, *self._workers.values())):
-            with suppress(psutil.Error):
-                self._process_tree |= {member.pid: member for member in (one, *one.children(recursive=True))}
-
-    def _kill(self, members: Iterable[psutil.Process]) -> None:
-        for member in members:
-            with suppress(psutil.Error):
-                member.kill()
+            _kill_sessions(pid for pid in self._workers.values() if pid != torchrun)
+            if since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers:
+                _kill_sessions([torchrun])
 
     def _outcome(self) -> Outcome:
         """How the processes of this machine ended."""
@@ -203,33 +183,28 @@ class Supervisor:
         codes: dict[int, int | None] = {rank: facts["code"] for rank, facts in facts_of.items() if "code" in facts}
         if self._ending is not None:  # ended by this launcher: 128 + SIGTERM is no information
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
-        for rank, one in states.items():
-            if one.state == "gone" and not one.reported and rank not in codes:
-                code = facts_of[rank].get("ended", self._signal_of_torchrun())
-                if text := crash_of(self._exits, one.pid):
+        ended = self._torchrun.returncode if self._torchrun else 0
+        for rank, state in states.items():
+            if state.state == "gone" and not state.reported and rank not in codes:
+                # where the only worker is in torchrun's place, the signal that ended it is the worker's
+                code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
+                if text := crash_of(self._exits, state.pid):
                     self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
-                states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
-                codes[rank] = (
-                    code if code is not None and code < 0 else None
-                )  # a positive code that it did not write itself
+                states[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
+                codes[rank] = code if code is not None and code < 0 else None  # it did not write a positive code itself
         self._reporter.report.ranks = states
-        bad = [rank for rank, code in codes.items() if rank and is_failure(code)]
+        failed = [rank for rank, code in codes.items() if rank and is_failure(code)]
         lost = {rank: facts["lost"] for rank, facts in facts_of.items() if "lost" in facts}
-        logs = {rank: self._logs[rank] for rank in bad} if codes else {-1: self._log}
+        logs = {rank: self._logs[rank] for rank in failed} if codes else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
         return Outcome(
             codes=codes,
-            launched=self._torchrun.returncode if self._torchrun and self._ending is None else 0,
+            launched=ended if self._ending is None else 0,
             signal=self._received,
             tails={**tails, **{rank: words.splitlines() for rank, words in lost.items() if rank in codes}},
             log=str(self._log),
             followers=sorted(lost),
         )
-
-    def _signal_of_torchrun(self) -> int | None:
-        """The signal that has ended it, as an exit code: where the only worker is in its place, that of the worker."""
-        code = self._torchrun.returncode if self._torchrun else None
-        return code if code is not None and code < 0 and len(self._ranks) == 1 else None
 
     def _tail(self, log: Path) -> list[str]:
         """The last lines that were written to a log since the start."""
@@ -238,7 +213,8 @@ class Supervisor:
             return tail_of(file.read().decode(errors="replace").splitlines())
 
 
-def _process(pid: int) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        return psutil.Process(pid)
-    return None
+def _kill_sessions(leaders: Iterable[int]) -> None:
+    """Kills all processes in the sessions of these process ids; those that have ended do no harm."""
+    for pid in leaders:
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)

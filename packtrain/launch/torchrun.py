@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from packtrain import fast_imports
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exit
 
 
 def main(log: str, arguments: list[str]) -> None:
@@ -30,8 +30,8 @@ def main(log: str, arguments: list[str]) -> None:
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except ChildFailedError as error:
-        for rank, one in error.failures.items():
-            leave(Path(os.environ[EXIT_DIR]), rank, ended=one.exitcode)
+        for rank, failure in error.failures.items():
+            write_exit(Path(os.environ[EXIT_DIR]), rank, ended=failure.exitcode)
         raise
 
 

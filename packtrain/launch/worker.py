@@ -28,18 +28,54 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_worker(work: Callable[[], int]) -> NoReturn:
-    """The main function of a worker: does `work`, and ends the process with its exit code.
+    """The main function of a worker: does `work`, with heartbeats, and ends the process with its exit code.
 
-    All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
+    All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised; a lost peer is reported
+    to the launcher, which prints it if it finds no better cause.
     """
-    redirect_output()
+    rank, exits = int(os.environ.get("RANK", "0")), os.environ.get(EXIT_DIR)
+    log = Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log") if LOG_DIR in os.environ else None
+    if log and rank:
+        _redirect_output(log)
     outlive_terminal()
-    _leave(pid=os.getpid())
-    if EXIT_DIR in os.environ:
+
+    def report(**facts: int | str) -> None:
+        if exits is not None:
+            write_exit(Path(exits), rank, **facts)
+
+    def work_with_heartbeats() -> int:
+        from packtrain.monitor.heartbeat import own_heartbeat
+
+        heartbeat = own_heartbeat()
+        try:
+            with nullcontext() if rank or not log else last_words(log):  # the others' stderr is in their logs
+                code = work()
+            if code == 0:
+                heartbeat.enter("done")
+            return code
+        except LostPeers as error:
+            if exits is None:
+                raise
+            report(lost=str(error))
+            if rank:  # into its log
+                print(error, file=sys.stderr, flush=True)
+            return error.exit_code
+
+    report(pid=os.getpid())
+    if exits is not None:
         end_with_parent(int(os.environ[PARENT]))
-    code = exit_code_of(lambda: _beating(work), alone=False)
-    _leave(code=code)
+    code = exit_code_of(work_with_heartbeats, alone=False)
+    report(code=code)
     sys.exit(code)
+
+
+def _redirect_output(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 @contextmanager
@@ -55,37 +91,16 @@ def last_words(log: Path) -> Iterator[None]:
         raise
 
 
-def _beating(work: Callable[[], int]) -> int:
-    """Does `work`, with heartbeats; a lost peer is reported to the launcher, which prints it if it finds no better cause."""
-    from packtrain.monitor.heartbeat import own_heartbeat
-
-    heartbeat = own_heartbeat()
-    first = LOG_DIR in os.environ and _rank() == 0  # the others' stderr is in their logs
-    try:
-        with last_words(_log_of(0)) if first else nullcontext():
-            code = work()
-        if code == 0:
-            heartbeat.enter("done")
-        return code
-    except LostPeers as error:
-        if EXIT_DIR not in os.environ:
-            raise
-        _leave(lost=str(error))
-        if _rank():  # into its log
-            print(error, file=sys.stderr, flush=True)
-        return error.exit_code
-
-
-def leave(exits: Path, rank: int, **facts: int | str) -> None:
+def write_exit(exits: Path, rank: int, **facts: int | str) -> None:
     """Adds `facts` about a rank to its file in the folder `exits`, which its launcher reads.
 
     The rank writes its process id (`pid`) as it starts, its exit `code` as it ends, and its message if it ended only because it
     `lost` the others; torchrun writes how the process `ended`: the exit code, negative for a signal.
     """
     known = read_exits(exits).get(rank, {})
-    aside = exits / f".{rank}.json"
-    aside.write_text(json.dumps({**known, **facts}))
-    aside.rename(exits / f"{rank}.json")
+    partial = exits / f".{rank}.json"
+    partial.write_text(json.dumps({**known, **facts}))
+    partial.rename(exits / f"{rank}.json")
 
 
 def read_exits(exits: Path) -> dict[int, dict[str, Any]]:
@@ -102,29 +117,3 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _leave(**facts: int | str) -> None:
-    """Writes `facts` for packtrain's launcher; does nothing without one."""
-    if EXIT_DIR in os.environ:
-        leave(Path(os.environ[EXIT_DIR]), _rank(), **facts)
-
-
-def redirect_output() -> None:
-    """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or runs without packtrain's launcher."""
-    if LOG_DIR not in os.environ or _rank() == 0:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(_log_of(_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _log_of(rank: int) -> Path:
-    return Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log")

@@ -33,9 +33,9 @@ ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
 PUBLISHED = "channel.json"
 CALL_S = 5.0
-_LAST_ANSWERS_S = 1.0
 MOST_BYTES = 16 * 2**20
 _IDLE_S = 30
+_LAST_ANSWERS_S = 1.0
 _HEADER = "X-Packtrain-Secret"
 _NAME = "packtrain"  # the Server header, by which a client recognises packtrain
 
@@ -43,15 +43,11 @@ Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """Nothing listens there (`refused`), or the server did not answer in time."""
+    """Nothing listens there (`refused`), the server did not answer in time, or another program did."""
 
     def __init__(self, what: str, *, refused: bool = False) -> None:
         super().__init__(what)
         self.refused = refused
-
-
-class NotOurs(NoAnswer):
-    """A program other than packtrain listens there."""
 
 
 class Refused(OSError):
@@ -63,7 +59,6 @@ class Refused(OSError):
 
 
 def new_secret() -> str:
-    """A new random secret for a run."""
     return secrets.token_urlsafe(24)
 
 
@@ -85,7 +80,7 @@ class Server(ThreadingHTTPServer):
         self.secret = secret
         self.port: int = self.socket.getsockname()[1]
         self._handlers: dict[str, tuple[Handler, bool]] = {}
-        self._answering, self._in_progress = threading.Condition(), 0
+        self._answering: set[threading.Thread] = set()
         threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
@@ -95,21 +90,18 @@ class Server(ThreadingHTTPServer):
     def close(self) -> None:
         """Stops listening, when calls in progress have been answered: the process may end after this."""
         self.shutdown()
-        with self._answering:
-            self._answering.wait_for(lambda: not self._in_progress, _LAST_ANSWERS_S)
+        for thread in list(self._answering):
+            thread.join(_LAST_ANSWERS_S)
         self.server_close()
 
     @contextmanager
-    def in_progress(self) -> Iterator[None]:
-        """Inside the block a call is being answered."""
-        with self._answering:
-            self._in_progress += 1
+    def answering(self) -> Iterator[None]:
+        """Inside the block this thread answers a call."""
+        self._answering.add(threading.current_thread())
         try:
             yield
         finally:
-            with self._answering:
-                self._in_progress -= 1
-                self._answering.notify_all()
+            self._answering.discard(threading.current_thread())
 
     def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status and the result of the handler `name`."""
@@ -142,7 +134,7 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(413)
             return
         body = self.rfile.read(int(length))
-        with self.server.in_progress():
+        with self.server.answering():
             status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
             self._reply(status, json.dumps(answer).encode())
 
@@ -163,7 +155,7 @@ class Client:
         self.address, self.port, self.secret = address, port, secret
 
     def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
-        """The answer of the handler `name`. Raises NoAnswer, NotOurs or Refused."""
+        """The answer of the handler `name`. Raises NoAnswer or Refused."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
@@ -178,7 +170,7 @@ class Client:
         finally:
             connection.close()
         if reply is None or not str(reply.headers.get("Server", "")).startswith(_NAME):
-            raise NotOurs(f"another program answers at {self.address}, port {self.port}")
+            raise NoAnswer("a program listens that does not answer as packtrain does")
         answer = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
             raise Refused(answer.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
@@ -199,14 +191,13 @@ class Channel:
 @contextmanager
 def published(logs: Path, server: Server, address: str) -> Iterator[None]:
     """Inside the block logs/channel.json, readable by the user only, has the address of `server`, for packtrain doctor."""
-    file = logs / PUBLISHED
-    about = Channel(address, server.port, server.secret, socket.gethostname(), os.getpid())
+    file, partial = logs / PUBLISHED, logs / f".{PUBLISHED}"
+    channel = Channel(address, server.port, server.secret, socket.gethostname(), os.getpid())
     with suppress(OSError):
-        aside = file.with_name(f".{PUBLISHED}")
-        aside.unlink(missing_ok=True)
-        aside.touch(0o600, exist_ok=False)
-        aside.write_text(json.dumps(asdict(about)))
-        os.replace(aside, file)
+        partial.unlink(missing_ok=True)
+        partial.touch(0o600, exist_ok=False)
+        partial.write_text(json.dumps(asdict(channel)))
+        partial.replace(file)
     try:
         yield
     finally:

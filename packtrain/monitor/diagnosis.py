@@ -10,7 +10,7 @@ others; else the network between them. If no cause can be singled out, the facts
 from __future__ import annotations
 
 import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -53,7 +53,7 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     "storage": (
         "slow or stalled storage: the write has not returned",
         "look at the file system of trainer.output_dir (df, dd, the server's load); complete checkpoints are kept; if the "
-        "storage is always this slow, raise topology.checkpoint_timeout",
+        "storage is always this slow, raise topology.step_timeout",
     ),
     "stuck": (
         "its process runs, but makes no progress",
@@ -70,7 +70,7 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
 }
 """What each cause is, and what to do about it."""
-_OF_PHASE: Mapping[Phase, Cause] = {"data": "data", "prepare": "data", "checkpoint": "storage", "final": "storage"}
+_PHASE_CAUSES: Mapping[Phase, Cause] = {"data": "data", "prepare": "data", "checkpoint": "storage", "final": "storage"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,6 @@ class RankState:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended."""
         return self.process.state == "gone"
 
     @property
@@ -115,7 +114,6 @@ class RankState:
 
     @property
     def has_finished(self) -> bool:
-        """Whether it finished successfully."""
         return (self.process.reported and self.process.code == 0) or (self.phase == "done" and not self.dead)
 
     @property
@@ -135,7 +133,6 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """Phase, step and micro-batch in words."""
         return place_of(self.phase, self.step, self.micro)
 
 
@@ -151,137 +148,118 @@ class Diagnosis:
 
     @property
     def lines(self) -> list[str]:
-        """The diagnosis as printed."""
         why, advice = CAUSES[self.cause]
-        lines = [self.what, *(f"  {one}" for one in self.others), f"  likely cause: {why}"]
+        lines = [self.what, *(f"  {words}" for words in self.others), f"  likely cause: {why}"]
         if self.stack:
-            lines += ["  its Python stack, innermost call first:", *(f"    {one}" for one in self.stack[:FRAMES_SHOWN])]
+            lines += [
+                "  its Python stack, innermost call first:",
+                *(f"    {call}" for call in self.stack[:FRAMES_SHOWN]),
+            ]
         return [*lines, f"  → {advice}"]
 
 
-def live_of(states: Sequence[RankState]) -> list[RankState]:
+def live_among(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that have neither ended nor finished."""
-    return [one for one in states if not (one.gone or one.has_finished)]
+    return [state for state in states if not (state.gone or state.has_finished)]
 
 
 def diagnose(states: Sequence[RankState]) -> Diagnosis | None:
     """The one diagnosis of a run that stands still or has lost ranks, from the states of all; None if all have finished."""
-    return _dead(states) or _stopped(states) or _ended(states) or _not_waiting(states) or _all_wait(states)
-
-
-def _dead(states: Sequence[RankState]) -> Diagnosis | None:
-    gone = [one for one in states if one.dead]
-    if not gone:
-        return None
-    # after one death NCCL aborts the other ranks (SIGABRT) and torchrun terminates them (SIGTERM): effects, not causes
-    culprits = [one for one in gone if one.process.code not in (-signal.SIGABRT, -signal.SIGTERM)] or gone
-    codes = {one.process.code for one in culprits if one.process.code is not None}
-    by = f" ({', '.join(_end_in_words(code) for code in sorted(codes, reverse=True))})" if codes else ""
-    out_of_memory = codes <= {-signal.SIGKILL} and any(one.process.oom for one in culprits)
-    what = f"ended without an error message{by}, in {culprits[0].place}"
-    return _named("memory" if out_of_memory else "died", culprits, what, states)
-
-
-def _end_in_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
-
-
-def _stopped(states: Sequence[RankState]) -> Diagnosis | None:
-    stopped = [one for one in states if one.process.state == "stopped"]
-    if not stopped:
-        return None
-    return _named("stopped", stopped, f"{_verb(stopped, 'is', 'are')} stopped, in {stopped[0].place}", states)
-
-
-def _ended(states: Sequence[RankState]) -> Diagnosis | None:
-    ended = [one for one in states if one.has_finished]
+    if dead := [state for state in states if state.dead]:
+        return _diagnose_dead(dead, states)
+    if stopped := [state for state in states if state.process.state == "stopped"]:
+        return _blame("stopped", stopped, f"{_verb(stopped, 'is', 'are')} stopped, in {stopped[0].place}", states)
+    ended = [state for state in states if state.has_finished]
     # the main process alone writes the results
-    waiting = [one for one in states if one.waits_for_others and one.phase != "final" and not one.has_finished]
-    if not ended or not waiting:
-        return None
-    return _named("ended", ended, f"{_verb(ended, 'has', 'have')} finished, the others have not", states)
+    if ended and any(state.waits_for_others and state.phase != "final" and not state.has_finished for state in states):
+        return _blame("ended", ended, f"{_verb(ended, 'has', 'have')} finished, the others have not", states)
+    live = live_among(states)
+    if free := [state for state in live if not state.waits_for_others] or [state for state in live if state.is_silent]:
+        return _diagnose_free(free, states)
+    return _diagnose_waiting(live, states) if live else None
 
 
-def _not_waiting(states: Sequence[RankState]) -> Diagnosis | None:
-    """The least advanced ranks among those that wait for no other; if all wait, among those without heartbeats."""
-    live = live_of(states)
-    free = [one for one in live if not one.waits_for_others] or [one for one in live if one.is_silent]
-    if not free:
-        return None
-    least = min(one.progress for one in free)
-    culprits = [one for one in free if one.progress == least]
+def _diagnose_dead(dead: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
+    # after one death NCCL aborts the other ranks (SIGABRT) and torchrun terminates them (SIGTERM): effects, not causes
+    culprits = [state for state in dead if state.process.code not in (-signal.SIGABRT, -signal.SIGTERM)] or dead
+    codes = {state.process.code for state in culprits if state.process.code is not None}
+    names = {-number: number.name for number in signal.Signals}
+    ends = [f"exit code {code}" if code >= 0 else names.get(code, f"signal {-code}") for code in sorted(codes)[::-1]]
+    by = f" ({', '.join(ends)})" if ends else ""
+    out_of_memory = codes <= {-signal.SIGKILL} and any(state.process.oom for state in culprits)
+    what = f"ended without an error message{by}, in {culprits[0].place}"
+    return _blame("memory" if out_of_memory else "died", culprits, what, states)
+
+
+def _diagnose_free(free: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
+    """Names the least advanced of the ranks that wait for no other, or of those without heartbeats."""
+    least = min(state.progress for state in free)
+    culprits = [state for state in free if state.progress == least]
     first = culprits[0]
-    if all(one.is_silent for one in culprits):
-        words = f"{_verb(culprits, 'has', 'have')} sent no heartbeat for {first.heard_s:.0f} s, in {first.place}"
-        return _named("stuck", culprits, words, states)
+    if all(state.is_silent for state in culprits):
+        what = f"{_verb(culprits, 'has', 'have')} sent no heartbeat for {first.heard_s:.0f} s, in {first.place}"
+        return _blame("stuck", culprits, what, states)
     place = "not at the first line of packtrain" if first.heard_s is None else f"in {first.place}"
     behind = f"{_verb(culprits, 'is', 'are')} behind" if len(states) > 1 else "stands still"
-    words = f"{behind}: for {first.still_s:.0f} s {place}, no progress"
-    return _named(_OF_PHASE.get(first.phase, "stuck"), culprits, words, states)
+    what = f"{behind}: for {first.still_s:.0f} s {place}, no progress"
+    return _blame(_PHASE_CAUSES.get(first.phase, "stuck"), culprits, what, states)
 
 
-def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
+def _diagnose_waiting(live: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
     """Groups ranks by the collective (or place) in which they wait; the culprits are the least advanced group, by the number of
     the collective if all are of one process group; of equal groups the smaller one."""
     groups: dict[Any, list[RankState]] = defaultdict(list)
-    for one in sorted(live := live_of(states), key=lambda one: one.pending is None):
-        where = one.pending or one.progress
-        if not (one.pending or one.finished):  # its answer is lost, which is no sign that it waits elsewhere
-            where = next((known for known, ours in groups.items() if ours[0].progress == one.progress), where)
-        groups[where].append(one)
-    if not groups:
-        return None
-    one_group = len({one.pending.group for one in live if one.pending}) == 1
+    for state in sorted(live, key=lambda state: state.pending is None):
+        where = state.pending or state.progress
+        if not (state.pending or state.finished):  # its answer is lost, which is no sign that it waits elsewhere
+            where = next((key for key, group in groups.items() if group[0].progress == state.progress), where)
+        groups[where].append(state)
+    numbered = len({state.pending.group for state in live if state.pending}) == 1
 
-    def how_far(ours: Sequence[RankState]) -> tuple[int, int, tuple[int, ...]] | tuple[tuple[int, ...], int]:
-        number = ours[0].pending.number if ours[0].pending else 0
-        return (number, len(ours), ours[0].progress) if one_group else (ours[0].progress, len(ours))
+    def order(group: Sequence[RankState]) -> tuple[int, tuple[int, ...], int]:
+        pending = group[0].pending
+        return (pending.number if numbered and pending else 0), group[0].progress, len(group)
 
-    culprits = min(groups.values(), key=how_far)
+    culprits = min(groups.values(), key=order)
     pending, place = culprits[0].pending, culprits[0].place
     waits = _verb(culprits, "waits", "wait") + (f" in {pending}" if pending else "")
-    others = [one for one in live if one not in culprits]
-    if not others:
-        found = _named("network", culprits, f"{waits}, in {place}, and no rank is behind", states)
-    elif pending and all(one.finished == pending for one in others):
-        found = _named("network", culprits, f"{waits}, which the others have completed, in {place}", states)
-    else:
-        return _named("collectives", culprits, f"{waits}, which the others do not enter, in {place}", states)
-    return replace(found, ranks=())
+    others = [state for state in live if state not in culprits]
+    if others and not (pending and all(state.finished == pending for state in others)):
+        return _blame("collectives", culprits, f"{waits}, which the others do not enter, in {place}", states)
+    completed = f", which the others have completed, in {place}" if others else f", in {place}, and no rank is behind"
+    return replace(_blame("network", culprits, f"{waits}{completed}", states), ranks=())
 
 
-def _named(cause: Cause, culprits: Sequence[RankState], what: str, states: Sequence[RankState]) -> Diagnosis:
-    ranks = tuple(sorted(one.rank for one in culprits))
-    others = waiting_words([one for one in states if one.rank not in ranks])
-    return Diagnosis(cause, ranks, f"{_who(culprits)} {what}", others, culprits[0].stack)
+def _blame(cause: Cause, culprits: Sequence[RankState], what: str, states: Sequence[RankState]) -> Diagnosis:
+    ranks = tuple(sorted(state.rank for state in culprits))
+    others = describe_waits([state for state in states if state.rank not in ranks])
+    pid = f" (process {culprits[0].pid})" if len(culprits) == 1 and culprits[0].pid else ""
+    return Diagnosis(cause, ranks, f"{_name(culprits)}{pid} {what}", others, culprits[0].stack)
 
 
-def waiting_words(states: Sequence[RankState]) -> tuple[str, ...]:
+def describe_waits(states: Sequence[RankState]) -> tuple[str, ...]:
     """What ranks do, in words; ranks that do the same share a line."""
     groups: dict[str, list[RankState]] = defaultdict(list)
-    for one in states:
-        if not one.has_finished and not one.dead:
-            what = f"in {one.pending}, " if one.pending else f"for {one.waits}, " if one.waits else ""
-            groups[f"{what}in {one.place}"].append(one)
+    for state in states:
+        if not state.has_finished and not state.dead:
+            what = f"in {state.pending}, " if state.pending else f"for {state.waits}, " if state.waits else ""
+            groups[f"{what}in {state.place}"].append(state)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     words = []
-    for what, ours in ordered[:_MOST_GROUPS]:
-        verb = _verb(ours, "waits", "wait") if ours[0].waits_for_others else _verb(ours, "is", "are")
-        words.append(f"{_who(ours, with_process=False)} {verb} {what}")
-    if rest := sum(len(ours) for _, ours in ordered[_MOST_GROUPS:]):
+    for what, group in ordered[:_MOST_GROUPS]:
+        verb = _verb(group, "waits", "wait") if group[0].waits_for_others else _verb(group, "is", "are")
+        words.append(f"{_name(group)} {verb} {what}")
+    if rest := sum(len(group) for _, group in ordered[_MOST_GROUPS:]):
         words.append(f"{rest} more wait elsewhere")
     return tuple(words)
 
 
-def _who(states: Sequence[RankState], *, with_process: bool = True) -> str:
-    """ "rank 1 on n2 (process 77)"."""
-    hosts = Counter(one.host for one in states)
-    on = " and ".join(list(hosts)[:3]) + (f" and {len(hosts) - 3} more machines" if len(hosts) > 3 else "")
-    pid = f" (process {states[0].pid})" if with_process and len(states) == 1 and states[0].pid else ""
-    return f"{ranks_in_words(one.rank for one in states)} on {on}{pid}"
+def _name(states: Sequence[RankState]) -> str:
+    """ "ranks 1 and 2 on n2 and n3"."""
+    hosts = list(dict.fromkeys(state.host for state in states))
+    more = f" and {len(hosts) - 3} more machines" if len(hosts) > 3 else ""
+    return f"{ranks_in_words(state.rank for state in states)} on {' and '.join(hosts[:3])}{more}"
 
 
-def _verb(states: Sequence[RankState], of_one: str, of_many: str) -> str:
-    return of_many if len(states) > 1 else of_one
+def _verb(states: Sequence[RankState], singular: str, plural: str) -> str:
+    return plural if len(states) > 1 else singular

@@ -24,7 +24,7 @@ from typing import NoReturn
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
 from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
-from packtrain.monitor.processes import ProcessState, memory_kills, seen
+from packtrain.monitor.processes import ProcessState, life_of, memory_kills
 from packtrain.monitor.watchdog import LOOK_S, Watchdog
 
 SETTLE_S = 2
@@ -34,6 +34,7 @@ PEER_GRACE_S = 5
 RANK_0_GONE_S = 10
 """Seconds without a listener at rank 0's port after which it counts as gone."""
 _DELIVERY_S = 3  # for the other ranks to receive an order with their next beat
+_HOST = socket.gethostname()
 _watched_rank: _WatchedRank | None = None  # of this process, inside `watched`
 
 
@@ -45,19 +46,14 @@ def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Ite
     """
     global _watched_rank
     _watched_rank = _WatchedRank(logs, limits, ranks, by_hand=by_hand)
-    code, lost = 1, None
+    code, lost = 0, None
     try:
         yield
-        code = 0
-    except PacktrainError as error:
-        code, lost = error.exit_code, error if isinstance(error, LostPeers) else None
-        raise
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-        raise
-    except Exception:
-        if ranks > 1:
-            print(f"rank {_watched_rank.rank} on {socket.gethostname()} has failed:", file=sys.stderr, flush=True)
+    except BaseException as error:
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        lost = error if isinstance(error, LostPeers) else None
+        if ranks > 1 and isinstance(error, Exception) and not isinstance(error, PacktrainError):
+            print(f"rank {_watched_rank.rank} on {_HOST} has failed:", file=sys.stderr, flush=True)
         raise
     finally:
         reported = _watched_rank.leave(code, str(lost or ""))
@@ -75,7 +71,7 @@ def beat_to_rank_0(share: Callable[[str], str]) -> None:
         _watched_rank.connect(share)
 
 
-class _OfOneProcess(TimeLimits):
+class _SingleProcessLimits(TimeLimits):
     """Nobody waits for its steps, however long they take: it is only ended where it writes."""
 
     def deadline_s(self, phase: Phase) -> float:
@@ -86,7 +82,8 @@ class _WatchedRank:
     """The monitoring threads of one rank; rank 0 has the watchdog, too."""
 
     def __init__(self, logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> None:
-        self._logs, self._limits, self._ranks, self._by_hand = logs, limits, ranks, by_hand
+        self._logs, self._ranks, self._by_hand = logs, ranks, by_hand
+        self._limits = limits if ranks > 1 else _SingleProcessLimits(*astuple(limits))
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self.rank = self._heartbeat.rank
         self._first = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
@@ -99,14 +96,13 @@ class _WatchedRank:
         self._ended_at: float | None = None  # when the first rank was seen to have failed or died
         self._heartbeat.enter("start")
         if ranks == 1:
-            self._serve("127.0.0.1")
+            self._serve("127.0.0.1", host="127.0.0.1")
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def _serve(self, address: str) -> Server:
-        server = Server(secret=new_secret(), host=address if self._ranks == 1 else "")
-        limits = _OfOneProcess(*astuple(self._limits)) if self._ranks == 1 else self._limits
-        self._watchdog = Watchdog([("", range(self._ranks))], limits, self._logs)
+    def _serve(self, address: str, host: str = "") -> Server:
+        server = Server(secret=new_secret(), host=host)
+        self._watchdog = Watchdog([("", range(self._ranks))], self._limits, self._logs)
         self._watchdog.attach(server)
         self._serving.callback(server.close)
         self._serving.enter_context(published(self._logs, server, address))
@@ -118,16 +114,16 @@ class _WatchedRank:
         address = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             server = self._serve(address)
-            share(f"{server.port} {server.secret} {socket.gethostname()} {os.getpid()}")
+            share(f"{server.port} {server.secret} {_HOST} {os.getpid()}")
             return
         port, secret, host, pid = share("").split()
-        self._first_pid = int(pid) if host == socket.gethostname() else 0
+        self._first_pid = int(pid) if host == _HOST else 0
         self._client = Client(address, int(port), secret=secret)
-        who = f"rank {self.rank} on {socket.gethostname()}"
+        who = f"rank {self.rank} on {_HOST}"
         self._heartbeat.connect(
             self._client,
             self._ranks,
-            on_end=lambda reason: self._end(f"{who} is ended: {reason}"),
+            on_end=lambda reason: _end(f"{who} is ended: {reason}"),
             on_silence=self._miss,
         )
 
@@ -160,64 +156,62 @@ class _WatchedRank:
         """The body of the thread that every rank has."""
         while not self._over.wait(LOOK_S):
             if not self._by_hand and os.getppid() != self._parent:
-                self._end(f"the launcher on {socket.gethostname()} is gone: its processes are ended")
-            if self._watchdog is not None and (lines := self._look(self._watchdog)):
+                _end(f"the launcher on {_HOST} is gone: its processes are ended")
+            if self._watchdog is not None and (lines := self._find_end(self._watchdog)):
                 self._watchdog.end = lines[0]
                 with suppress(OSError):
                     print("\n".join(lines), file=sys.stderr, flush=True)
-                time.sleep(
-                    _DELIVERY_S if self._ranks > 1 else 0
-                )  # then ranks of this machine that still run are killed
-                for one in self._watchdog.states():
-                    if one.pid not in (0, os.getpid()) and one.host == socket.gethostname():
-                        _kill(one.pid)
+                if self._ranks > 1:
+                    time.sleep(_DELIVERY_S)  # then ranks of this machine that still run are killed
+                for state in self._watchdog.states():
+                    if state.pid not in (0, os.getpid()) and state.host == _HOST:
+                        _kill(state.pid)
                 self._serving.close()
                 os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
-    def _look(self, watchdog: Watchdog) -> Sequence[str]:
+    def _find_end(self, watchdog: Watchdog) -> Sequence[str]:
         """Why all ranks have to be ended, in lines; () while they need not."""
         self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked))["ask"]
-        if self._ranks == 1:
-            return found.lines if (found := watchdog.diagnose()) else ()
-        oom = memory_kills() > self._memory_kills
-        here = [one for one in watchdog.states() if one.pid and one.host == socket.gethostname() and not one.gone]
-        watchdog.processes(0, {one.rank: ProcessState(one.pid, seen(one.pid), oom=oom) for one in here})
-        if found := watchdog.diagnose():
-            return found.lines
+        if self._ranks > 1:
+            oom = memory_kills() > self._memory_kills
+            ours = [state for state in watchdog.states() if state.pid and state.host == _HOST and not state.gone]
+            processes = {state.rank: ProcessState(state.pid, life_of(state.pid), oom=oom) for state in ours}
+            watchdog.take_processes(0, processes)
+        if diagnosis := watchdog.diagnose():
+            return diagnosis.lines
         states = watchdog.states()
-        ended = [one for one in states if one.failed or one.dead or one.process.lost]
-        if not ended:
+        ended = [state for state in states if state.failed or state.dead or state.process.lost]
+        if not ended or self._ranks == 1:
             return ()
-        now = time.monotonic()
-        self._ended_at = self._ended_at or now
-        if now - self._ended_at < SETTLE_S:
-            return ()
-        if found := watchdog.aftermath():
-            return found.lines
+        self._ended_at = self._ended_at or time.monotonic()
+        waited_s = time.monotonic() - self._ended_at
+        if waited_s >= SETTLE_S and (diagnosis := watchdog.aftermath()):
+            return diagnosis.lines
         # before training all ranks may be about to end with the same error
-        if now - self._ended_at < (PEER_GRACE_S if watchdog.trains() else self._limits.join_s):
+        if waited_s < (PEER_GRACE_S if watchdog.trains() else self._limits.join_s):
             return ()
-        if failed := next((one for one in ended if one.failed), None):
+        if failed := next((state for state in ended if state.failed), None):
             return (f"rank {failed.rank} on {failed.host} failed",)
-        silent = [one for one in states if not one.gone and (one.heard_s or 0) > _DELIVERY_S]
-        names = ", ".join(f"rank {one.rank} on {one.host} (last in {one.place})" for one in silent)
+        silent = [state for state in states if not state.gone and (state.heard_s or 0) > _DELIVERY_S]
+        names = ", ".join(f"rank {state.rank} on {state.host} (last in {state.place})" for state in silent)
         return (f"no heartbeats any more from {names}" if silent else ended[0].process.lost,)
 
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Called when rank 0 does not answer: ends this rank if that lasts too long."""
         if error.refused:
             if silent_s > RANK_0_GONE_S:
-                self._end(f"{self._first} is gone: no process listens at its port any more")
+                _end(f"{self._first} is gone: no process listens at its port any more")
         elif silent_s > self._limits.deadline_s(self._heartbeat.phase):
             if self._first_pid:
                 _kill(self._first_pid)
             why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
-            self._end(f"{self._first} has not answered for {silent_s:.0f} s: {why}")
+            _end(f"{self._first} has not answered for {silent_s:.0f} s: {why}")
 
-    def _end(self, why: str) -> NoReturn:
-        with suppress(OSError):
-            print(why, file=sys.stderr, flush=True)
-        os._exit(PeerFailed.exit_code)  # the main thread may be stuck
+
+def _end(why: str) -> NoReturn:
+    with suppress(OSError):
+        print(why, file=sys.stderr, flush=True)
+    os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
 
 def _kill(pid: int) -> None:

@@ -44,6 +44,7 @@ PHASES = tuple(IN_WORDS)
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 LONG = ("prepare", "load", "proof", "final")
 """Phases that may take hours, in which no rank waits in a collective: they have no limit while they make progress."""
+_CHECKPOINT_STEPS = 3  # a checkpoint may take as long as so many steps
 _LEAST_CPU = 0.05  # of a core: a process that uses this much is computing
 _BEATS_A_SECOND = 200  # of all ranks together
 _ASK_AHEAD_S = 5
@@ -51,22 +52,21 @@ _ASK_AHEAD_S = 5
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds that a collective operation of a step or of a checkpoint may take, and that ranks wait for each other at the
-    start. They give each phase its deadline: how long a rank may be in it without progress."""
+    """Seconds that a collective operation of a step may take (topology.step_timeout), and that ranks wait for each other at
+    the start (topology.join_timeout). They give each phase its deadline: how long a rank may be in it without progress."""
 
     step_s: float = 600
-    checkpoint_s: float = 1800
     join_s: float = 300
 
-    def of(self, phase: Phase) -> float:
+    def collective_s(self, phase: Phase) -> float:
         """The limit of a collective operation which begins in `phase`."""
-        return self.checkpoint_s if phase in ("checkpoint", "final") else self.step_s
+        return self.step_s * (_CHECKPOINT_STEPS if phase in ("checkpoint", *LONG) else 1)
 
     def deadline_s(self, phase: Phase) -> float:
         """How long a rank may stand still in `phase`."""
         if phase in ("start", "join"):  # joining has its own, shorter timeout and a clearer error
             return 2 * self.join_s + 60
-        limit_s = max(self.step_s, self.checkpoint_s) if phase in LONG else self.of(phase)
+        limit_s = self.collective_s(phase)
         # a little less than the timeout of collectives, so that the diagnosis comes before the waiting ranks fail
         return min(0.9 * limit_s, max(limit_s - _ASK_AHEAD_S, limit_s / 2))
 
@@ -87,60 +87,63 @@ def place_of(phase: Phase, step: int, micro: int) -> str:
     words = IN_WORDS[phase]
     if phase in BEFORE_TRAINING or phase in ("final", "done"):
         return words
-    of = "after" if phase in ("checkpoint", "eval", "step end") else "of"
-    return f"{words} {of} step {step}{f' (micro-batch {micro})' if micro > 1 else ''}"
+    joint = "after" if phase in ("checkpoint", "eval", "step end") else "of"
+    return f"{words} {joint} step {step}{f' (micro-batch {micro})' if micro > 1 else ''}"
 
 
 class _State(NamedTuple):
-    phase: Phase
-    step: int
-    micro: int
-    waits: str
-    changes: int
+    phase: Phase = "start"
+    step: int = 0
+    micro: int = 0
+    waits: str = ""
+    changes: int = 0
 
 
 class Heartbeat:
-    """One rank's heartbeat; thread-safe."""
+    """One rank's heartbeat; thread-safe. `usual_s` is the time of an ordinary step in seconds, 0 while that is not known."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.usual_s = rank, 0.0
-        """`usual_s`: seconds of an ordinary step, 0 while that is not known."""
-        self._state = _State("start", 0, 0, "", 0)
-        self._worked, self._looked = 0, (time.monotonic(), time.process_time())
+        self._state, self._worked = _State(), 0
+        self._clocks = time.monotonic(), time.process_time()  # at the last beat
         self._over = threading.Event()
 
     @property
     def phase(self) -> Phase:
-        """The current phase."""
         return self._state.phase
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
         """Enters `phase` of `step` (None: the current step); returns time.monotonic()."""
-        state = self._state
-        self._state = _State(phase, state.step if step is None else step, micro, state.waits, state.changes + 1)
+        self._change(phase=phase, step=self._state.step if step is None else step, micro=micro)
         return time.monotonic()
 
     def progress(self) -> None:
         """Reports progress within the phase: the time without progress starts again at 0."""
-        self._state = self._state._replace(changes=self._state.changes + 1)
+        self._change()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Inside the block the rank waits for others: for `what`, in words that follow "waits for"."""
         before = self._state.waits
-        self._state = self._state._replace(waits=what, changes=self._state.changes + 1)
+        self._change(waits=what)
         try:
             yield
         finally:
-            self._state = self._state._replace(waits=before, changes=self._state.changes + 1)
+            self._change(waits=before)
+
+    def _change(self, **values: Any) -> None:
+        self._state = self._state._replace(changes=self._state.changes + 1, **values)
 
     def message(self, *, asked: bool = False) -> dict[str, Any]:
         """The body of a beat, with stacks and collectives if `asked`.
 
-        `changes` grows with every report of the rank; while it does not, the rank stands still.
+        `changes` grows with every report of the rank; while it does not, the rank stands still. In a LONG phase CPU time
+        counts as progress, too: libraries that work there cannot call `progress`.
         """
-        state = self._state
-        self._note_work(state)
+        state, (before, used) = self._state, self._clocks
+        self._clocks = now, seconds = time.monotonic(), time.process_time()
+        if state.phase in LONG and not state.waits and seconds - used >= _LEAST_CPU * (now - before) > 0:
+            self._worked += 1
         body = {
             "rank": self.rank,
             "host": socket.gethostname(),
@@ -150,18 +153,11 @@ class Heartbeat:
             "usual_s": round(self.usual_s, 3),
         }
         if asked:
-            body["stacks"], body["collectives"] = "", {}
+            body |= {"stacks": "", "collectives": {}}
             with suppress(Exception):  # a failed diagnostic must not end the run
-                body["stacks"] = stacks.own()
+                body["stacks"] = stacks.own_stacks()
                 body["collectives"] = stacks.own_collectives()
         return body
-
-    def _note_work(self, state: _State) -> None:
-        """In a LONG phase CPU time counts as progress: libraries that work there cannot call `progress`."""
-        (before, used), self._looked = self._looked, (time.monotonic(), time.process_time())
-        now, seconds = self._looked
-        if state.phase in LONG and not state.waits and seconds - used >= _LEAST_CPU * (now - before) > 0:
-            self._worked += 1
 
     def connect(
         self,
@@ -196,7 +192,6 @@ class Heartbeat:
         threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stops sending beats."""
         self._over.set()
 
 

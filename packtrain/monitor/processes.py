@@ -32,8 +32,7 @@ class ProcessState:
 UNKNOWN = ProcessState()
 
 
-def seen(pid: int) -> Life:
-    """The current state of the process."""
+def life_of(pid: int) -> Life:
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -46,11 +45,11 @@ def seen(pid: int) -> Life:
 
 
 def memory_free() -> int:
-    """Bytes of memory that the machine has left, or the tightest cgroup (version 2) that this process is in."""
+    """Bytes of memory that are free on the machine, or in the tightest cgroup (version 2) that this process is in."""
     free = psutil.virtual_memory().available
     with suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().partition("0::")[2].splitlines()[:1]
-        for group in (one for path in own for one in (Path(path), *Path(path).parents)):
+        own = Path(Path("/proc/self/cgroup").read_text().partition("0::")[2].partition("\n")[0])
+        for group in (own, *own.parents):
             folder = Path("/sys/fs/cgroup", str(group).strip("/"))
             with suppress(OSError, ValueError):  # "max", or no such file in the outermost group
                 limit = int((folder / "memory.max").read_text())

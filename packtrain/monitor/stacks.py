@@ -1,6 +1,6 @@
 """What a rank is doing right now: the Python stacks of its threads, and its pending collective operations.
 
-The rank's own heartbeat thread answers (`own`), also while the main thread waits in a collective, which releases Python's
+The rank's own heartbeat thread answers (`own_stacks`), also while the main thread waits in a collective, which releases Python's
 lock (the GIL). If C code holds the lock, the rank's launcher sends SIGUSR2, on which faulthandler writes the stacks in the
 signal handler itself (`listen`, `dump`). Collectives come from torch's flight recorder, which gloo and NCCL always keep.
 """
@@ -48,16 +48,16 @@ def listen() -> None:
     nothing without FOLDER."""
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER], f"{os.getpid()}.stacks")
-        aside = path.with_suffix(".partial")
+        partial = path.with_suffix(".partial")
         with suppress(OSError):
-            file = aside.open("a")
+            file = partial.open("a")
             faulthandler.enable(file)
             faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=False)
             # the final name only now: the signal would kill a process that has not registered for it yet
-            aside.rename(path)
+            partial.rename(path)
 
 
-def own() -> str:
+def own_stacks() -> str:
     """The stacks of all threads of this process, and of its loader processes."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -65,16 +65,14 @@ def own() -> str:
         text = file.read()
     folder = Path(os.environ.get(FOLDER, os.devnull))
     loaders = [stack for child in psutil.Process().children() if (stack := dump(folder, child.pid))]
-    return "\n".join([*(f"-- a loader process\n{one}" for one in loaders), text])
+    return "\n".join([*(f"-- a loader process\n{stack}" for stack in loaders), text])
 
 
 def dump(folder: Path, pid: int) -> str:
     """The stacks of process `pid`; "" if it has not called `listen`, or wrote none within DUMP_S (it is stopped or gone)."""
     file = folder / f"{pid}.stacks"
-    if not file.exists():
-        return ""
     with suppress(OSError):
-        os.truncate(file, 0)
+        os.truncate(file, 0)  # fails if it has not called `listen`
         os.kill(pid, signal.SIGUSR2)
         end, before = time.monotonic() + DUMP_S, -1
         while time.monotonic() < end and not 0 < file.stat().st_size == before:
@@ -93,10 +91,8 @@ def crash_of(folder: Path, pid: int) -> str:
 
 
 def main_stack(text: str) -> tuple[str, ...]:
-    """The main thread's calls in a dump of faulthandler, innermost first; where it waits for the thread of a checkpoint, that one's.
-
-    faulthandler writes the main thread last.
-    """
+    """The main thread's calls in a dump of faulthandler, which writes that thread last; innermost call first. Where it waits
+    for the thread that writes a checkpoint, that one's."""
     threads: list[list[str]] = [[]]
     for line in text.splitlines():
         if line.endswith("(most recent call first):"):
@@ -104,8 +100,8 @@ def main_stack(text: str) -> tuple[str, ...]:
         elif line.startswith('  File "'):
             threads[-1].append(line.strip())
     *others, main = threads
-    writes = [one for one in others if any(_WRITES.search(call) for call in one)]
-    return tuple(writes[0] if writes and any(_WAITS.search(call) for call in main) else main)
+    writers = [calls for calls in others if any(map(_WRITES.search, calls))]
+    return tuple(writers[0] if writers and any(map(_WAITS.search, main)) else main)
 
 
 def own_collectives() -> dict[str, Any]:
@@ -116,11 +112,11 @@ def own_collectives() -> dict[str, Any]:
     if "torch.distributed" not in sys.modules:
         return {}
     c10d = importlib.import_module("torch._C._distributed_c10d")
-    found: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     for recorder in (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")):
         recorded = last_collectives(json.loads(recorder())) if recorder is not None else {}
-        found |= {name: one for name, one in recorded.items() if one and not found.get(name)}
-    return found
+        last |= {name: entry for name, entry in recorded.items() if entry and not last.get(name)}
+    return last
 
 
 def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +130,6 @@ def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
         if not entry["is_p2p"] and (ended or last["pending"] is None):
             sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
             what = ", ".join(f"{dtype} {'x'.join(map(str, size)) or '1'}" for dtype, size in sizes)
-            one = {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
-            last["finished" if ended else "pending"] = one
+            fields = {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
+            last["finished" if ended else "pending"] = fields
     return last

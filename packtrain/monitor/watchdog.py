@@ -1,6 +1,6 @@
 """The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
 
-There is one, in the process that serves the control channel, which calls `look` once a second. A rank may be without progress
+There is one, in the process that serves the control channel, which calls `diagnose` once a second. A rank may be without progress
 until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. After a minute without
 progress a notice names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and
 pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.monitor.channel import Server
-from packtrain.monitor.diagnosis import Diagnosis, RankState, diagnose, live_of, waiting_words
+from packtrain.monitor.diagnosis import Diagnosis, RankState, describe_waits, diagnose, live_among
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
 from packtrain.monitor.processes import UNKNOWN, ProcessState
 from packtrain.monitor.stacks import Collective, main_stack
@@ -43,62 +43,54 @@ _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
 _LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
-_LONGEST_LOOK_S = (
-    3  # a longer pause between two looks means that this process was suspended, not that ranks stood still
-)
+_LONGEST_PAUSE_S = 3  # a longer one between two looks means that this process was suspended, not that ranks stood still
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The reports of a rank; `message` is its last beat, `heard` the time of it, `since` when it last reported progress."""
+    """The reports of a rank; `beat` is its last one, `heard` the time of it, `since` when it last reported progress, `answer`
+    what it says of its stacks and collectives (fields of RankState), of which `text` is the dump."""
 
     host: str
     node: int
     since: float
-    message: Mapping[str, Any] = field(default_factory=dict)
+    beat: Mapping[str, Any] = field(default_factory=dict)
     heard: float | None = None
     process: ProcessState = UNKNOWN
     stopped: float | None = None
     text: str = ""
-    stack: tuple[str, ...] = ()
-    pending: Collective | None = None
-    finished: Collective | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
 
     def keep_answer(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
         """Keeps stacks and collectives; an empty text discards those that are out of date."""
-        last = collectives or {}
-        self.text, self.stack = text, main_stack(text)
-        self.pending, self.finished = (one and Collective(**one) for one in (last.get("pending"), last.get("finished")))
+        last = {name: value and Collective(**value) for name, value in (collectives or {}).items()}
+        self.text, self.answer = text, {"stack": main_stack(text), **last}
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
-    """The file of a rank's stacks."""
     return logs / f"stacks-rank-{rank:05d}.txt"
 
 
 class Watchdog:
-    """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread."""
+    """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread.
+
+    `end` is why all ranks are to end themselves; it is set only if no launcher of packtrain would end them.
+    """
 
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
-        now = time.monotonic()
         self._machines, self._limits, self._logs = machines, limits, logs
-        self._suspended_s, self._looked = 0.0, now
+        self._looked = now = time.monotonic()
         self._ranks = {rank: _Rank(host, node, now) for node, (host, ranks) in enumerate(machines) for rank in ranks}
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
-        self._asked: float | None = None  # when all were last asked for stacks and collectives
+        self._asked = -1e9  # when all were last asked for stacks and collectives
         self._noticed: tuple[Any, ...] = ()
-        self._found: Diagnosis | None = None
-        self.end: str = ""
-        """The reason why all ranks are to end themselves; set only if no launcher of packtrain would end them."""
+        self._diagnosis: Diagnosis | None = None
+        self.end = ""
         stacks = [stacks_of(logs, rank) for rank in self._ranks]
-        for of_an_earlier_run in (logs / DIAGNOSIS, logs / RANKS, *stacks):
+        for earlier in (logs / DIAGNOSIS, logs / RANKS, *stacks):
             with suppress(OSError):
-                of_an_earlier_run.unlink()
-
-    def _now(self) -> float:
-        """A clock in seconds that does not count the time in which this process was suspended."""
-        return time.monotonic() - self._suspended_s
+                earlier.unlink()
 
     # -- reports
 
@@ -107,51 +99,49 @@ class Watchdog:
         server.serve("beat", self.hear)
         server.serve("ranks", self.show)
 
-    def hear(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def hear(self, beat: Mapping[str, Any]) -> dict[str, Any]:
         """Takes a beat (Heartbeat.message); answers whether stacks are wanted (`ask`), and why the rank is to `end`, if it is."""
         with self._lock:
-            one = self._ranks.get(message["rank"])
-            if one is None:
-                return {"ask": False, "end": f"there is no rank {message['rank']} in this run"}
-            one.heard, one.host = self._now(), one.host or message["host"]
-            if message["changes"] != one.message.get("changes"):
-                one.since = one.heard
-                one.keep_answer("")  # the rank moved on: its stack is out of date
-            if "stacks" in message:
-                one.keep_answer(message["stacks"], message["collectives"])
-            if "ended" in message:
-                one.process = ProcessState(
-                    message["pid"], "gone", message["ended"], reported=True, lost=message["lost"]
-                )
-            one.message = message
-            return {"ask": self._is_asked(one), "end": self.end or None}
+            rank = self._ranks.get(beat["rank"])
+            if rank is None:
+                return {"ask": False, "end": f"there is no rank {beat['rank']} in this run"}
+            rank.heard, rank.host = time.monotonic(), rank.host or beat["host"]
+            if beat["changes"] != rank.beat.get("changes"):
+                rank.since = rank.heard
+                rank.keep_answer("")  # the rank moved on: its stack is out of date
+            if "stacks" in beat:
+                rank.keep_answer(beat["stacks"], beat["collectives"])
+            if "ended" in beat:
+                rank.process = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
+            rank.beat = beat
+            return {"ask": self._is_asked(rank), "end": self.end or None}
 
-    def processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
+    def take_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
         with self._lock:
-            self._launchers[node] = self._now()
-            for rank, state in states.items():
-                one = self._ranks.get(rank)
-                if one is not None and not one.process.reported:  # the rank's own report says more
-                    one.process = state
-                    one.stopped = (one.stopped or self._now()) if state.state == "stopped" else None
+            self._launchers[node] = time.monotonic()
+            for number, state in states.items():
+                rank = self._ranks.get(number)
+                if rank is not None and not rank.process.reported:  # the rank's own report says more
+                    rank.process = state
+                    rank.stopped = (rank.stopped or time.monotonic()) if state.state == "stopped" else None
 
-    def stacks(self, node: int, texts: Mapping[int, str]) -> None:
-        """Takes stacks that the launcher of machine `node` had faulthandler dump."""
+    def take_stacks(self, texts: Mapping[int, str]) -> None:
+        """Takes stacks that a launcher had faulthandler dump."""
         with self._lock:
-            for rank, text in texts.items():
-                if rank in self._ranks and not self._ranks[rank].text:
-                    self._ranks[rank].keep_answer(text)
+            for number, text in texts.items():
+                if number in self._ranks and not self._ranks[number].text:
+                    self._ranks[number].keep_answer(text)
 
     def wanted_stacks(self, node: int) -> list[int]:
         """The ranks of machine `node` that were asked for their stacks and did not answer: their launcher is to dump them."""
-        if self._asked is None or self._now() - self._asked < STACK_ANSWER_S:
+        if time.monotonic() - self._asked < STACK_ANSWER_S:
             return []
-        ours = [(rank, one) for rank, one in self._ranks.items() if one.node == node]
-        return [rank for rank, one in ours if self._is_asked(one) and one.process.state != "gone"]
+        ours = [(number, rank) for number, rank in self._ranks.items() if rank.node == node]
+        return [number for number, rank in ours if self._is_asked(rank) and rank.process.state != "gone"]
 
-    def _is_asked(self, one: _Rank) -> bool:
-        return not one.text and self._asked is not None and self._now() - self._asked < self._answer_limit_s()
+    def _is_asked(self, rank: _Rank) -> bool:
+        return not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
 
     def _answer_limit_s(self) -> float:
         """Seconds for ranks to answer themselves, and then for their launchers to dump the stacks of the others."""
@@ -160,36 +150,26 @@ class Watchdog:
     # -- states
 
     def states(self) -> list[RankState]:
-        """The states of all ranks."""
         with self._lock:
-            return [self._state(rank, one, self._now()) for rank, one in sorted(self._ranks.items())]
+            return [self._state(number, rank, time.monotonic()) for number, rank in sorted(self._ranks.items())]
 
-    def _state(self, rank: int, one: _Rank, now: float) -> RankState:
-        reported: dict[str, Any] = (
-            {name: one.message[name] for name in _BEAT_FIELDS} if one.message else {"pid": one.process.pid}
-        )
-        heard_s = None if one.heard is None else round(max(now - one.heard, 0.0), 1)
-        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - one.since, 0.0)
-        return RankState(
-            rank,
-            one.host,
-            **reported,
-            heard_s=heard_s,
-            still_s=round(still_s, 1),
-            stopped_s=now - one.stopped if one.stopped else 0.0,
-            process=one.process,
-            stack=one.stack,
-            pending=one.pending,
-            finished=one.finished,
-        )
+    def _state(self, number: int, rank: _Rank, now: float) -> RankState:
+        reported: dict[str, Any] = {"pid": rank.process.pid}
+        if rank.beat:
+            reported = {name: rank.beat[name] for name in _BEAT_FIELDS}
+        heard_s = None if rank.heard is None else round(max(now - rank.heard, 0.0), 1)
+        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - rank.since, 0.0)
+        stopped_s = now - rank.stopped if rank.stopped else 0.0
+        times: dict[str, Any] = {"heard_s": heard_s, "still_s": round(still_s, 1), "stopped_s": stopped_s}
+        return RankState(number, rank.host, **reported, **times, process=rank.process, **rank.answer)
 
     def trains(self) -> bool:
         """Whether any rank has begun to train."""
-        return any(one.phase not in BEFORE_TRAINING for one in self.states())
+        return any(state.phase not in BEFORE_TRAINING for state in self.states())
 
-    def waiting(self, but: Collection[int] = ()) -> tuple[str, ...]:
+    def describe_waits(self, but: Collection[int] = ()) -> tuple[str, ...]:
         """What the ranks do, in words, except those in `but`."""
-        return waiting_words([one for one in self.states() if one.rank not in but])
+        return describe_waits([state for state in self.states() if state.rank not in but])
 
     # -- conclusions
 
@@ -198,120 +178,122 @@ class Watchdog:
 
         None also once a rank has ended with an error or died: the end of the run then has that cause (`aftermath`).
         """
-        gap, self._looked = time.monotonic() - self._looked, time.monotonic()
-        self._suspended_s += gap if gap > _LONGEST_LOOK_S else 0
+        pause_s, self._looked = time.monotonic() - self._looked, time.monotonic()
+        if pause_s > _LONGEST_PAUSE_S:
+            with self._lock:
+                for rank in self._ranks.values():
+                    rank.since, rank.heard = self._looked, rank.heard and self._looked
         states = self.states()
-        if self._found or any(one.dead or one.failed or one.process.lost for one in states):
-            return self._found
-        live = live_of(states)
-        found, still_s = self._standstill(states)
-        if found is None:
+        if self._diagnosis or any(state.dead or state.failed or state.process.lost for state in states):
+            return self._diagnosis
+        live = live_among(states)
+        diagnosis, still_s = self._standstill(states)
+        if diagnosis is None:
             return None
-        culprits = [one for one in live if one.rank in found.ranks] or live
-        limit_s = min(
-            max(self._limits.deadline_s(one.phase) for one in culprits),
-            {"stopped": STOPPED_S, "ended": _ENDED_LIMIT_S}.get(found.cause, float("inf")),
-        )
+        culprits = [state for state in live if state.rank in diagnosis.ranks] or live
+        deadline_s = max(self._limits.deadline_s(state.phase) for state in culprits)
+        limit_s = min(deadline_s, {"stopped": STOPPED_S, "ended": _ENDED_LIMIT_S}.get(diagnosis.cause, deadline_s))
         notice_s = _notice_s(live, NOTICE_S)
-        notice_is_near = notice_s - _ASK_AHEAD_S <= still_s <= notice_s + _ASK_AHEAD_S
-        if notice_is_near or still_s >= limit_s - _ASK_AHEAD_S:
+        if abs(still_s - notice_s) <= _ASK_AHEAD_S or still_s >= limit_s - _ASK_AHEAD_S:
             self._ask(live, _ASK_AGAIN_S)
-        if still_s >= limit_s and self._have_answered(live):
+        if not self._have_answered(live):
+            return None
+        if still_s >= limit_s:
             return self._conclude(diagnose(self.states()))
         # no notice while all ranks compute, as in a slow first step: nobody waits for anybody
-        waits = found.cause == "storage" or any(one.waits_for_others for one in live)
-        if still_s >= notice_s and self._have_answered(live) and waits:
-            mark = (found.ranks, *(one.progress for one in culprits))
-            if mark != self._noticed:
-                print(f"{found.what}; the run is ended for it at {limit_s:.0f} s", file=sys.stderr, flush=True)
-            self._noticed = mark
+        waits = diagnosis.cause == "storage" or any(state.waits_for_others for state in live)
+        if still_s >= notice_s and waits:
+            notice = (diagnosis.ranks, *(state.progress for state in culprits))
+            if notice != self._noticed:
+                print(f"{diagnosis.what}; the run is ended for it at {limit_s:.0f} s", file=sys.stderr, flush=True)
+            self._noticed = notice
         return None
 
     def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float]:
         """Why no rank makes progress, and for how many seconds; (None, 0) if a rank that does not wait makes some."""
-        live = live_of(states)
-        broken = any(one.dead or one.process.state == "stopped" for one in states)
-        if not broken and not (live and all(one.waits or one.still_s >= _DOCTOR_STALL_S for one in live)):
+        live = live_among(states)
+        broken = any(state.dead or state.process.state == "stopped" for state in states)
+        if not broken and not (live and all(state.waits or state.still_s >= _DOCTOR_STALL_S for state in live)):
             return None, 0
-        found = diagnose(states)
-        culprits = [one for one in live if found and one.rank in found.ranks] or live
-        return found, min((one.stopped_s or one.still_s for one in culprits), default=0)
+        diagnosis = diagnose(states)
+        culprits = [state for state in live if diagnosis and state.rank in diagnosis.ranks] or live
+        return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0)
 
     def aftermath(self) -> Diagnosis | None:
         """Why ranks of a run died; None if that is not known, or if they reported their errors themselves."""
-        found = None if self._found else diagnose(self.states())
-        if found is not None and found.cause in ("memory", "died", "ended"):
-            self._conclude(found)
-        return self._found
+        diagnosis = None if self._diagnosis else diagnose(self.states())
+        if diagnosis is not None and diagnosis.cause in ("memory", "died", "ended"):
+            self._conclude(diagnosis)
+        return self._diagnosis
 
     def _ask(self, states: Sequence[RankState], fresh_s: float) -> None:
         """Asks for stacks and collectives, unless that was done in the last `fresh_s` seconds."""
         with self._lock:
-            if self._asked is None or self._now() - self._asked > fresh_s:
-                self._asked = self._now()
-                for one in states:
-                    self._ranks[one.rank].keep_answer("")
+            if time.monotonic() - self._asked > fresh_s:
+                self._asked = time.monotonic()
+                for state in states:
+                    self._ranks[state.rank].keep_answer("")
 
     def _have_answered(self, states: Sequence[RankState]) -> bool:
         """Whether all ranks answered, or had the time to."""
-        silent = [one for one in states if not self._ranks[one.rank].text and one.process.state != "stopped"]
-        return not silent or (self._asked is not None and self._now() - self._asked > self._answer_limit_s())
+        silent = [state for state in states if not self._ranks[state.rank].text and state.process.state != "stopped"]
+        return not silent or time.monotonic() - self._asked > self._answer_limit_s()
 
-    def _conclude(self, found: Diagnosis | None) -> Diagnosis | None:
+    def _conclude(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
         """Writes the diagnosis and the stacks to logs/; returns the diagnosis."""
-        self._found = found
-        if found is not None:
-            self._keep_stacks()
-            self.keep("\n".join(found.lines))
-        return found
+        self._diagnosis = diagnosis
+        if diagnosis is not None:
+            self._write_stacks()
+            self.write_diagnosis("\n".join(diagnosis.lines))
+        return diagnosis
 
-    def _keep_stacks(self) -> None:
-        with self._lock:
-            pending = {rank: f"-- pending: {one.pending}\n" for rank, one in self._ranks.items() if one.pending}
-            texts = {rank: f"{one.text}\n{pending.get(rank, '')}" for rank, one in self._ranks.items() if one.text}
+    def _write_stacks(self) -> None:
+        texts = {}
+        for state in self.states():
+            if text := self._ranks[state.rank].text:
+                pending = f"-- pending: {state.pending}\n" if state.pending else ""
+                texts[state.rank] = f"{text}\n{pending}"
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
 
-    def keep(self, diagnosis: str) -> None:
+    def write_diagnosis(self, diagnosis: str) -> None:
         """Writes a diagnosis to logs/, where packtrain doctor finds it."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
 
     # -- for packtrain doctor
 
-    def show(self, wish: Mapping[str, Any]) -> dict[str, Any]:
+    def show(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The state of every rank; with `stacks`, or if the ranks stand still, it asks them for stacks first.
 
-        It reports a stall sooner than `look` does.
+        It reports a stall sooner than `diagnose` does.
         """
         states = self.states()
-        live, (found, still_s) = live_of(states), self._standstill(states)
-        stalled = found and (
-            found.cause in ("memory", "died", "stopped") or still_s >= _notice_s(live, _DOCTOR_STALL_S)
-        )
-        if wish.get("stacks") or stalled:
+        live, (diagnosis, still_s) = live_among(states), self._standstill(states)
+        ended = diagnosis and diagnosis.cause in ("memory", "died", "stopped")
+        stalled = diagnosis and (ended or still_s >= _notice_s(live, _DOCTOR_STALL_S))
+        if request.get("stacks") or stalled:
             self._ask(live, self._answer_limit_s())
             while not self._have_answered(live):
                 time.sleep(0.1)
-        found = self._found or (diagnose(self.states()) if stalled else None)
-        if wish.get("stacks"):
-            self._keep_stacks()
-        return self.to_json(found)
+        if request.get("stacks"):
+            self._write_stacks()
+        return self.to_json(self._diagnosis or (diagnose(self.states()) if stalled else None))
 
-    def to_json(self, found: Diagnosis | None = None) -> dict[str, Any]:
+    def to_json(self, diagnosis: Diagnosis | None = None) -> dict[str, Any]:
         """Plain containers: `ranks` (RankState), `machines` (host, ranks, seconds since its launcher was heard) and `diagnosis`."""
-        heard = {node: round(self._now() - at, 1) for node, at in self._launchers.items()}
+        heard = {node: round(time.monotonic() - at, 1) for node, at in self._launchers.items()}
         machines = [
             {"host": host, "ranks": list(ranks), "heard_s": heard.get(node)}
             for node, (host, ranks) in enumerate(self._machines)
         ]
-        diagnosis = found and {"cause": found.cause, "ranks": list(found.ranks), "lines": found.lines}
-        return {"ranks": [asdict(one) for one in self.states()], "machines": machines, "diagnosis": diagnosis}
+        fields = diagnosis and {"cause": diagnosis.cause, "ranks": list(diagnosis.ranks), "lines": diagnosis.lines}
+        return {"ranks": [asdict(state) for state in self.states()], "machines": machines, "diagnosis": fields}
 
     def close(self) -> None:
         """Writes the last states of the ranks to logs/, for packtrain doctor after the run."""
-        in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._found)), None)
+        in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._diagnosis)), None)
 
 
 def _notice_s(live: Sequence[RankState], least_s: float) -> float:
     """Seconds of standstill worth reporting: `least_s` and some usual steps; at least NOTICE_S while no step is known."""
-    usual_s = max((one.usual_s for one in live), default=0)
+    usual_s = max((state.usual_s for state in live), default=0)
     return max(least_s if usual_s else NOTICE_S, _USUAL_STEPS * usual_s)

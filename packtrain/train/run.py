@@ -77,7 +77,7 @@ from packtrain.train.sync.checks import (
     connect,
     limit_collectives,
 )
-from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
+from packtrain.train.sync.store_barrier import Peers, join, preparing_s
 from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
@@ -148,12 +148,10 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     warnings_to(log)
     retries.listeners.append(log.warn)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
-    with telling(peers):
-        trainer, checkpoint = _prepare(run, started)
+    trainer, checkpoint = _prepare(run, started)
     if checkpoint is not None:
-        limit_collectives(
-            config.topology.checkpoint_timeout
-        )  # until the first step, since ranks finish reading at different times
+        # until the first step, since ranks finish reading at different times
+        limit_collectives(TimeLimits(config.topology.step_timeout).collective_s("checkpoint"))
     early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
@@ -230,8 +228,7 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
     from packtrain.train.verify.measure import verify
 
-    with telling(peers):
-        return verify(config, ranks, peers)
+    return verify(config, ranks, peers)
 
 
 def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
@@ -275,7 +272,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         autocast=prepared.precision.autocast,
         backend=prepared.backend.backend.name if prepared.backend else None,
         optim=config.optim,
-        limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
+        limits=TimeLimits(config.topology.step_timeout),
         spikes=_spike_rules(run, data),
         largest_first=tries_largest(config.trainer, ranks),
     )
@@ -402,7 +399,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
 def _wait_for_all(run: Run, stage: str) -> None:
     """A barrier by the store, for as long as any rank makes progress: a collective would have a time limit."""
     if run.peers:
-        run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
+        run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.step_timeout))
 
 
 def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exit
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
@@ -102,7 +102,7 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
             time.sleep(_LOOK_S)
     if EXIT_DIR in os.environ:  # a launcher of ours waits for them
         for rank, code in ends.items():
-            leave(Path(os.environ[EXIT_DIR]), rank, ended=code)
+            write_exit(Path(os.environ[EXIT_DIR]), rank, ended=code)
     return 1 if failed else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,6 @@ ROW = '{"messages": [{"role": "user", "content": "Say %s."}, {"role": "assistant
 
 def prepared(folder: Path) -> Path:
     """A folder with a config, and two places with other data under the same name."""
-    (folder / "broken").mkdir()
-    (folder / "broken" / "data.jsonl").write_text('{"messages": []}\n')
     for place in ("same", "other"):
         (folder / place).mkdir()
         said = ["one", "two", "three", "four" if place == "same" else "five"]
@@ -107,17 +104,6 @@ def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Pa
     forked.run(arguments, env, cwd, outputs)
 
 
-def _unable_to_save(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
-    from packtrain.errors import UserError
-    from packtrain.train import run
-
-    def refuse(*_: object, **__: object) -> None:
-        raise UserError("the tokenizer cannot be saved: it has a lambda", where="model.tokenizer")
-
-    run.try_saving = refuse
-    forked.run(arguments, env, cwd, outputs)
-
-
 Launches = dict[str, tuple[Path, list[tuple[int, str]]]]
 
 
@@ -125,11 +111,8 @@ Launches = dict[str, tuple[Path, list[tuple[int, str]]]]
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     """All launches to their end, at once: folder, exit codes and what the processes said."""
     place = {
-        name: prepared(tmp_path_factory.mktemp(name))
-        for name in ("config", "disk", "data", "sft", "verify", "size", "foreign", "saving", "broken")
+        name: prepared(tmp_path_factory.mktemp(name)) for name in ("config", "disk", "data", "sft", "verify", "size")
     }
-    (place["foreign"] / "run").mkdir()
-    (place["foreign"] / "run" / "metrics.jsonl").write_text("someone's")
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     jobs = {
         "config": launch(place["config"], 2, "sft", odd=("optim.learning_rate=1e-3",), odd_env=alone),
@@ -137,9 +120,6 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
         "data": launch(place["data"], 2, "sft", place="other"),
         "sft": launch(place["sft"], 3, "sft", begin=_with_other_seed),
         "verify": launch(place["verify"], 2, "verify", begin=_with_other_seed),
-        "foreign": launch(place["foreign"], 2, "sft"),
-        "saving": launch(place["saving"], 3, "sft", begin=_unable_to_save),
-        "broken": launch(place["broken"], 2, "sft", place="broken"),
         "size": launch(
             place["size"],
             2,
@@ -198,23 +178,3 @@ def test_checkpoints_on_disks_that_are_not_shared_are_refused_before_training(la
     assert "trainer.checkpoint_every=null" in ended[0][1]
     assert not (folder / "same/run/metrics.jsonl").exists()
     assert not list((folder / "same/run/logs").glob(".seen*"))
-
-
-@pytest.mark.parametrize(
-    ("refused", "words"),
-    [("foreign", "metrics.jsonl"), ("saving", "model.tokenizer: the tokenizer cannot be saved: it has a lambda")],
-)
-def test_what_the_first_process_alone_is_refused_for_is_told_to_all_at_once(
-    refused: str, words: str, launches: Launches
-) -> None:
-    """All end with its exit code, which they would not if they waited for it: join_timeout and others are ten minutes."""
-    assert words in told_once(launches[refused][1], 2)
-
-
-def test_what_another_process_is_refused_for_is_said_by_the_first_with_its_place(launches: Launches) -> None:
-    (code, first), (other, second) = launches["broken"][1]
-    assert code == other == 2
-    assert (
-        f"rank 1 on {socket.gethostname()}, " in first
-        and first.replace(f"rank 1 on {socket.gethostname()}, ", "") == second
-    )

@@ -100,7 +100,7 @@ GO_ON = {"slow": "written", "slow evaluation": "evaluated"}
 HEALTHY = "healthy"
 BEFORE_TRAINING = ("data", "interface", "loopback")
 CHANGES = {
-    "storage": ["trainer.checkpoint_every=2", f"topology.checkpoint_timeout={STEP_S}"],
+    "storage": ["trainer.checkpoint_every=2", f"topology.step_timeout={STEP_S * 2 // 3}"],
     "slow": ["trainer.checkpoint_every=2"],
     "slow evaluation": ["data.eval=eval.jsonl"],
     HEALTHY: ["topology.gpus_per_node=2"],

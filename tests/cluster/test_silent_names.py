@@ -54,22 +54,6 @@ def test_a_silent_name_server_is_told_and_the_processes_wait_less_for_it(made: T
     assert "RES_OPTIONS timeout:1 attempts:1" in ran.text
 
 
-def test_options_of_the_user_stay_and_names_in_the_hosts_file_are_asked_of_nobody(made: TwoHosts, folder: Path) -> None:
-    ran = run(made, folder, *SMALL, RES_OPTIONS="timeout:2 attempts:1")
-    assert ran.wait() == 0, ran.text
-    assert f"{SILENT}, and torch asks it at each connection: it waits as long as RES_OPTIONS='timeout:2" in ran.text
-    assert "RES_OPTIONS timeout:2 attempts:1" in ran.text
-    made.name_resolves(2, "here", "::ffff:127.0.0.1")
-    ran = run(
-        made,
-        folder,
-        "-c",
-        "from packtrain.plan.network_settings import silence_for; print([silence_for('127.0.0.1')])",
-        host=2,
-    )
-    assert (ran.wait(), ran.text) == (0, "['']\n")
-
-
 def test_env_warns_of_it(made: TwoHosts, folder: Path) -> None:
     script = "from packtrain.diagnose import env; env.NAME_S = 60; "  # a busy machine is slow to ask
     script += "print(env.check_all(*env.gather(lambda: None)))"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtrain.monitor.processes import seen
+from packtrain.monitor.processes import life_of
 from tests.cluster.small_launch import PRELOAD, SMALL, at_work
 from tests.cluster.two_hosts import ENDED_S, LONG_S
 
@@ -122,8 +122,7 @@ def start(
     (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     with_torch = worker == WITH_TORCH and launcher == SMALL
     given = {PRELOAD: "torch.distributed"} if with_torch else {}
-    limits = [f"topology.{name}={step_timeout}" for name in ("step_timeout", "checkpoint_timeout")]
-    return at_work(folder, *launcher, *limits, **given)
+    return at_work(folder, *launcher, f"topology.step_timeout={step_timeout}", **given)
 
 
 def launch(folder: Path, body: str, step_timeout: int = LIMIT_S, launcher: tuple[str, ...] = SMALL) -> tuple[int, str]:
@@ -136,7 +135,7 @@ def launch(folder: Path, body: str, step_timeout: int = LIMIT_S, launcher: tuple
 def running(folder: Path) -> list[int]:
     """Workers that are still there."""
     pids = [int(file.read_text()) for file in folder.glob("pid-*")]
-    return [pid for pid in pids if seen(pid) != "gone"]
+    return [pid for pid in pids if life_of(pid) != "gone"]
 
 
 READS = """
@@ -230,7 +229,7 @@ def test_a_stalled_run_is_diagnosed_and_ended_within_its_limit(
     took = (folder / "out/logs/ranks.json").stat().st_mtime - float((folder / "since").read_text())
     assert process.returncode == 4
     assert not running(folder)
-    assert took < LIMIT_S + ENDED_S, took
+    assert took < (3 if name == "checkpoint" else 1) * LIMIT_S + ENDED_S, took
     assert stderr.endswith((folder / "out/logs/diagnosis.txt").read_text())
     for one in said:
         assert one in stderr
@@ -245,14 +244,6 @@ KILLED = """
     Path("since").write_text(str(time.time()))
     told()
     if rank == 1: os.kill(me, signal.SIGKILL)
-    meet(4)
-"""
-EATS = """
-    heartbeat.enter("forward", step=4)
-    Path("since").write_text(str(time.time()))
-    told()
-    if rank == 1:
-        eaten = [bytearray(os.urandom(2**20)) * 16 for _ in range(200)]
     meet(4)
 """
 RAISES = """
@@ -327,19 +318,6 @@ def test_a_crash_is_named_with_the_stack_at_which_it_was(tmp_path: Path) -> None
     )
     assert stderr.count("in in_a_kernel") == 1
     assert "Fatal Python error" in (tmp_path / "out/logs/stacks-rank-00001.txt").read_text()
-
-
-def test_a_rank_that_the_system_kills_for_want_of_memory_is_told_from_others(
-    group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GROUP", str(group))
-    code, stderr = launch(tmp_path, EATS, step_timeout=600)
-    assert code == 4, stderr
-    # the signal is not always written down in time, see above
-    assert re.match(
-        r"rank 1 on .* ended without an error message( \(SIGKILL\))?, in the forward pass of step 4", stderr
-    ), stderr
-    assert "the system killed it because memory ran out" in stderr
 
 
 LEAVES = """
@@ -425,12 +403,23 @@ def test_a_slow_rank_on_a_machine_at_its_limit_is_no_stall(tmp_path: Path) -> No
     assert (code, stderr) == (0, "")
 
 
-JOINS = """
-    heartbeat.enter("join", step=0)
-    with heartbeat.waiting("the others"):
-        time.sleep(7)
+FULL_DISK = """
+    logs = Path("out/logs")
+    if rank == 1:
+        names = ["stacks-rank-00000.txt", "stacks-rank-00001.txt", "diagnosis.txt", "launcher.log", "rank-00001.log"]
+        for name in [*names, ".ranks.json.partial"]:
+            os.mkfifo(logs / f"{name}.stalled")  # who opens it waits for ever
+            os.rename(logs / f"{name}.stalled", logs / name)
+    heartbeat.enter("checkpoint", step=3)
+    def _sync():
+        (logs / "rank-00001.log").write_text("weights")
+    if rank == 1: _sync()
+    group.all_reduce(name="barrier")
 """
 
 
-def test_a_wait_at_the_start_that_is_longer_than_a_step_may_take_ends_no_run(tmp_path: Path) -> None:
-    assert launch(tmp_path, JOINS, step_timeout=10) == (0, "")
+def test_a_run_whose_folder_is_on_a_stalled_disk_is_diagnosed_and_ended_all_the_same(tmp_path: Path) -> None:
+    code, stderr = launch(tmp_path, FULL_DISK)
+    assert code == 4, stderr
+    assert "rank 1 on " in stderr and "in the checkpoint after step 3" in stderr and "in _sync" in stderr
+    assert "slow or stalled storage" in stderr

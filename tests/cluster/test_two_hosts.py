@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.cluster.small_launch import ROOT
-from tests.cluster.two_hosts import ADDRESSES, ENDED_S, INTERFACE, LONG_S, Running, TwoHosts, both
+from tests.cluster.two_hosts import ENDED_S, LONG_S, Running, TwoHosts, both
 from tests.train.running import Run, base_config, train
 
 JOIN_S = 12
@@ -132,116 +132,11 @@ def test_two_machines_train_as_one_process_does_by_fsdp2(hosts: TwoHosts, folder
     assert "step" not in second.text
 
 
-@pytest.fixture(scope="module")
-def waits(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Running]:
-    """The faults that take their time, all at once: each with a port and a folder of its own."""
-    runs = {}
-
-    def start(name: str, host: int, number: int, *overrides: str) -> None:
-        folder = prepared(tmp_path_factory.mktemp(name.replace(" ", "-")))
-        runs[name] = sft(made, host, folder, f"topology.main_port={29600 + number}", *overrides)
-
-    script = "import socket, time; held = socket.create_server(('', 29602)); print('held', flush=True); time.sleep(600)"
-    runs["holder"] = made.start(1, "-c", script, cwd=tmp_path_factory.mktemp("holder"))
-    start("no machine 0", 2, 0)
-    start("no machine 1", 1, 1)
-    runs["holder"].until("held")
-    start("wrong address", 2, 4, "topology.main_address=10.88.0.99")
-    start("port taken", 1, 2, AT_ONCE)
-    start("port taken there", 2, 2, AT_ONCE)
-    start("still no machine 0", 2, 5, AT_ONCE)
-    start("still no machine 1", 1, 6, AT_ONCE)
-    made.name_resolves(2, "n1", "127.0.0.1")
-    start("name is loopback", 2, 3, AT_ONCE)
-    made.heal()
-    for name, run in runs.items():
-        if name.startswith("still"):
-            run.until("waiting ")
-            run.process.kill()
-        if name != "holder":
-            run.wait()
-    runs["holder"].process.kill()
-    runs["holder"].wait()
-    return runs
-
-
-def test_a_main_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
-    run = waits["no machine 0"]
+def test_a_main_machine_that_never_starts_is_named(hosts: TwoHosts, folder: Path) -> None:
+    run = sft(hosts, 2, folder)
     assert (run.wait(), run.took() < START_S) == (4, True)
-    refused = "connection refused"
-    assert re.search(rf"waiting \d+ s for machine 0 at n1:29605: {refused}", waits["still no machine 0"].text)
-    assert re.search(rf"machine 0 could not be reached at n1:29600 for \d+ s: {refused}", run.text)
-    assert "topology.node_rank=0" in run.text
-
-
-def test_an_address_of_nobody_is_named(waits: dict[str, Running]) -> None:
-    run = waits["wrong address"]
-    assert (run.wait(), run.took() < START_S) == (4, True)
-    assert re.search(r"could not be reached at 10.88.0.99:29604 for \d+ s: (timed out|no route to host)", run.text)
-
-
-def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
-    run = waits["no machine 1"]
-    assert (run.wait(), run.took() < START_S) == (4, True)
-    said = waits["still no machine 1"].text
-    assert re.search(r"waiting \d+ s for machine 1 \(ranks 2 and 3\): not connected; n1 is here", said)
-    assert f"machine 1 (ranks 2 and 3) did not connect to n1 within {JOIN_S} s" in run.text
-    assert "topology.node_rank=1" in run.text
-
-
-def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str, Running]) -> None:
-    here, there = waits["port taken"], waits["port taken there"]
-    assert (here.wait(), there.wait()) == (3, 3)
-    assert here.took() < START_S
-    assert there.took() < START_S
-    assert f"port 29602 is taken by process {waits['holder'].process.pid} (" in here.text
-    assert "topology.main_port=29612" in here.text
-    assert "at n1:29602 a program listens that does not answer" in there.text
-
-
-def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict[str, Running]) -> None:
-    run = waits["name is loopback"]
-    assert (run.wait(), run.took() < START_S) == (3, True)
-    assert "n1 is 127.0.0.1 here, an address of this machine itself, and no process listens there" in run.text
-    assert "topology.main_address" in run.text
-    assert "/etc/hosts" in run.text
-
-
-def test_two_machines_with_number_0_are_both_told_at_once(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, host, folder, AT_ONCE, node=0) for host in (1, 2)]
-    assert both(runs) == [3, 3], runs[1].text
-    assert f"two machines are number 0: n1 ({ADDRESSES[0]}) and n2 ({ADDRESSES[1]})" in runs[0].text
-    assert "topology.node_rank" in runs[1].text
-
-
-def test_machines_that_count_differently_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, 1, folder, AT_ONCE), sft(hosts, 2, folder, AT_ONCE, "topology.gpus_per_node=1")]
-    assert both(runs) == [3, 3]
-    assert all("do not have the same number of processes (n1: 2, n2: 1)" in run.text for run in runs)
-
-
-def test_one_machine_each_is_refused_where_they_are_numbered(hosts: TwoHosts, folder: Path) -> None:
-    run = sft(hosts, 2, folder, "topology.nodes=1")
-    assert run.wait() == 2
-    assert "machine 1 of 1" in run.text
-    assert "topology.node_rank" in run.text
-
-
-def test_two_runs_on_two_machines_do_not_share_a_folder(hosts: TwoHosts, folder: Path) -> None:
-    config = yaml.safe_load((folder / "run.yaml").read_text())
-    del config["topology"]
-    (folder / "alone.yaml").write_text(yaml.safe_dump(config))
-    alone = ("-m", "packtrain", "sft", "alone.yaml")
-    first = hosts.start(1, *alone, cwd=folder)
-    end = time.monotonic() + 60
-    while not (folder / "run/logs/lock").exists():
-        assert time.monotonic() < end, first.text
-        time.sleep(0.05)
-    second = hosts.start(2, *alone, cwd=folder)
-    assert second.wait() == 2
-    assert "a run of another machine is going on in" in second.text
-    first.process.kill()
-    first.wait()
+    assert re.search(r"waiting \d+ s for machine 0 at n1:29500: connection refused", run.text)
+    assert re.search(r"machine 0 could not be reached at n1:29500 for \d+ s: connection refused", run.text)
 
 
 def test_machines_with_another_config_or_package_are_told_which_key_and_version(hosts: TwoHosts, folder: Path) -> None:
@@ -255,37 +150,6 @@ def test_machines_with_another_config_or_package_are_told_which_key_and_version(
     assert both(runs) == [3, 3]
     assert all("optim.learning_rate: n2 has 0.5; n1 has 0.001" in run.text for run in runs)
     assert all(f"trl: n2 has 0.1.2; n1 has {version('trl')}" in run.text for run in runs)
-
-
-def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:
-    smi = folder / "bin/nvidia-smi"  # of a machine with two GPUs
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 81559; echo 81559\n")
-    smi.chmod(0o755)
-    path, visible = f"{smi.parent}:{os.environ['PATH']}", {1: "0,1", 2: "0"}
-    by_gpus = ("topology.gpus_per_node=null",)
-    by_number = ("topology.gpus_per_node=2", "topology.main_port=29510", "trainer.output_dir=other")
-    runs = [
-        sft(hosts, host, folder, *given, PATH=path, CUDA_VISIBLE_DEVICES=gpus)
-        for given in (by_gpus, by_number)
-        for host, gpus in visible.items()
-    ]
-    assert both(runs) == [3] * 4, [run.text for run in runs]
-    assert all("do not have the same number of GPUs (n1: 2, n2: 1)" in run.text for run in runs[:2])
-    assert all("2 GPUs on each machine are needed, but some have fewer (n2: 1)" in run.text for run in runs[2:])
-    assert all("Set topology.gpus_per_node=1 on every machine" in run.text for run in runs)
-
-
-def test_a_foreign_launch_with_the_number_of_one_machine_is_refused(hosts: TwoHosts, folder: Path) -> None:
-    common = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"]
-    common += ["--main_process_ip", "n1", "--main_process_port", "29520", "--same_network"]
-    common += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    script = ["-m", "packtrain", "sft", "run.yaml", "topology=env", "topology.nodes=2", "topology.gpus_per_node=2"]
-    runs = [hosts.start(host, *common, "--machine_rank", str(host - 1), *script, cwd=folder) for host in (1, 2)]
-    assert 0 not in both(runs)
-    assert all("but the launch has 2 machines, 1 process on each" in run.text for run in runs)
-    assert all("exitcode  : 3" in run.text for run in runs)  # torchrun's own is 1 for everything
-    assert not (folder / "run/metrics.jsonl").exists()
 
 
 def test_a_lost_link_is_named_on_both_sides_long_before_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
@@ -312,16 +176,6 @@ def test_a_failing_process_ends_the_other_machine_with_its_code_and_its_words(ho
     assert "n2, rank 1:   bad data" in runs[0].text
 
 
-def test_a_killed_process_is_named_and_the_others_end_at_once(hosts: TwoHosts, folder: Path) -> None:
-    runs = small(hosts, folder)
-    training(runs[0], folder)
-    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-    killed = time.monotonic()
-    assert both(runs) == [4, 4]
-    assert time.monotonic() - killed < ENDED_S
-    assert re.search(r"(rank 1 on n2 .*|n2, rank 1) ended without an error message", runs[0].text)
-
-
 def test_a_killed_launcher_leaves_nothing_behind_and_is_named(hosts: TwoHosts, folder: Path) -> None:
     runs = small(hosts, folder)
     training(runs[0], folder)
@@ -343,12 +197,6 @@ def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folde
     assert (folder / "run/logs/diagnosis.txt").read_text() in runs[0].text
 
 
-def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, host, folder, AT_ONCE, "+topology.environment.GLOO_SOCKET_IFNAME=ib0") for host in (1, 2)]
-    assert both(runs) == [3, 3]
-    assert all("GLOO_SOCKET_IFNAME" in run.text and "ib0" in run.text and INTERFACE in run.text for run in runs)
-
-
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts: TwoHosts, folder: Path, asked: int) -> None:
     runs = small(hosts, folder)
@@ -358,3 +206,33 @@ def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts: TwoHosts, 
     assert f"stop asked by SIGTERM on n{asked + 1}" in runs[1 - asked].text
     assert "checkpoint" in runs[0].text
     assert "checkpoint" in (folder / "run/logs/rank-00001.log").read_text()
+
+
+STALLS = """
+    while True:
+        group.heartbeat.enter("data", step=4)
+        group.heartbeat.usual_s = 0.01
+        if rank == 1: time.sleep(1000)
+        group.heartbeat.enter("backward")
+        group.all_reduce()
+"""
+
+
+def test_doctor_on_another_machine_names_the_rank_and_shows_what_all_are_doing(hosts: TwoHosts, folder: Path) -> None:
+    (folder / "worker.py").write_text(
+        WORKER.replace("    for step in range(10**6):\n", f"{STALLS}    for step in ():\n")
+    )
+    runs = small(hosts, folder, "topology.step_timeout=600")
+    said, end = "", time.monotonic() + LONG_S
+    while "likely cause: reading the data" not in said or said.count("it does not answer"):
+        assert time.monotonic() < end, said
+        doctor = hosts.start(2, "-m", "packtrain", "doctor", "run", "--stacks", cwd=folder)
+        code, said = doctor.wait(), doctor.text
+    assert code == 4
+    assert "rank 1 on n2" in said and "rank 0 on n1 waits in gloo:all_reduce number 1" in said
+    for rank in (0, 1):
+        assert "in work" in said.partition(f"stack of rank {rank} on n{rank + 1}")[2]
+    assert [run.process.poll() for run in runs] == [None, None]  # they go on
+    for run in runs:
+        run.process.kill()
+        run.wait()

@@ -223,15 +223,15 @@ def with_a_stalled_disk(*given: Any) -> None:
 
 
 def test_a_write_that_never_returns_is_told_and_ends_the_run_with_a_diagnosis(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer=EVERY_2, topology={"checkpoint_timeout": 10})
+    config = base_config(tmp_path, trainer=EVERY_2, topology={"step_timeout": 10})
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     result = packtrain("sft", str(path), begin=with_a_stalled_disk, expect=4)
     told = result.stdout.count("waiting for the checkpoint in ")
-    assert 2 <= told <= 3 and f"{tmp_path}/run/checkpoints/.step-000002.partial, which has been" in result.stdout
+    assert 2 <= told <= 5 and f"{tmp_path}/run/checkpoints/.step-000002.partial, which has been" in result.stdout
     said, cause, _, call = result.stderr.splitlines()[:4]
     assert "stands still: for" in said and said.endswith("in the checkpoint after step 4, no progress")
     assert "slow or stalled storage" in cause and call.endswith("in <lambda>"), call
-    assert "topology.checkpoint_timeout" in result.stderr
+    assert "topology.step_timeout" in result.stderr
     assert (tmp_path / "run" / "logs" / "diagnosis.txt").read_text() == result.stderr
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.run_lock import LOCK
+from packtrain.launch.attempt import LOCK
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json

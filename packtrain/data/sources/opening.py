@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TextIO, cast
 import pyarrow as pa
 
 from packtrain.errors import UserError
-from packtrain.monitor.retries import opened
 
 PACKED = (".gz", ".zst")
 _UTF8 = "utf-8-sig"
@@ -31,11 +30,11 @@ def open_bytes(path: Path) -> BinaryIO:
     """The file, decompressed where its name ends in one of PACKED."""
     name = path.name.lower()
     if name.endswith(".gz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=opened(path)))
+        return cast(BinaryIO, gzip.open(path))
     if name.endswith(".zst"):
         unpacked: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
         return io.BufferedReader(unpacked, 1 << 20)
-    return cast(BinaryIO, opened(path))
+    return open(path, "rb", 1 << 20)
 
 
 def _encoding(path: Path) -> tuple[str, bytes]:

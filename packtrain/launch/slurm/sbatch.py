@@ -48,7 +48,7 @@ class Job:
     @property
     def config(self) -> str | None:
         """The path of the config, or its name; None where the arguments are all overrides."""
-        return next((one for one in self.arguments[:1] if "=" not in one or Path(one).is_file()), None)
+        return next((first for first in self.arguments[:1] if "=" not in first or Path(first).is_file()), None)
 
     @property
     def is_sweep(self) -> bool:
@@ -82,26 +82,24 @@ def plan_job(job: Job) -> LaunchPlan:
     topology = job.topology
     asked = count_gpus(topology)
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)
-    named = "nodelist" in parse_options(topology.sbatch)
     own = "Slurm names and numbers the machines of a job, when it starts: take the key away"
-    for wrong, key, what in (
-        (topology.kind in ("env", "manual"), "topology.kind", own),
-        (topology.node_rank is not None, "topology.node_rank", own),
-        (topology.main_address is not None and not named, "topology.main_address", own),
-        (topology.nodes is None, "topology.nodes", "how many machines the job wants is not known: set it"),
-        (not per_node, GPUS_PER_NODE, "how many GPUs of a machine the job wants is not known: set it"),
-        (
-            any(point.config.topology != topology for point in job.points),
-            "topology",
-            "the points of a sweep are one job array, with the same machines for all of them: submit one for each topology",
-        ),
-    ):
+    problems = [(topology.kind in ("env", "manual"), "topology.kind", own)]
+    problems += [(topology.node_rank is not None, "topology.node_rank", own)]
+    named = "nodelist" in parse_options(topology.sbatch)
+    problems += [(topology.main_address is not None and not named, "topology.main_address", own)]
+    unknown = "how many {} the job wants is not known: set it"
+    problems += [(topology.nodes is None, "topology.nodes", unknown.format("machines"))]
+    problems += [(not per_node, GPUS_PER_NODE, unknown.format("GPUs of a machine"))]
+    differ = (
+        "the points of a sweep are one job array, with the same machines for all of them: submit one for each topology"
+    )
+    problems += [(any(point.config.topology != topology for point in job.points), "topology", differ)]
+    for root in (str(job.run_folder(point).root) for point in job.points):
+        broken = f"the path {root!r} has a line break, which Slurm's options cannot have"
+        problems += [("\n" in root, "trainer.output_dir", broken)]
+    for wrong, key, what in problems:
         if wrong:
             raise UserError(what, where=key)
-    for point in job.points:
-        if "\n" in (root := str(job.run_folder(point).root)):
-            what = f"the path {root!r} has a line break, which Slurm's options cannot have"
-            raise UserError(what, where="trainer.output_dir")
     there = Surroundings(gpus=0 if asked == 0 else per_node or 1)
     known = replace(topology, gpus_per_node=per_node)
     plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
@@ -133,8 +131,8 @@ def script(job: Job, plan: LaunchPlan) -> str:
         "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
     }
     source = FileSystemLoader(shipped("slurm"))
-    made = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return made.get_template(TEMPLATE).render(**values) + "\n"
+    templates = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return templates.get_template(TEMPLATE).render(**values) + "\n"
 
 
 def summary(job: Job, plan: LaunchPlan) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,12 +15,12 @@ from packtrain.config.rules.slurm import parse_options
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
-from packtrain.launch.inputs import inputs
+from packtrain.launch.attempt import inputs
 from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
 from packtrain.wording import shortened, whole
 
 _TIMEOUT_S = 120
-_ASKED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": _TIMEOUT_S, "check": False}
+_CAPTURED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": _TIMEOUT_S, "check": False}
 _MADE = "# Made by packtrain sbatch"
 
 
@@ -40,11 +39,15 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     text = script(job, plan)
     for point in job.points:
         job.run_folder(point).check_ours(inputs(point.config, job.config))
-    if file is not None and file.exists() and not file.is_file():
-        raise UserError("this is no regular file", where=str(file), fix="Without -o the script is printed.")
-    if file is not None and file.is_file() and _MADE not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
-    _print_notes(job)
+    if file is not None and file.exists():
+        if not file.is_file():
+            raise UserError("this is no regular file", where=str(file), fix="Without -o the script is printed.")
+        if _MADE not in file.read_text(encoding="utf-8", errors="replace"):
+            what = "packtrain did not make this file, and would replace it"
+            raise UserError(what, where=str(file), fix="Name another.")
+    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & parse_options(job.topology.sbatch).keys():
+        lack = "topology.sbatch has no --cpus-per-task; many clusters then give a job one core of each machine"
+        print(f"note: {lack}", file=sys.stderr)
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
@@ -62,29 +65,13 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     if submit:
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:
-        told = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
-        _print_unchanged(json.dumps(told, indent=2) + "\n")
+        document = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
+        _print_unchanged(json.dumps(document, indent=2) + "\n")
     elif file is not None:
         print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
     else:
         _print_unchanged(text)
     return 0
-
-
-def _print_notes(job: Job) -> None:
-    """Says what the job may lack; only the cluster and the image know."""
-    topology, notes = job.topology, []
-    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & parse_options(topology.sbatch).keys():
-        notes += ["topology.sbatch has no --cpus-per-task; many clusters then give a job one core of each machine"]
-    if re.search(r"--container-image|\b(apptainer|singularity)\b", topology.command or ""):
-        outside = {
-            root.parent for point in job.points if job.folder not in (root := job.run_folder(point).root).parents
-        }
-        notes += [
-            f"topology.command must mount {folder}, where the run folder is, at the same path" for folder in outside
-        ]
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
 
 
 def _print_unchanged(text: str) -> None:
@@ -101,22 +88,23 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)
     state = _state(number)
-    log = shown(job.log(f"{number}_*" if job.is_sweep else number))
     if as_json:
         print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
         return
+    log = shown(job.log(f"{number}_*" if job.is_sweep else number))
     stay = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
-    lines = [
-        ("job", f"{number}: {what}"),
-        ("script", shown(file)),
-        ("log", log),
-        ("follow", f"tail -n +1 -F {log if job.is_sweep else shlex.quote(log)}"),
-        ("state", f"squeue -j {number}    (now: {state})"),
-        ("stop", f"{stay}scancel --signal=TERM {number}    (after a checkpoint)"),
-        ("cancel", f"scancel {number}"),
-    ]
-    runs = [(f"run {at}", shown(job.run_folder(point).root)) for at, point in enumerate(job.points)]
-    for name, value in [*(runs if job.is_sweep else []), *lines]:
+    runs = {f"run {at}": shown(job.run_folder(point).root) for at, point in enumerate(job.points)}
+    lines = {
+        **(runs if job.is_sweep else {}),
+        "job": f"{number}: {what}",
+        "script": shown(file),
+        "log": log,
+        "follow": f"tail -n +1 -F {log if job.is_sweep else shlex.quote(log)}",
+        "state": f"squeue -j {number}    (now: {state})",
+        "stop": f"{stay}scancel --signal=TERM {number}    (after a checkpoint)",
+        "cancel": f"scancel {number}",
+    }
+    for name, value in lines.items():
         print(f"{name:<8} {value}")
 
 
@@ -134,10 +122,9 @@ def _runs(job: Job, number: str) -> dict[str, object]:
 
 
 def _state(number: str) -> str:
-    """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not tell."""
-    asked = ["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"]
+    """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
     try:
-        states = subprocess.run(asked, **_ASKED).stdout
+        states = subprocess.run(["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"], **_CAPTURED).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "?"
     return next(iter(states.splitlines()), "?").removesuffix(" (None)")
@@ -152,26 +139,18 @@ def _sbatch(arguments: list[str], text: str) -> str:
     # in a shell of salloc sbatch would read that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
-        done = subprocess.run([command, *arguments], env=env, input=text, **_ASKED)
+        done = subprocess.run([command, *arguments], env=env, input=text, **_CAPTURED)
     except OSError as error:
-        raise UserError(
-            f"sbatch cannot be started: {error.strerror}", where=command, fix="Mend it, or PATH."
-        ) from error
+        what = f"sbatch cannot be started: {error.strerror}"
+        raise UserError(what, where=command, fix="Mend it, or PATH.") from error
     except subprocess.TimeoutExpired as error:
         fix = "Look whether Slurm is up: sinfo."
         raise UserError(f"sbatch does not answer within {_TIMEOUT_S} s", where="--submit", fix=fix) from error
-    if done.returncode:
-        raise _refusal(done.stderr)
+    if done.returncode:  # its message names the option
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
+        fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
+        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix)
     if not done.stdout:
         return done.stderr.strip()
     print(done.stderr, end="", file=sys.stderr)  # a cluster may print notices for submitted jobs
     return done.stdout.strip()
-
-
-def _refusal(message: str) -> UserError:
-    """The UserError for sbatch's `message`, which names the option."""
-    words = "; ".join(
-        line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines() if line.strip()
-    )
-    fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-    return UserError(f"sbatch refuses the job: {words}", where="topology", fix=fix)

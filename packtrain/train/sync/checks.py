@@ -56,13 +56,12 @@ def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, 
 
     Launchers of ours have compared all but the device already. Raises Disagreement, PeerFailed.
     """
-    facts = {"device": device}
-    fixes = {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
+    facts, fixes = {"device": device}, {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
     if LOG_DIR not in os.environ:
-        versions = shared_versions(environment())
-        facts |= {**config, **versions, "processes on the machine": os.environ.get("LOCAL_WORLD_SIZE", "?")}
+        versions, processes = shared_versions(environment()), "processes on the machine"
+        facts |= {**config, **versions, processes: os.environ.get("LOCAL_WORLD_SIZE", "?")}
         fixes |= {**dict.fromkeys(config, SAME_CONFIG), **dict.fromkeys(versions, SAME_VERSIONS)}
-        fixes["processes on the machine"] = "start the same number of processes on every machine"
+        fixes[processes] = "start the same number of processes on every machine"
     _agree(peers, FIRST_STAGE, facts, fixes, timeout_s)
 
 
@@ -105,11 +104,10 @@ def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
     while not (seen := probe.exists()) and time.monotonic() < limit:
         time.sleep(0.1)
     with waiting("the other ranks to look for a file"):
-        found = gather_object([(socket.gethostname(), seen)])
+        sights = gather_object([(socket.gethostname(), seen)])
     if main:
         probe.unlink(missing_ok=True)
-    blind = sorted({host for host, sees in found if not sees})
-    if not blind:
+    if not (blind := sorted({host for host, sees in sights if not sees})):
         return ""
     what = f"{listed(blind)} and the first machine do not share the disk of this folder"
     if needed:
@@ -161,18 +159,21 @@ def connect(
     if problem:
         with suppress(dist.DistError):
             peers.store.set(_FAILED, "")
-    facts = {"problem": f"{problem}{_interface(backend)}" if problem else ""}
+        names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
+        problem += "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
 
     def judge(statements: Sequence[Statement]) -> list[Problem]:
         groups: dict[str, list[Statement]] = defaultdict(list)
-        for one in statements:
-            groups[one.facts["problem"]].append(one)
-        groups.pop("", None)  # the ranks without a problem
-        what = f"the first all-reduce over {backend}"
-        shown = list(groups.items())[:_MOST_SHOWN]
-        found = [Problem(f"{what} {problem}", ranks_on_hosts(affected)) for problem, affected in shown]
-        return [*found[:-1], replace(found[-1], fix=_NETWORK_FIX)] if found else []
+        for statement in statements:
+            if statement.facts["problem"]:
+                groups[statement.facts["problem"]].append(statement)
+        problems = [
+            Problem(f"the first all-reduce over {backend} {problem}", ranks_on_hosts(affected))
+            for problem, affected in list(groups.items())[:_MOST_SHOWN]
+        ]
+        return [*problems[:-1], replace(problems[-1], fix=_NETWORK_FIX)] if problems else []
 
+    facts = {"problem": problem}
     try:
         peers.settle("first all-reduce", facts, judge, timeout_s=_OTHERS_S if problem else timeout_s + GRACE_S)
     except PacktrainError as error:
@@ -201,8 +202,8 @@ def _agree(
     peers: Peers | None, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], timeout_s: float
 ) -> None:
     def judge(statements: Sequence[Statement]) -> list[Problem]:
-        hosts = len({one.host for one in statements}) > 1
-        facts_by_rank = {one.rank: one.facts for one in statements}
+        hosts = len({statement.host for statement in statements}) > 1
+        facts_by_rank = {statement.rank: statement.facts for statement in statements}
         return differences(
             facts_by_rank, fixes, lambda ranks: ranks_on_hosts([statements[rank] for rank in ranks], hosts=hosts)
         )
@@ -226,12 +227,6 @@ def _another_failed(peers: Peers) -> bool:
     with suppress(dist.DistError):
         return peers.store.check([_FAILED])
     return True  # rank 0 is gone, with the store
-
-
-def _interface(backend: str) -> str:
-    """The network interface set for this machine's ranks, for an error message."""
-    names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
-    return "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
 
 
 def _end(code: int) -> None:

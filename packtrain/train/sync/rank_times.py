@@ -29,7 +29,8 @@ _MEASURED: dict[Phase, str] = {
 }
 _PARTS = len(_MEASURED)
 _FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data"))
-_OF_A_STEP: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
+_STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
+_GPU_PHASES = ("forward", "backward", "counts")
 _REMEMBERED = 16
 _STEPS_AHEAD = 2  # of its GPU is a process at most, since it reads the counts of a step before the next one (loop.py)
 _WINDOW_STEPS = 20
@@ -73,7 +74,7 @@ class StepClock:
         if phase == "data":
             self._close_step()
         now = self._heartbeat.enter(phase, step=step, micro=micro)
-        if self._limits and (limit_s := self._limits.of(phase)) != self._limit_s:
+        if self._limits and (limit_s := self._limits.collective_s(phase)) != self._limit_s:
             self._limit_s = limit_s
             limit_collectives(limit_s)
         self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
@@ -98,25 +99,20 @@ class StepClock:
         if self._first:  # the first step compiles and fills caches
             self._first = False
             return
+        self._steps.append(sum(spent.get(phase, 0.0) for phase in _STEP_PHASES))
+        self._heartbeat.usual_s = statistics.median(self._steps)
         self._unfinished.append((spent, events))
         if not self._on_gpu or len(self._unfinished) > _STEPS_AHEAD:
             done, events = self._unfinished.popleft()
-            own = {**done, **_on_gpu(events)}
+            on_gpu: dict[Phase, float] = {}  # seconds of GPU work
+            for (phase, start), (_, end) in itertools.pairwise(events):
+                if phase in _GPU_PHASES and end.query():
+                    on_gpu[phase] = on_gpu.get(phase, 0.0) + start.elapsed_time(end) / 1000
+            seconds = {**done, **on_gpu}
             self._sums = [
-                sum_ + int(1e6 * own.get(phase, 0.0)) for sum_, phase in zip(self._sums, _MEASURED, strict=True)
+                total + int(1e6 * seconds.get(phase, 0.0)) for total, phase in zip(self._sums, _MEASURED, strict=True)
             ]
             self.steps += 1
-        self._steps.append(sum(spent.get(phase, 0.0) for phase in _OF_A_STEP))
-        self._heartbeat.usual_s = statistics.median(self._steps)
-
-
-def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:
-    """Seconds of GPU work in each phase."""
-    spent: dict[Phase, float] = {}
-    for (phase, start), (_, end) in itertools.pairwise(events):
-        if phase in ("forward", "backward", "counts") and end.query():
-            spent[phase] = spent.get(phase, 0.0) + start.elapsed_time(end) / 1000
-    return spent
 
 
 class RankTimes:
@@ -139,10 +135,14 @@ class RankTimes:
         if self._world_size == 1 or last is None:
             return {}
         times, steps = last[0].cpu().double().view(self._world_size, _PARTS) / 1e6, last[1]
-        found: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
+        figures: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
         for part, name in enumerate(_MEASURED.values()):
             values = sorted((times[:, part] / steps).tolist())
-            found |= {f"{name}/min": values[0], f"{name}/median": statistics.median(values), f"{name}/max": values[-1]}
+            figures |= {
+                f"{name}/min": values[0],
+                f"{name}/median": statistics.median(values),
+                f"{name}/max": values[-1],
+            }
         self._window, self._window_steps = self._window + times, self._window_steps + steps
         self._whole, self._whole_steps = self._whole + times, self._whole_steps + steps
         if self._window_steps >= _WINDOW_STEPS:
@@ -151,14 +151,14 @@ class RankTimes:
             for sentence in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
                 self._say(sentence)
             self._window, self._window_steps = torch.zeros_like(times), 0
-        return found
+        return figures
 
     def means(self) -> dict[str, list[float]] | None:
-        """Seconds of a step in each phase, by rank, over all steps that `figures` told of; None if there are none."""
+        """Seconds of a step in each phase, by rank, over all steps of which there were `figures`; None if there are none."""
         if not self._whole_steps:
             return None
         means = (self._whole / self._whole_steps).T.tolist()
-        return {phase: [round(one, 6) for one in ranks] for phase, ranks in zip(_MEASURED, means, strict=True)}
+        return {phase: [round(mean, 6) for mean in ranks] for phase, ranks in zip(_MEASURED, means, strict=True)}
 
 
 def slow_ones(
@@ -168,28 +168,22 @@ def slow_ones(
     than the median, except those in `known`, to which they are added. Of two ranks the faster one counts as median."""
     seconds = [sum(both) for both in zip(forward, data, strict=True)]
     limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S)
-    slow = {rank for rank, one in enumerate(seconds) if one > limit} - known
+    slow = {rank for rank, own_s in enumerate(seconds) if own_s > limit} - known
     known |= slow
-    by_machine = [(host, [rank for rank in ranks if rank in slow]) for host, ranks in machines]
-    return [
-        f"{ranks_in_words(ranks)} on {host} {_how_slow(ranks, forward, data, steps)}"
-        for host, ranks in by_machine
-        if ranks
-    ]
-
-
-def _how_slow(ranks: Sequence[int], forward: Sequence[float], data: Sequence[float], steps: int) -> str:
-    forward_s, data_s = (statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data))
-    usual_forward_s, usual_data_s = (statistics.median_low(part) for part in (forward, data))
-    if data_s - usual_data_s > forward_s - usual_forward_s:
-        what, where = "loading data takes", "the file system that the data is on"
-        own_s, usual_s = data_s, usual_data_s
-    else:
-        what, where = "forward passes take", "the clocks of its GPUs"
-        own_s, usual_s = forward_s, usual_forward_s
-    slower = 100 * ((forward_s + data_s) / max(usual_forward_s + usual_data_s, 1e-6) - 1)
-    return (
-        f"{'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, and the others wait: {what} "
-        f"{own_s:.3g} s a step, the median is {usual_s:.3g} s (over {steps} steps); look what else runs on that "
-        f"machine, and at {where}"
-    )
+    usual_forward_s, usual_data_s = statistics.median_low(forward), statistics.median_low(data)
+    sentences = []
+    for host, machine in machines:
+        if not (ranks := [rank for rank in machine if rank in slow]):
+            continue
+        forward_s, data_s = (statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data))
+        what, where, own_s, usual_s = "forward passes take", "the clocks of its GPUs", forward_s, usual_forward_s
+        if data_s - usual_data_s > forward_s - usual_forward_s:
+            what, where = "loading data takes", "the file system that the data is on"
+            own_s, usual_s = data_s, usual_data_s
+        slower = 100 * ((forward_s + data_s) / max(usual_forward_s + usual_data_s, 1e-6) - 1)
+        sentences.append(
+            f"{ranks_in_words(ranks)} on {host} {'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, "
+            f"and the others wait: {what} {own_s:.3g} s a step, the median is {usual_s:.3g} s (over {steps} steps); "
+            f"look what else runs on that machine, and at {where}"
+        )
+    return sentences

@@ -570,7 +570,7 @@ def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
     for path in REMOVED:
         group, _, name = path.partition(".")
         old.setdefault(group, {})[name] = None
-    old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis"}
+    old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis", "checkpoint_timeout": 1800}
     old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest", "largest_first": "auto"}
     old["optim"] |= {"epsilon": 1e-8}
     assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)

@@ -19,8 +19,8 @@ import pytest
 from packtrain.config.schema import RunConfig, Topology, Trainer
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.attempt import locked
 from packtrain.launch.execute import execute
-from packtrain.launch.run_lock import locked
 from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
@@ -107,7 +107,7 @@ def live(folder: Path) -> Iterator[tuple[RunFolder, Watchdog, list[Heartbeat]]]:
     for heartbeat in heartbeats:
         heartbeat.enter("forward", step=9)
         heartbeat.usual_s = 0.01
-        watchdog.processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
+        watchdog.take_processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
         watchdog.hear(heartbeat.message())
         heartbeat.connect(Client("127.0.0.1", server.port, secret="secret"), 2)
     with published(run.logs, server, "127.0.0.1"):

@@ -84,16 +84,12 @@ def until(reached: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_all_machines_end_with_one_code(tmp_path: Path) -> None:
-    assert [one.code for one in together([good] * 3, tmp_path)] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, tmp_path: Path) -> None:
     whys, rank = {}, 2 * failing + 1
 
     def fails(reporter: Reporter) -> Verdict:
-        reporter.tell(failed=f"rank {rank} failed")
+        reporter.update(failed=f"rank {rank} failed")
         return finish(reporter, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
 
     def obeys(reporter: Reporter) -> Verdict:
@@ -121,7 +117,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
     def work(reporter: Reporter) -> Verdict:
         node = reporter.report.node
         if node == asked:
-            reporter.tell(signal=15)
+            reporter.update(signal=15)
         else:
             until(lambda: reporter.orders.stop)
             whys.append((reporter.orders.stop, reporter.orders.why))
@@ -170,7 +166,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
 
     def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
-            reporter._hand_in = lambda: None  # type: ignore[method-assign]
+            reporter.hand_in = lambda: None  # type: ignore[method-assign]
         told.wait(LONG_S)
         return Verdict(0)
 
@@ -205,20 +201,6 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     assert together([fails, stays], tmp_path)[0].code == 3
 
 
-def test_who_has_ended_says_whom_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(machines, "_PROGRESS_S", 0.2)
-    said = []
-
-    def late(reporter: Reporter) -> Verdict:
-        until(lambda: said.append(capfd.readouterr().err) or "waiting" in "".join(said))
-        return good(reporter)
-
-    assert [one.code for one in together([good, late], tmp_path)] == [0, 0]
-    assert re.search(r"the processes on n1 have ended; waiting \d s for those on n2", "".join(said))
-
-
 def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +209,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.watch()
-        reporter._hand_in()
+        reporter.hand_in()
         main.watch()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S
@@ -301,13 +283,6 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
     assert said in "\n".join(verdict.lines)
     assert bool(said) == bool(verdict.lines)
     assert (BUG in verdict.lines) == (code == 1)
-
-
-def test_of_several_that_failed_that_of_the_machine_which_failed_first_is_named() -> None:
-    ends = {node: Outcome(codes={2 * node: 4}) for node in (0, 1)}
-    for first in (0, 1):
-        name = f"n{first + 1}, rank {2 * first} failed"
-        assert first == 0 or judge(ends, {0: "n1", 1: "n2"}, 2, first=first).lines[0].startswith(name)
 
 
 def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do() -> None:

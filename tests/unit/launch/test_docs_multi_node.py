@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,10 @@ import pytest
 
 from packtrain.errors import PacktrainError
 from packtrain.launch import rendezvous
+from packtrain.launch.attempt import locked
 from packtrain.launch.exit_status import Outcome, judge
 from packtrain.launch.rendezvous import Place, meet
-from packtrain.launch.run_lock import locked
+from packtrain.monitor.channel import Server
 from packtrain.plan import network_settings as names
 from packtrain.plan.agreement import Member, twice, unlike
 from packtrain.plan.network_settings import HostNetwork, Interface, choose_network
@@ -47,11 +49,6 @@ def raised(work: Callable[[], object]) -> PacktrainError:
     return caught.value
 
 
-def missing() -> PacktrainError:
-    joined = rendezvous._JoinServer(member(0, per_node=8), PLACE)
-    return joined._not_here(joined._missing())
-
-
 def unequal(**changes: object) -> PacktrainError:
     here: Member = member(0, per_node=8, gpus=8)
     found = unlike([here, replace(here, node=1, host="n2", **changes)])
@@ -59,11 +56,9 @@ def unequal(**changes: object) -> PacktrainError:
     return found
 
 
-def mistake(place: Place) -> PacktrainError:
-    with pytest.raises(rendezvous._NotYet) as caught:
-        rendezvous._asked(member(1), place, "token", 1)
-    assert caught.value.mistake is not None
-    return caught.value.mistake
+def refused(me: Member, place: Place | None = None) -> PacktrainError:
+    """What ends the rendezvous for a machine that waits half a second."""
+    return raised(lambda: meet(me, place or Place("127.0.0.1", free_port(), 0.5, "job")).__enter__())
 
 
 def unknown_name() -> PacktrainError:
@@ -73,16 +68,32 @@ def unknown_name() -> PacktrainError:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
         patch.setattr(socket, "getaddrinfo", fails)
-        return mistake(PLACE)
-
-
-def own_address() -> PacktrainError:
-    return mistake(replace(PLACE, address="localhost", port=free_port()))
+        return refused(member(0), PLACE)
 
 
 def other_program() -> PacktrainError:
     with socket.create_server(("127.0.0.1", 0)) as held:
-        return mistake(Place("127.0.0.1", held.getsockname()[1], 1, "job"))
+        return refused(member(1), Place("127.0.0.1", held.getsockname()[1], 0.5, "job"))
+
+
+def answered(handler: Callable[[dict], dict]) -> PacktrainError:
+    """What a machine makes of the first answer of a machine 0 which then ends."""
+    server = Server(secret="s", host="127.0.0.1")
+
+    def answer_once(body: dict) -> dict:
+        threading.Thread(target=server.close).start()
+        return handler(body)
+
+    server.serve("join", answer_once, open=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "CERTAIN_S", 0)
+        return refused(member(1), Place("127.0.0.1", server.port, 30, "job"))
+
+
+def late() -> PacktrainError:
+    place = Place("127.0.0.1", free_port(), 5, "job")
+    with meet(member(0, 1), place):
+        return refused(member(1, 1), place)
 
 
 def second_machine_0() -> PacktrainError:
@@ -90,14 +101,12 @@ def second_machine_0() -> PacktrainError:
         patch.setattr(rendezvous, "is_own", lambda address: False)
         patch.setattr(rendezvous, "resolve", lambda address, port: ["10.0.0.1"])
         patch.setattr(rendezvous, "own_addresses", lambda: ("10.0.0.2",))
-        patch.setattr(rendezvous, "_CALL_OUT_S", 0)
-        return raised(lambda: rendezvous._check_address(member(0, host="n2"), PLACE))
+        return refused(member(0, host="n2"), PLACE)
 
 
 def port_taken() -> PacktrainError:
     with socket.create_server(("", 0)) as held:
-        place = Place("127.0.0.1", held.getsockname()[1], 5, "job")
-        return raised(lambda: meet(member(0), place).__enter__())
+        return refused(member(0), Place("127.0.0.1", held.getsockname()[1], 5, "job"))
 
 
 def no_interface() -> PacktrainError:
@@ -113,24 +122,23 @@ def locked_twice(folder: Path) -> PacktrainError:
 
 
 ERRORS: dict[str, Callable[[], PacktrainError]] = {
-    "no machine 0": lambda: rendezvous._not_found(PLACE, "connection refused", 300),
-    "no machine 1": missing,
-    "number 0 twice": lambda: twice(member(0), member(0, host="n2")),
+    "no machine 0": lambda: refused(member(1)),
+    "no machine 1": lambda: refused(member(0, per_node=8)),
+    "number 1 twice": lambda: twice(member(1), member(1, host="n3")),
     "second machine 0": second_machine_0,
-    "own address": own_address,
     "unknown name": unknown_name,
     "port taken": port_taken,
     "no interface": no_interface,
     "other program": other_program,
-    "other run": lambda: rendezvous._not_for_us(PLACE, rendezvous._ANOTHER_RUN),
+    "other run": lambda: answered(lambda body: body["nothing"]),
     "nodes": lambda: unequal(nodes=3),
     "GPUs": lambda: unequal(per_node=7, gpus=7),
     "fewer GPUs": lambda: unequal(gpus=7),
     "no GPUs": lambda: unequal(gpus=0),
     "config": lambda: unequal(config={"optim.learning_rate": "0.002"}),
     "versions": lambda: unequal(versions={"torch": "2.12.0"}),
-    "come back": lambda: rendezvous._without_this_machine(PLACE),
-    "left": lambda: rendezvous._left(PLACE, "its launcher was stopped"),
+    "late": late,
+    "left": lambda: answered(lambda body: {"wait": ""}),
 }
 
 

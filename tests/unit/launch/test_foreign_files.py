@@ -111,9 +111,3 @@ def test_the_base_of_adapters_is_read_too(home: Path) -> None:
     (home / "adapters" / "adapter_config.json").write_text('{"base_model_name_or_path": "exp/final"}')
     said = refused(home, "model.init=pretrained", "model.config={}", "model.path=adapters", "peft=lora")
     assert "the base of model.path (exp/final) lies where the run writes its own final" in said
-
-
-def test_a_folder_behind_a_link_is_looked_at(home: Path) -> None:
-    (home / "exp" / "summary.json").write_text(MINE)
-    (home / "link").symlink_to("exp")
-    assert "packtrain did not make link/summary.json" in refused(home, "trainer.output_dir=link")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.run_lock import LOCK, RunLock, check_free, is_locked, locked
+from packtrain.launch.attempt import LOCK, RunLock, check_free, is_locked, locked
 from packtrain.run_folder import RunFolder
 
 
@@ -61,29 +59,3 @@ def test_a_file_of_that_name_that_others_made_is_not_touched(tmp_path: Path) -> 
     (tmp_path / "logs" / LOCK).write_text("the user's\n")
     check_free(tmp_path)
     assert (tmp_path / "logs" / LOCK).read_text() == "the user's\n"
-
-
-LOCKING = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from packtrain.errors import UserError
-from packtrain.launch.run_lock import locked
-locks, folder = 0, Path(sys.argv[1])
-while locks < 200:
-    try:
-        with locked(folder):
-            (folder / "mine").mkdir()
-            (folder / "mine").rmdir()
-            locks += 1
-    except UserError:
-        pass
-"""
-
-
-def test_a_lock_goes_with_its_run_and_is_never_held_twice(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    command = [sys.executable, "-c", LOCKING, str(tmp_path)]
-    several = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    for one in several:
-        assert one.communicate(timeout=120)[1] == ""

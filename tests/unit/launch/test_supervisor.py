@@ -21,36 +21,36 @@ from packtrain.monitor.watchdog import Watchdog
 
 LEAVE = """
 import os, pathlib, signal, subprocess, sys, time
-from packtrain.launch.worker import leave
+from packtrain.launch.worker import write_exit
 exits = pathlib.Path(sys.argv[1])
 """
 LINGERS = f"""{LEAVE}
-leave(exits, 0, pid=os.getpid(), code=0)
+write_exit(exits, 0, pid=os.getpid(), code=0)
 time.sleep(300)
 """
 RAISES = f"""{LEAVE}
-leave(exits, 0, pid=os.getpid(), lost="rank 0 lost the others", code=4)
-leave(exits, 1, pid=os.getpid(), code=1)
+write_exit(exits, 0, pid=os.getpid(), lost="rank 0 lost the others", code=4)
+write_exit(exits, 1, pid=os.getpid(), code=1)
 exits.with_name("rank-00001.log").write_text("torch.AcceleratorError: CUDA error: unspecified launch failure")
 sys.exit(1)
 """
 DIES = f"""{LEAVE}
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-leave(exits, 1, pid=worker.pid)
+write_exit(exits, 1, pid=worker.pid)
 time.sleep(0.5)
 worker.kill()
-leave(exits, 1, ended=worker.wait())
+write_exit(exits, 1, ended=worker.wait())
 time.sleep(300)
 """
 ONE_IS_LATE = f"""{LEAVE}
-leave(exits, 1, ended=-15)
+write_exit(exits, 1, ended=-15)
 time.sleep(0.3)
-leave(exits, 0, pid=os.getpid(), code=2)
+write_exit(exits, 0, pid=os.getpid(), code=2)
 sys.exit(1)
 """
 HALTS = f"""{LEAVE}
 worker = subprocess.Popen(["sleep", "300"])
-leave(exits, 0, pid=worker.pid, code=0)
+write_exit(exits, 0, pid=worker.pid, code=0)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 

@@ -15,7 +15,6 @@ from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_o
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.stacks import Collective, last_collectives, main_stack
 from packtrain.run_folder import as_type
-from packtrain.wording import ranks_in_words
 
 
 def rank(number: int, phase: Phase, step: int = 8, *, process: ProcessState | None = None, **known: Any) -> RankState:
@@ -159,19 +158,17 @@ def test_progress_orders_all_places_that_a_rank_comes_through() -> None:
     assert place_of("forward", 12, 3) == "the forward pass of step 12 (micro-batch 3)"
 
 
-@pytest.mark.parametrize(("step_s", "checkpoint_s", "join_s"), [(600, 1800, 300), (10, 10, 60), (3600, 60, 300)])
-def test_every_phase_has_a_deadline_a_little_before_that_of_collectives(
-    step_s: int, checkpoint_s: int, join_s: int
-) -> None:
-    limits = TimeLimits(step_s, checkpoint_s, join_s)
+@pytest.mark.parametrize(("step_s", "join_s"), [(600, 300), (10, 60), (3600, 300)])
+def test_every_phase_has_a_deadline_a_little_before_that_of_collectives(step_s: int, join_s: int) -> None:
+    limits = TimeLimits(step_s, join_s)
     for phase in PHASES:
         deadline = limits.deadline_s(phase)
         if phase in ("start", "join"):
             assert deadline == 2 * join_s + 60
         elif phase in LONG:
-            assert deadline == TimeLimits(max(step_s, checkpoint_s)).deadline_s("data")
+            assert deadline == limits.deadline_s("checkpoint")
         else:
-            assert limits.of(phase) / 2 <= deadline <= 0.9 * limits.of(phase)
+            assert limits.collective_s(phase) / 2 <= deadline <= 0.9 * limits.collective_s(phase)
 
 
 def test_docs_hangs_md_has_every_cause_in_the_words_that_are_printed() -> None:
@@ -206,17 +203,3 @@ def test_pending_and_finished_are_told_apart_by_torchs_flight_record() -> None:
     assert str(Collective(**last["pending"])) == "nccl:all_gather number 8 (Float 4x8, Long 1)"
     assert (last["finished"]["group"], last["finished"]["number"]) == ("0", 7)
     assert last_collectives({}) == {"pending": None, "finished": None}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([3], "rank 3"),
-        ([1, 0], "ranks 0 and 1"),
-        ([0, 1, 2, 3, 4, 5, 7], "ranks 0 to 5 and 7"),
-        ([0, 2, 4], "ranks 0, 2 and 4"),
-        (range(64), "ranks 0 to 63"),
-    ],
-)
-def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words

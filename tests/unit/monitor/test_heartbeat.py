@@ -15,7 +15,7 @@ import pytest
 from packtrain.monitor import heartbeat as module
 from packtrain.monitor import stacks
 from packtrain.monitor.heartbeat import Heartbeat, Phase
-from packtrain.monitor.processes import memory_kills, seen
+from packtrain.monitor.processes import life_of
 
 LONG_S = 60
 
@@ -43,7 +43,7 @@ def test_computing_is_progress_where_no_collective_waits(
     heartbeat, now = Heartbeat(), time.monotonic()
     heartbeat.enter(phase)
     reported = [heartbeat.message()["changes"]]
-    heartbeat._looked = (now, 10.0)
+    heartbeat._clocks = (now, 10.0)
     for seconds, used in ((100, 0.0), (200, 40.0), (300, 41.0)):
         monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
         monkeypatch.setattr(module.time, "process_time", lambda used=used: 10.0 + used)
@@ -85,17 +85,17 @@ def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
         while "in holds_the_lock" not in text and time.monotonic() < end:
             text = stacks.dump(tmp_path, process.pid)
         assert [call.rpartition(" in ")[2] for call in stacks.main_stack(text)] == ["holds_the_lock", "<module>"]
-        assert process.poll() is None and seen(process.pid) == "running"
+        assert process.poll() is None and life_of(process.pid) == "running"
         monkeypatch.setattr(stacks, "DUMP_S", 0.1)
         os.kill(process.pid, signal.SIGSTOP)
         end = time.monotonic() + LONG_S
-        while seen(process.pid) != "stopped" and time.monotonic() < end:
+        while life_of(process.pid) != "stopped" and time.monotonic() < end:
             time.sleep(0.02)
-        assert seen(process.pid) == "stopped" and stacks.dump(tmp_path, process.pid) == ""
+        assert life_of(process.pid) == "stopped" and stacks.dump(tmp_path, process.pid) == ""
     finally:
         process.kill()
         process.wait()
-    assert seen(process.pid) == "gone"
+    assert life_of(process.pid) == "gone"
     assert stacks.crash_of(tmp_path, process.pid) == ""
     assert stacks.dump(tmp_path, os.getpid()) == ""  # nobody listens: the signal would end it
 
@@ -113,13 +113,9 @@ def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypa
     try:
         text, end = "", time.monotonic() + LONG_S
         while "in holds_the_lock" not in text and time.monotonic() < end:
-            text = stacks.own()
+            text = stacks.own_stacks()
     finally:
         loader.kill()
         loader.wait()
     assert "in holds_the_lock" in text
     assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(stacks.main_stack(text))
-
-
-def test_kills_for_memory_are_counted() -> None:
-    assert 0 <= memory_kills() <= memory_kills()

@@ -69,7 +69,7 @@ class Ranks:
                     self.watchdog.hear({**beat, **self.answers[rank]})
         for node in (0, 1):
             self.wanted.update(self.watchdog.wanted_stacks(node))
-            self.watchdog.processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
+            self.watchdog.take_processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
         return self.watchdog.diagnose()
 
     def until(self, limit_s: int) -> tuple[Diagnosis | None, int]:
@@ -170,7 +170,7 @@ def test_a_rank_that_has_come_to_its_end_too_early_is_named(ranks: Ranks) -> Non
     ranks.states[3] = ProcessState(73, "gone", 0, reported=True)
     found, after = ranks.until(100)
     assert found is not None and (found.cause, found.ranks) == ("ended", (3,)) and after <= 32
-    assert ranks.watchdog.waiting(but=[3])[0].startswith("ranks 0 to 2 on n1 and n2 wait for the counts")
+    assert ranks.watchdog.describe_waits(but=[3])[0].startswith("ranks 0 to 2 on n1 and n2 wait for the counts")
 
 
 def test_while_the_first_writes_the_results_nobody_has_ended_too_early(ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ import pytest
 from command_line import packtrain
 from rich.console import Console
 
-from packtrain.launch.run_lock import locked
+from packtrain.launch.attempt import locked
 from packtrain.report.run_record import read_run
 from packtrain.report.watch import picture
 from packtrain.run_folder import RunFolder, write_json

@@ -1,0 +1,135 @@
+"""Opening a run folder for an attempt: it must be free, its own, and apart from what the run reads.
+
+One run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
+file in logs/, which always belongs to the run that goes on; the system releases it when the process ends, however it ends.
+Machines that share the disk see it if the file system has locks (NFS, Lustre and local ones do).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import yaml
+from filelock import FileLock, Timeout
+
+from packtrain.config.compose import to_yaml
+from packtrain.config.schema import RunConfig, sources
+from packtrain.durable import write_text
+from packtrain.errors import UserError
+from packtrain.monitor.channel import PUBLISHED
+from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.plan.origin import check_config
+from packtrain.plan.reference_choice import base_of
+from packtrain.redact import Redactor, clean
+from packtrain.run_folder import RunFolder, environment, object_of, write_json
+
+LOCK = "lock"
+_TAKE_S = 1  # another process that only checks the lock has it for a moment
+_CHECK_S = 0.3  # the machines of a run do so together at its start
+
+
+@contextmanager
+def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
+    """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already, after `wait_s`."""
+    lock = FileLock(folder / "logs" / LOCK, mode=0o666)
+    try:
+        lock.acquire(timeout=wait_s)
+    except Timeout as error:
+        what, shown = "a run", str(folder)
+        host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
+        if host and host != socket.gethostname():
+            what, shown = "a run of another machine", f"{folder} ({host})"
+        fix = "Wait for its end, or name another folder."
+        raise UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix) from error
+    except (OSError, NotImplementedError):  # a folder that is only read, or a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free(folder: Path) -> None:
+    """Raises UserError if a run is going on in `folder`."""
+    # an unmarked folder may have someone's file of that name, which a lock would empty
+    if os.path.exists(folder / "logs" / LOCK) and os.path.exists(RunFolder(folder).mark):
+        with locked(folder, _CHECK_S):
+            pass
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run is going on in `folder`."""
+    try:
+        check_free(folder)
+    except UserError:
+        return True
+    return False
+
+
+class RunLock(ExitStack):
+    """The lock of a run, which machine 0 has until the end; taken again at each launch, for logs/ may be another folder then."""
+
+    held = False
+
+    def take(self, folder: Path) -> None:
+        """Locks `folder`, whose logs/ exists. Raises UserError if another run has."""
+        self.close()
+        self.enter_context(locked(folder, _TAKE_S))
+        self.held = True
+
+
+def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
+    """The files and folders that a run reads, none of which may lie where it writes (run_folder.py): (key, path), globs written
+    out; hub ids and names of built-in things are among them. `given` is the config's own path."""
+    model, data, reference = config.model, config.data, config.objective.reference
+    named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
+    bases = {f"the base of {key}": base_of(path) for key, path in named.items()}
+    for key, path in {"the config": given, **named, **bases, "data.chat_template": data.chat_template}.items():
+        if path:
+            yield key, path
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        for source in sources(value):
+            paths = glob.glob(os.path.expanduser(source.path), recursive=True)
+            yield from ((key, path) for path in paths or [source.path])
+
+
+def open_attempt(
+    config: RunConfig, given: str | None, folder: RunFolder, lock: RunLock, plan: LaunchPlan, resume: str
+) -> None:
+    """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
+
+    The folder is locked anew, until `lock` is closed.
+    """
+    if not lock.held:
+        check_free(folder.root)
+    check_config(asdict(config), folder, resume)
+    with writing():
+        folder.open_attempt(resume, inputs(config, given))
+        lock.take(folder.root)
+        lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
+        shown = replace(config, topology=replace(config.topology, setup=lines))
+        write_text(folder.attempt.config, to_yaml(shown))
+        write_json(folder.attempt.plan, Redactor(os.environ).plain(plan.to_json()))
+        write_json(folder.attempt.environment, environment())
+        if not plan.in_process:
+            write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
+        if plan.deepspeed is not None:
+            write_json(folder.attempt.deepspeed, plan.deepspeed)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Inside the block an OSError becomes the UserError that the run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the run folder cannot be written: {error.strerror}"
+        where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
+        raise UserError(what, where=where, fix="Name another folder.") from error
