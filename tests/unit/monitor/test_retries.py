@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.data.sources.opening import lines_of
+from packtrain.data.sources.files import read_lines
 from packtrain.monitor import retries
 
 
@@ -46,7 +46,7 @@ def test_a_file_is_read_on_where_its_disk_went_away(
             return read(self, buffer)
 
     monkeypatch.setattr(retries, "open", lambda path, *_: Stale(path), raising=False)
-    assert list(lines_of(tmp_path / name)) == lines
+    assert list(read_lines(tmp_path / name)) == lines
     assert retries.counted == {"storage": 2} and "Stale file handle; trying again" in without_pauses[0]
     calls[:] = [0] * 50
 
