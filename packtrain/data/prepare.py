@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -273,6 +273,7 @@ class _Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         # The server and its forks inherit the mask: Ctrl-C reaches the whole group, and this process ends them.
+        resource_tracker.ensure_running()  # which the server starts too, and that would undo the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

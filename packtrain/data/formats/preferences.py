@@ -225,7 +225,7 @@ def _answer(row: Row, ours: str) -> Messages:
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"role": "assistant", "content": row.text(ours)}]
-    return read_message(value, row.name(ours), row) if isinstance(value, dict) else _read_turns(row, ours)
+    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else _read_turns(row, ours)
 
 
 def _read_turns(row: Row, ours: str) -> Messages:

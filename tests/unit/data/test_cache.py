@@ -230,7 +230,7 @@ def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(t
     Path(bad).write_text("\n".join([*lines[:650], '{"text": 5}', *lines[650:]]))
     alone = go(tmp_path / "alone", path).train
     monkeypatch.setattr(module, "FEW_ROWS", 100)
-    monkeypatch.setattr(module, "tokenising_processes", lambda: 2)
+    monkeypatch.setattr(module, "count_tokenising_processes", lambda: 2)
     with pytest.raises(UserError, match=r"bad.jsonl:651, text: expected a string, found a number: 5"):
         go(tmp_path / "parallel", [path, bad])
     parallel = go(tmp_path / "parallel", path).train

@@ -220,20 +220,10 @@ def test_a_copy_for_a_loader_process_has_the_same_pairs(tmp_path):
     assert copy.report == pairs.report and copy.shared_lengths.tolist() == pairs.shared_lengths.tolist()
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_workers_make_what_one_process_makes(tmp_path, monkeypatch, waits):
-    start = prepare_module._Workers._started
-
-    def started(workers):
-        pool = start(workers)
-        if waits:  # else this process has tokenised everything before the workers are there
-            workers._ready.result()
-        return pool
-
-    monkeypatch.setattr(prepare_module._Workers, "_started", started)
+def test_workers_make_what_one_process_makes(tmp_path, monkeypatch):
     alone = ready(tmp_path, rows(600)).train
     monkeypatch.setattr(prepare_module, "FEW_ROWS", 100)
-    monkeypatch.setattr(prepare_module, "tokenising_processes", lambda: 2)
+    monkeypatch.setattr(prepare_module, "count_tokenising_processes", lambda: 2)
     other = ready(tmp_path, rows(600), cache_dir=str(tmp_path / "other")).train
     assert other.report.seconds > 0 and other.fingerprint == alone.fingerprint
 
@@ -325,11 +315,11 @@ def test_copies_of_a_row_and_the_parts_of_a_row_are_on_one_side(tmp_path):
 
 
 def test_holding_out_the_only_document_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="none would be left"):
+    with pytest.raises(UserError, match="none would remain"):
         sides(tmp_path, write(tmp_path / "x.jsonl", talks(1)), eval=0.5)
 
 
 def test_holding_out_only_what_is_dropped_is_an_error(tmp_path):
     lines = [*talks(1), *({"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30))]
-    with pytest.raises(UserError, match=r"no document would be held out|none would be left"):
+    with pytest.raises(UserError, match=r"no document would be held out|none would remain"):
         sides(tmp_path, write(tmp_path / "x.jsonl", lines), eval=0.1)

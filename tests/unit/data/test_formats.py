@@ -56,10 +56,10 @@ def turn(role: Any = "assistant", content: Any = "fine") -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
-    "broken json": (b'{"messages": [', "broken JSON", "broken JSON at column 15"),
+    "broken json": (b'{"messages": [', "broken JSON", "broken JSON: "),
     "not an object": ([1, 2], "not an object", "expected an object"),
     "not utf-8": (b'{"text": "caf\xe9"}', "not UTF-8", "not UTF-8: byte 14 of the line is 0xe9"),
-    "nul": (b"\0\0\0\0", "NUL bytes", "holds NUL bytes"),
+    "nul": (b"\0\0\0\0", "broken JSON", "broken JSON"),
     "lone surrogate": (turn(content="\ud800"), "not UTF-8", "lone surrogate"),
     "missing column": ({"text": "Hello"}, "missing column", "messages: no column 'messages'; found: 'text'"),
     "messages null": ({"messages": None}, "wrong type", "messages: expected a list, found null"),
@@ -74,7 +74,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "an image": (
         turn(content=[{"type": "image"}]),
         "not text",
-        "messages[1].content[0]: a part of type 'image'; packtrain",
+        "messages[1].content[0]: a part of type 'image'",
     ),
     "images": (GOOD | {"images": ["1.jpg"]}, "not text", "images: this row is not of text alone"),
 }
@@ -113,7 +113,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(ready, tmp_path):
 
 def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", {"messages": []}, {"messages": [QUESTION]}, {"messages": [QUESTION]})
-    with pytest.raises(UserError, match="no document is left of 3 rows; dropped: 2 no trained token, 1 empty"):
+    with pytest.raises(UserError, match="no document remains of 3 rows; dropped: 2 no trained token, 1 empty"):
         ready(path, bad_rows="skip")
 
 
@@ -262,23 +262,6 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
 def test_a_history_that_is_no_pairs_is_refused(ready, tmp_path, history):
     with pytest.raises(UserError, match=r"train.jsonl:1, history"):
         ready(write(tmp_path / "train.jsonl", ALPACA | {"history": history}))
-
-
-def test_alpaca_without_a_chat_template_is_stanfords_text_and_that_is_said(tmp_path):
-    bare = tokenizer_of("smollm").__class__(
-        tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>", bos_token=None
-    )
-    data = Data(train=write(tmp_path / "train.jsonl", ALPACA), cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(data, bare, seed=0)
-    (text,) = texts(prepared)
-    assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:3<|im_end|>")
-    assert trained(prepared) == "3<|im_end|>"
-    for _ in range(2):  # also where it comes from the cache
-        (remark,) = prepare(data, bare, seed=0).train.report.remarks
-        assert "the model has no chat template, so alpaca rows become plain text: Below is an instruction" in remark
-    more = ALPACA | {"system": "Answer with care."}
-    with pytest.raises(UserError, match=r"system: the row is read as plain text[\s\S]*Set data.chat_template: the"):
-        prepare(replace(data, train=write(tmp_path / "more.jsonl", more)), bare, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -434,9 +417,9 @@ def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tm
     "content, words",
     [
         ('[\n{"text": "a"},\n{"text": }\n]', ":3: broken JSON"),
-        ('[\n{"text": "a"}\n{"text": "b"}]', ":3: expected ','"),
-        ('[{"text": "a"}', "found 'the end of the file'"),
-        ('[{"text": "a"}]\n\n[1]', ":3: there is more after"),
+        ('[\n{"text": "a"}\n{"text": "b"}]', ":2: broken JSON: expected ','"),
+        ('[{"text": "a"}', "expected ','"),
+        ('[{"text": "a"}]\n\n[1]', ":1: broken JSON: there is more after"),
         ('[{"text": "a"},\n7]', ":2: expected an object"),
     ],
 )

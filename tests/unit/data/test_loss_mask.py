@@ -286,11 +286,6 @@ def test_a_roles_error_of_the_template_is_told():
         trained("gemma", Conversation([SYSTEM, *TURNS]))
 
 
-@pytest.mark.parametrize("text", [SMOLLM, MISTRAL])
-def test_unknown_templates_have_no_twin(text):
-    assert chat_template._twin(text) is None
-
-
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(SMOLLM)

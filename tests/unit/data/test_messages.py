@@ -131,14 +131,10 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         of(
             parts("user", ("text", ASK["content"])),
             parts("assistant", ("reasoning", "Hm."), ("tool_call", json.dumps(PARIS)), ("tool_call", ROME)),
-            parts("tool", ("tool_result", "25"), ("tool_result", "30")),
+            parts("tool", ("text", "25")),
             parts("assistant", ("reasoning", "Hm."), ("text", "It is"), ("text", " sunny.")),
         ),
         [THOUGHT + TWO, f"{THOUGHT}It is sunny.<|im_end|>"],
-    ),
-    "parts, results within": (
-        of(ASK, parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))),
-        [NO_THOUGHT + ONE, SUNNY],
     ),
     "parts under their own names": (
         of(
@@ -217,7 +213,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without a name": (of(ASK, END, tools=[{"type": "function"}]), "tools[0]: expected a function with a name"),
     "a list in a list": (of(ASK, [END]), "messages[1]: expected an object, found a list"),
     "a part of words": (of(ASK, {**END, "content": ["words"]}), "messages[1].content[0]: expected an object with a type, found"),
-    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]: a part of type 'image_url'; packt"),
+    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]: a part of type 'image_url'"),
+    "a result": (of(ASK, parts("assistant", ("tool_result", "25"))), "messages[1].content[0]: a part of type 'tool_result'"),
     "a user who thinks": (of(parts("user", ("reasoning", "Hm.")), END), "messages[0].content[0]: a part of type 'reasoning'"),
     "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]: no 'value'; found"),
     "words after a call": (
@@ -310,9 +307,9 @@ def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role
 def test_what_the_template_leaves_out_is_named_by_its_place_in_the_file(tmp_path):
     plain = tokenizer_for(shipped("qwen2_5"))
     thinks = {"from": "gpt", "value": "It is sunny.", "thinking": "Hm."}
-    results = parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))
+    call = {"role": "tool_call", "content": json.dumps(PARIS)}
     rows = {
-        "train.jsonl:1, messages[2].reasoning_content": of(ASK, results, {**END, "thinking": "Hm."}),
+        "train.jsonl:1, messages[4].reasoning_content": of(ASK, call, call, RESULT, {**END, "thinking": "Hm."}),
         "train.jsonl:1, conversations[1].reasoning_content": {
             "conversations": [turns(HUMAN)["conversations"][0], thinks],
             "system": "Answer with care.",

@@ -278,9 +278,9 @@ def test_the_rows_that_the_documentation_shows_are_read(tmp_path, line):
 def test_the_reasons_that_the_documentation_lists_are_those_that_are_counted():
     for reason in (
         preferences.TIED,
-        preferences.ONE,
+        preferences.FEW_ANSWERS,
         encode.SAME,
-        encode.NO_ROOM,
+        encode.NO_PROMPT,
         encode.TOO_LONG,
         encode.UNTRAINED_ONCE_CUT,
     ):

@@ -110,7 +110,7 @@ def test_truncated_answers_are_those_of_trl_and_prompts_that_fill_the_length_are
 
 
 def test_where_every_prompt_fills_the_length_the_keys_that_help_are_named(tmp_path):
-    with pytest.raises(UserError, match="no document is left") as caught:
+    with pytest.raises(UserError, match="no document remains") as caught:
         ours(tmp_path, CHATS, "quickstart", max_length=2)
     assert caught.value.problems[0].fix == "See data.format, data.max_length, data.overlong."
 
