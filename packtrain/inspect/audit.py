@@ -27,7 +27,7 @@ _SAMPLE = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Finding:
+class AuditFinding:
     """The numbers of its `rows` int[n], of `total` of the `unit`, a sentence and what to do.
 
     `twins` are the rows that the first of them repeat; `count` is their number where not all are in `rows`.
@@ -54,7 +54,7 @@ class Finding:
         return self.number / max(1, self.total)
 
 
-def find_all(corpus: Corpus, scan: TokenScan) -> list[Finding]:
+def find_all(corpus: Corpus, scan: TokenScan) -> list[AuditFinding]:
     """All findings, the worst first; `rows_named` says which rows need a place before `audit_lines`."""
     order: list[Severity] = ["bad", "warn", "note"]
     findings = [*_find_faults(corpus, scan), *_find_repeats(corpus, scan)]
@@ -64,12 +64,12 @@ def find_all(corpus: Corpus, scan: TokenScan) -> list[Finding]:
     )
 
 
-def rows_named(findings: Sequence[Finding]) -> set[int]:
+def rows_named(findings: Sequence[AuditFinding]) -> set[int]:
     """The rows that are shown as examples."""
     return {int(row) for finding in findings for row in (*finding.rows[:EXAMPLES], *finding.twins[:EXAMPLES])}
 
 
-def audit_lines(findings: Sequence[Finding], places: Mapping[int, str]) -> list[dict[str, Any]]:
+def audit_lines(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> list[dict[str, Any]]:
     """The findings as plain containers, with the places of their first rows."""
     lines = []
     for finding in findings:
@@ -93,93 +93,94 @@ def audit_lines(findings: Sequence[Finding], places: Mapping[int, str]) -> list[
     return lines
 
 
-def _find_faults(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+FAULTS = (
+    (
+        "no_trained_token",
+        "nothing of these rows would be trained, so they are dropped",
+        "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
+    ),
+    (
+        "identical_answers",
+        "the chosen and the rejected answer are the same, so these pairs are dropped",
+        "Take them out, or see data.max_length.",
+    ),
+    (
+        "marker_in_content",
+        "the content holds text that becomes control tokens, such as the end of a turn",
+        "Take the markers out of the texts: they end or begin turns in the middle of one.",
+    ),
+    (
+        "broken_encoding",
+        "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)",
+        "Write the file anew from its source, as UTF-8; what became � is lost.",
+    ),
+    (
+        "dropped_system_prompt",
+        "the chat template leaves the system prompt out, so the model never sees it",
+        "Set data.chat_template to one that has system prompts, or put them into the first question.",
+    ),
+    (
+        "answer_cut",
+        "the answer is cut before its end by data.max_length={max_length}, so the model learns to go on",
+        "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
+    ),
+    (
+        "end_never_trained",
+        "no end of an answer ({end}) is trained, so the model does not learn to stop",
+        "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
+    ),
+    (
+        "end_trained_twice",
+        "the end of an answer ({end}) is trained twice in a row",
+        "The texts end in the end token already, and it is added again: take it out of them.",
+    ),
+    (
+        "doubled_bos",
+        "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already",
+        "Take BOS out of the texts, or of the template.",
+    ),
+    (
+        "unknown_tokens",
+        "the tokenizer has no token for part of the text, which becomes its token for unknown text",
+        "Take the tokenizer of the model, or one that knows these characters.",
+    ),
+)
+"""Name, what it is, and what to do, of the faults of rows."""
+FATAL = ("no_trained_token", "end_never_trained")
+"""Faults that make training pointless where many rows have them."""
+
+
+def _find_faults(corpus: Corpus, scan: TokenScan) -> Iterator[AuditFinding]:
     """Faults of rows of data.train, from what became of them and from their tokens."""
-    fates, max_length, end = corpus.fates, corpus.data.max_length, corpus.end_names
-    total = int(corpus.rows_of_train.sum())
+    fates, total = corpus.fates, int(corpus.rows_of_train.sum())
     cut = fates["truncated"][corpus.row_of]
-    no_rows = np.empty(0, np.int64)
 
-    def with_flag(name: str) -> np.ndarray:
-        return np.flatnonzero(corpus.rows_of_train & fates[name])
+    def rows_of(chosen: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(corpus.rows_of_train & chosen)
 
-    def dropped(*reasons: str) -> np.ndarray:
-        return np.flatnonzero(corpus.rows_of_train & corpus.dropped_for(reasons))
-
-    def with_document(chosen: np.ndarray) -> np.ndarray:
+    def rows_with(chosen: np.ndarray) -> np.ndarray:
+        """Rows with a trained document that is chosen."""
         return np.unique(corpus.row_of[corpus.in_train & chosen])
 
-    untrained = dropped(UNTRAINED, UNTRAINED_ONCE_CUT)
-    endless = with_document(~cut & ~fates["split"][corpus.row_of] & ~scan.ends)
-    severity: list[Severity] = ["bad" if len(rows) >= POINTLESS * total else "warn" for rows in (untrained, endless)]
-    faults = (
-        (
-            "no_trained_token",
-            untrained,
-            "nothing of these rows would be trained, so they are dropped",
-            "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
-        ),
-        (
-            "identical_answers",
-            dropped(SAME, SAME_ONCE_CUT),
-            "the chosen and the rejected answer are the same, so these pairs are dropped",
-            "Take them out, or see data.max_length.",
-        ),
-        (
-            "marker_in_content",
-            with_flag("marker"),
-            "the content holds text that becomes control tokens, such as the end of a turn",
-            "Take the markers out of the texts: they end or begin turns in the middle of one.",
-        ),
-        (
-            "broken_encoding",
-            with_flag("garbled"),
-            "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)",
-            "Write the file anew from its source, as UTF-8; what became � is lost.",
-        ),
-        (
-            "dropped_system_prompt",
-            with_flag("unsaid"),
-            "the chat template leaves the system prompt out, so the model never sees it",
-            "Set data.chat_template to one that has system prompts, or put them into the first question.",
-        ),
-        (
-            "answer_cut",
-            no_rows if corpus.data.overlong == "keep_end" else with_document(cut & scan.open),
-            f"the answer is cut before its end by data.max_length={max_length}, so the model learns to go on",
-            "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
-        ),
-        (
-            "end_never_trained",
-            endless,
-            f"no end of an answer ({end}) is trained, so the model does not learn to stop",
-            "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
-        ),
-        (
-            "end_trained_twice",
-            with_document(scan.ends_twice),
-            f"the end of an answer ({end}) is trained twice in a row",
-            "The texts end in the end token already, and it is added again: take it out of them.",
-        ),
-        (
-            "doubled_bos",
-            with_document(scan.two_bos),
-            "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already",
-            "Take BOS out of the texts, or of the template.",
-        ),
-        (
-            "unknown_tokens",
-            with_document(scan.unknown),
-            "the tokenizer has no token for part of the text, which becomes its token for unknown text",
-            "Take the tokenizer of the model, or one that knows these characters.",
-        ),
-    )
-    severe = dict(zip(("no_trained_token", "end_never_trained"), severity, strict=True))
-    for name, rows, what, fix in faults:
-        yield Finding(name, rows, total, what, fix, severity=severe.get(name, "warn"))
+    rows = {
+        "no_trained_token": rows_of(corpus.dropped_for((UNTRAINED, UNTRAINED_ONCE_CUT))),
+        "identical_answers": rows_of(corpus.dropped_for((SAME, SAME_ONCE_CUT))),
+        "marker_in_content": rows_of(fates["marker"]),
+        "broken_encoding": rows_of(fates["garbled"]),
+        "dropped_system_prompt": rows_of(fates["unsaid"]),
+        "answer_cut": rows_with(cut & scan.open & (corpus.data.overlong != "keep_end")),
+        "end_never_trained": rows_with(~cut & ~fates["split"][corpus.row_of] & ~scan.ends),
+        "end_trained_twice": rows_with(scan.ends_twice),
+        "doubled_bos": rows_with(scan.two_bos),
+        "unknown_tokens": rows_with(scan.unknown),
+    }
+    for name, what, fix in FAULTS:
+        fatal = name in FATAL and len(rows[name]) >= POINTLESS * total
+        what = what.format(max_length=corpus.data.max_length, end=corpus.end_names)
+        yield AuditFinding(name, rows[name], total, what, fix, severity="bad" if fatal else "warn")
 
 
-def _find_repeats(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+def _find_repeats(corpus: Corpus, scan: TokenScan) -> Iterator[AuditFinding]:
     """Examples that are there more than once, and held-out ones that are trained."""
     prints = scan.fingerprints
     trained, held_out = (np.flatnonzero(chosen)[:: corpus.together] for chosen in (corpus.in_train, corpus.in_eval))
@@ -190,9 +191,9 @@ def _find_repeats(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
 
     def finding(
         name: str, documents: np.ndarray, same: Duplicates, total: int, what: str, fix: str, severity: Severity
-    ) -> Finding:
+    ) -> AuditFinding:
         rows, twins = corpus.row_of[documents[same.repeats]], corpus.row_of[documents[same.originals]].tolist()
-        return Finding(name, rows, total, what, fix, corpus.unit, severity, twins, same.count)
+        return AuditFinding(name, rows, total, what, fix, corpus.unit, severity, twins, same.count)
 
     hashes = hash_examples(trained)
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
@@ -241,10 +242,11 @@ def _find_similar(corpus: Corpus, scan: TokenScan, documents: np.ndarray, traine
         checked = np.sort(np.random.default_rng(0).choice(checked, MOST_CHECKED, replace=False))
 
     def is_similar(at: int) -> bool:
-        one, other = int(documents[repeats[at]]), int(documents[originals[at]])
+        repeat, original = int(documents[repeats[at]]), int(documents[originals[at]])
         sides = range(corpus.together)  # of pairs both answers
         return all(
-            compare(corpus.read(one + side), corpus.read(other + side), prints.common) >= SIMILAR for side in sides
+            compare(corpus.read(repeat + side), corpus.read(original + side), prints.common) >= SIMILAR
+            for side in sides
         )
 
     kept = checked[[is_similar(at) for at in checked.tolist()]] if len(checked) else checked

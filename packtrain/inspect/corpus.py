@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.config.fields import ObjectiveKind
 from packtrain.config.objective import TRAITS
-from packtrain.config.schema import Data, Split, sources
+from packtrain.config.schema import Data, DataSource, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.chunks import RawRow
@@ -64,7 +64,10 @@ class Corpus:
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
         roles: tuple[Split, ...] = ("train", "eval")
-        given, role = [(source, role) for role in roles for source in sources(getattr(self.data, role), role)][store]
+        pairs: list[tuple[DataSource, Split]] = [
+            (source, role) for role in roles for source in sources(getattr(self.data, role), role)
+        ]
+        given, role = pairs[store]
         return locate(given, role, self.seed, self.kind, self.data.split_text)
 
     @cached_property
@@ -169,7 +172,8 @@ class Corpus:
 def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
     """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
-    train, held_out = (getattr(side, "documents", side) for side in (prepared.train, prepared.eval))
+    sides: Any = (prepared.train, prepared.eval)
+    train, held_out = (getattr(side, "documents", side) for side in sides)
     unknown, plain = tokenizer.unk_token_id, plain_tokenizer(tokenizer)
     control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
     template = choose_template(data.chat_template, tokenizer)

@@ -112,10 +112,10 @@ def find_candidates(signatures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return best, alike
 
 
-def compare(one: np.ndarray, other: np.ndarray, common: np.ndarray) -> float:
+def compare(first: np.ndarray, second: np.ndarray, common: np.ndarray) -> float:
     """The Jaccard similarity of two documents' n-grams that are not `common`."""
     sets = []
-    for ids in (one, other):
+    for ids in (first, second):
         hashed = hash_grams(ids)[: max(0, len(ids) - GRAM + 1)]
         sets.append(np.unique(hashed[~common[hashed >> np.uint32(32 - _BITS)]]))
     both = len(np.intersect1d(*sets, assume_unique=True))

@@ -53,7 +53,8 @@ def show_data(config: RunConfig, wanted: Wanted, processes: int, title: str) -> 
     step = examples = None
     if wanted.step is not None:
         step = lay_out_step(opened, wanted.step, wanted.rows)
-        examples = [one for rank in step["ranks"] for batch in rank["micro_batches"] for one in batch["shown"]]
+        batches = [batch for rank in step["ranks"] for batch in rank["micro_batches"]]
+        examples = [example for batch in batches for example in batch["shown"]]
     elif wanted.source is not None:
         examples = show_row(opened, wanted.source)
     elif wanted.rows is not None:

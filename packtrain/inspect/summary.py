@@ -59,7 +59,7 @@ class Inspection:
         scanned = scan(corpus)
         findings = find_all(corpus, scanned)
         shown = self._choose_typical()
-        rows = read_rows(corpus, rows_named(findings) | {int(corpus.row_of[one]) for one in shown})
+        rows = read_rows(corpus, rows_named(findings) | {int(corpus.row_of[document]) for document in shown})
         report, labels = corpus.train.report, None
         if corpus.labels is not None:
             desirable = int(corpus.labels[corpus.train.rows].sum())

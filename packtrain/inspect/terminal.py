@@ -106,12 +106,12 @@ class DataTerminal:
         words = {"0": "min", "50": "median", "100": "max"}
         marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
         self.say("length of documents in tokens", "bold")
-        most = max(one["documents"] for one in data["histogram"])
-        for one in dropwhile(lambda one: not one["documents"], data["histogram"]):
-            full, part = divmod(round(8 * _BAR * one["documents"] / most), 8)
-            bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "") or ("▏" if one["documents"] else "")
-            line = Text(f"  {one['first']:>7,} – {one['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
-            self.console.print(line.append(f" {one['documents']:,}"))
+        most = max(bin["documents"] for bin in data["histogram"])
+        for bin in dropwhile(lambda bin: not bin["documents"], data["histogram"]):
+            full, part = divmod(round(8 * _BAR * bin["documents"] / most), 8)
+            bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "") or ("▏" if bin["documents"] else "")
+            line = Text(f"  {bin['first']:>7,} – {bin['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
+            self.console.print(line.append(f" {bin['documents']:,}"))
         self.say(f"  {' · '.join(marks)}")
 
     def _table(self, title: str, names: Sequence[str], rows: Sequence[Sequence[str]], own: int | None = None) -> None:
@@ -148,13 +148,15 @@ class DataTerminal:
             self.say("audit: nothing odd was found", "green")
             return
         self.say("audit", "bold")
-        for one in data["audit"]:
-            mark, style = _SEVERITY[one["severity"]]
-            line = Text(f"{mark} ", style).append(one["name"].replace("_", " "), f"bold {style}")
-            line.append(f": {counted(one['count'], one['unit'])} ({percent(one['share'])}): {one['what']}")
-            more = " …" if one["count"] > len(one["where"]) else ""
+        for finding in data["audit"]:
+            mark, style = _SEVERITY[finding["severity"]]
+            line = Text(f"{mark} ", style).append(finding["name"].replace("_", " "), f"bold {style}")
+            line.append(
+                f": {counted(finding['count'], finding['unit'])} ({percent(finding['share'])}): {finding['what']}"
+            )
+            more = " …" if finding["count"] > len(finding["where"]) else ""
             self.console.print(line)
-            for text, style in ((f"{', '.join(one['where'])}{more}", "cyan"), (f"→ {one['fix']}", "dim")):
+            for text, style in ((f"{', '.join(finding['where'])}{more}", "cyan"), (f"→ {finding['fix']}", "dim")):
                 self.console.print(Padding(Text(text, style), (0, 0, 0, 2)))
 
     def _example(self, example: dict[str, Any], title: str) -> None:

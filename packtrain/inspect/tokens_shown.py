@@ -46,7 +46,7 @@ class DocumentView:
         own = int(corpus.row_of[number])
         fate, format = corpus.fates[own], corpus.format_of(number)
         documents = [corpus.document(number + side) for side in range(together)]
-        pieces = [(one.input_ids, one.loss_mask, np.zeros(len(one.input_ids), bool)) for one in documents]
+        pieces = [(own.input_ids, own.loss_mask, np.zeros(len(own.input_ids), bool)) for own in documents]
         first = int(np.searchsorted(corpus.row_of, own))
         if fate["truncated"]:
             pieces = self._restore_cut(pieces, number - first, row, int(fate["documents"]), format)

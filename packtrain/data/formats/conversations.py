@@ -205,9 +205,9 @@ READERS: dict[str, Callable[[Row], Example]] = {
 def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     values = list_of(row.take(ours), where)
-    for index, one in enumerate(values):
-        if not isinstance(one, int) or (isinstance(one, bool) and ours in ("input_ids", "labels")):
-            raise wrong_type("an integer", one, f"{where}[{index}]")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or (isinstance(value, bool) and ours in ("input_ids", "labels")):
+            raise wrong_type("an integer", value, f"{where}[{index}]")
     if length is not None and len(values) != length:
         raise BadRow("lengths differ", f"{len(values)} values for {length} tokens", where)
     try:

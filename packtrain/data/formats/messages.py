@@ -288,8 +288,8 @@ def _role_of_speaker(speaker: object, where: str) -> str:
     return role
 
 
-def _role_advice(found: str, allowed: list[str], meant: str | None) -> str:
-    near = difflib.get_close_matches(found.lower(), allowed, 1, cutoff=0.6)
+def _role_advice(role: str, allowed: list[str], meant: str | None) -> str:
+    near = difflib.get_close_matches(role.lower(), allowed, 1, cutoff=0.6)
     if meant is None and near:
         meant = near[0] if near[0] in ROLES else SPEAKERS[near[0]]
     return f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."

@@ -287,7 +287,7 @@ def _rank(row: Row, column: str, answers: list[Any]) -> list[float]:
             for at, number in enumerate(numbers, 1):
                 if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
                     raise wrong_type("a number", number, f"{place}, answer {at}")
-            return [sign * number for number in numbers]
+            return [sign * float(number or 0) for number in numbers]
     what = "nothing says which answer is better: no list of scores or ranks, nor one of them in each answer"
     fix = "Name their column with data.columns.scores=…, or write a row for each pair: prompt, chosen, rejected."
     raise BadRow("not ranked", what, column, fix)

@@ -97,8 +97,8 @@ class TableChunk:
         """Each row with its place."""
         for number in range(len(self)):
             try:
-                row: RawRow = self.batch.slice(number, 1).to_pylist()[0]
-                row = {name: _without_nulls(value) for name, value in row.items()}
+                values = self.batch.slice(number, 1).to_pylist()[0]
+                row: RawRow = {name: _without_nulls(value) for name, value in values.items()}
             except UnicodeDecodeError as error:
                 row = not_utf8(f"the row holds the byte 0x{error.object[error.start]:02x}")
             except (ValueError, OverflowError) as error:  # dates beyond Python's

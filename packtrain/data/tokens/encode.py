@@ -290,27 +290,27 @@ class Encoder:
 
     def _encode_answers(self, *answers: Conversation | PromptCompletion) -> list[np.ndarray]:
         """Ids of the prompt, and of the prompt with each of its answers, as TRL's trainers of preferences make them."""
-        if chats := [one for one in answers if isinstance(one, Conversation)]:
+        if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             return self._chat.encode_answers(*chats)
-        texts = [one for one in answers if isinstance(one, PromptCompletion)]
+        texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if self.tokenizer.eos_id is None:
             raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        whole = (self._encode_whole(one.prompt + one.completion) for one in texts)
+        whole = (self._encode_whole(text.prompt + text.completion) for text in texts)
         return [self._encode_prompt(texts[0].prompt), *map(self._with_eos, whole)]
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token, and the updated `fate`."""
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
-        fates = [of_one for parts, of_one in fitted if parts]
+        fates = [own for parts, own in fitted if parts]
         if len(documents) == 1 or not fates:
             return kept, fitted[0][1] if fitted else fate._replace(dropped=UNTRAINED)
         return kept, fate._replace(
             documents=len(kept),
-            cut_tokens=sum(one.cut_tokens for one in fates),
-            dropped_chunks=sum(one.dropped_chunks for one in fates) + len(documents) - len(fates),
-            truncated=any(one.truncated for one in fates),
-            split=any(one.split for one in fates),
+            cut_tokens=sum(own.cut_tokens for own in fates),
+            dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
+            truncated=any(own.truncated for own in fates),
+            split=any(own.split for own in fates),
         )
 
     def _fit_document(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
@@ -395,17 +395,17 @@ class UnpairedEncoder(Encoder):
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         examples = read_unpaired(row, format)
         documents, apart = [], False
-        for one in examples:
-            prompt, ids = self._encode_answers(one.answered)
+        for example in examples:
+            prompt, ids = self._encode_answers(example.answered)
             border = _count_common(prompt, ids)
             documents.append((ids, np.arange(len(ids)) >= border))
             apart |= border < len(prompt)
-        faults = self._find_faults(*(one.answered for one in examples))
+        faults = self._find_faults(*(example.answered for example in examples))
         return documents, {"apart": apart, "desirable": examples[0].desirable, **faults}
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         kept, fitted = super()._fit(documents, fate, format)
-        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be left
+        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be kept
             chosen, _ = self._fit_document(documents[0], fate, format)
             fitted = fitted._replace(desirable=bool(chosen))
         return kept, fitted
@@ -428,7 +428,9 @@ def _split_at_questions(conversation: Conversation) -> list[Conversation]:
         replace(conversation, messages=messages[:end], answer_from=start + 1)
         for start, end in pairwise([*asked, len(messages)])
     ]
-    return [part for part in parts if any(one["role"] == "assistant" for one in part.messages[part.answer_from :])]
+    return [
+        part for part in parts if any(message["role"] == "assistant" for message in part.messages[part.answer_from :])
+    ]
 
 
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:

@@ -262,7 +262,7 @@ class ChatEncoder:
         cuts: set[int] = set()
         while True:
             crossed = [_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans]
-            if not (found := {border for borders in crossed for border in borders}):
+            if not (borders_crossed := {border for borders in crossed for border in borders}):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
                 first = next(number for number, borders in enumerate(crossed) if borders)
@@ -272,7 +272,7 @@ class ChatEncoder:
                 what = f"the border of an assistant's turn falls inside a token, in {near!r}, and this tokenizer cannot"
                 what += " tokenise the texts on both sides separately: it puts a space before each text"
                 raise BadRow(REFUSED, what, place, f"Trim the white space at the turn's ends. {ADVICE}")
-            cuts |= found
+            cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
     def _render_whole(self, template: Template, conversation: Conversation) -> str:

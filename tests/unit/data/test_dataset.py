@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from data_tokenizers import tokenizer_of
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data import prepare as prepare_module
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
 from packtrain.errors import UserError
@@ -205,27 +203,6 @@ def test_all_answers_to_a_prompt_are_on_the_same_side(tmp_path, shape):
         {prompt.split("Human: ")[1].split("?")[0] for prompt, _, _ in texts(one)} for one in (made.train, made.eval)
     ]
     assert len(sides[0]) == 15 and len(sides[1]) == 5 and not sides[0] & sides[1]
-
-
-def test_another_prompt_makes_another_row_though_the_answers_are_the_same(tmp_path):
-    lines = [row(f"Is {n} a number?", " yes", " no") for n in range(20)]
-    made = ready(tmp_path, lines, eval=0.5)
-    assert made.eval is not None and (len(made.train), len(made.eval)) == (10, 10)
-
-
-def test_a_copy_for_a_loader_process_has_the_same_pairs(tmp_path):
-    pairs = ready(tmp_path, rows(10)).train
-    copy = pickle.loads(pickle.dumps(pairs))
-    assert texts(copy) == texts(pairs) and copy.fingerprint == pairs.fingerprint
-    assert copy.report == pairs.report and copy.shared_lengths.tolist() == pairs.shared_lengths.tolist()
-
-
-def test_workers_make_what_one_process_makes(tmp_path, monkeypatch):
-    alone = ready(tmp_path, rows(600)).train
-    monkeypatch.setattr(prepare_module, "FEW_ROWS", 100)
-    monkeypatch.setattr(prepare_module, "count_tokenising_processes", lambda: 2)
-    other = ready(tmp_path, rows(600), cache_dir=str(tmp_path / "other")).train
-    assert other.report.seconds > 0 and other.fingerprint == alone.fingerprint
 
 
 def talks(count: int) -> list[dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
+from data_tokenizers import shipped, tokenizer_for
 
 from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
@@ -211,14 +210,6 @@ def test_arguments_are_text_where_the_template_strings_them_together():
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
-
-
-def test_mistral_moves_the_tools_to_the_last_question_so_only_the_last_answer_is_sure():
-    messages = [ASK, calls("Paris"), result(), END, {**ASK, "content": "And Rome?"}, calls("Rome"), result(), END]
-    with pytest.raises(BadRow, match="rewrites what comes before this turn") as caught:
-        trained("mistral_v3", Conversation(messages, TOOLS))
-    assert caught.value.field == "messages[1]" and "data.loss_on=completion" in caught.value.fix
-    assert trained("mistral_v3", Conversation(messages, TOOLS), "completion") == [" It is sunny.<EOS>"]
 
 
 def test_so_each_question_becomes_a_document_that_is_asked_as_the_model_will_be(tmp_path):

@@ -226,12 +226,6 @@ def test_a_json_file_that_is_no_list_of_rows_is_named(tmp_path, content, words):
     assert words in str(caught.value)
 
 
-def test_a_json_file_of_one_row_is_read(tmp_path):
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "x.json").write_text(json.dumps({"messages": turns}))
-    assert ready(tmp_path, tmp_path / "x.json").train.report.rows == 1
-
-
 def test_of_a_folder_with_splits_the_one_that_is_asked_for_is_read(tmp_path):
     folder = tmp_path / "repo"
     for name, count in (

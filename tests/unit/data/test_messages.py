@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
@@ -178,22 +176,6 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
     earlier = {"messages": [ASK, END], "functions": [WEATHER]}  # OpenAI's name for them before tool_calls
     data = Data(train=write(tmp_path, earlier), cache_dir=str(tmp_path / "cache"))
     assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
-
-
-def test_turns_of_sharegpt_have_weights_and_thoughts_too(tmp_path):
-    row = turns(HUMAN, GPT, HUMAN, GPT)
-    row["conversations"][1]["train"] = False
-    row["conversations"][3]["reasoning"] = "Hm."
-    assert trained(write(tmp_path, row)) == [f"{THOUGHT}It is sunny.<|im_end|>"]
-
-
-def test_a_table_gives_each_call_its_own_arguments_and_no_nulls(tmp_path):
-    first, second = of(ASK, called(PARIS), RESULT, END), of(ASK, called({"name": "f", "arguments": {"n": 1}}))
-    rows = [row | {"tools": json.dumps(TOOLS)} for row in (first, second)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    train = prepare(Data(train=str(tmp_path / "train.parquet"), cache_dir=str(tmp_path)), TOKENIZER, seed=0).train
-    assert '{"name": "f", "arguments": {"n": 1}}' in TOKENIZER.decode(train[1].input_ids)
-    assert '"arguments": {"city": "Paris 中"}}' in TOKENIZER.decode(train[0].input_ids)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
