@@ -134,22 +134,6 @@ PLACES = {
     "data.cache_dir": "c",
     "trainer.output_dir": "run",
 }
-OF_FILES = {
-    "config.json of the model": ("m/config.json", f"model.path={'m'}"),
-    "adapter_config.json": ("m/adapter_config.json", "model.path=m"),
-    "the weights": ("m/model.safetensors", "model.path=m"),
-    "the index of the weights": ("m/model.safetensors.index.json", "model.path=m"),
-}
-CONTENTS: dict[str, str | bytes] = {
-    "empty": "",
-    "a list": "[]",
-    "null": "null",
-    "a number": "7",
-    "no JSON": "{",
-    "not UTF-8": b"\xff\xfe{}",
-    "deep": "[" * 10**5,
-    "of wrong values": '{"model_type": [1], "hidden_size": "x", "weight_map": [3], "base_model_name_or_path": {"a": 1}}',
-}
 NAMES = {
     "blanks": " ",
     "an escape": "a\x1b[31mb",
@@ -254,11 +238,6 @@ CASES = [
         Case(name=f"{key} is {kind}", arguments=named_value(key, path), files={path: make}, expect=(0, 2))
         for key, path in PLACES.items()
         for kind, make in KINDS.items()
-    ),
-    *(
-        Case(name=f"{what} is {kind}", arguments=named_value("model.path", "m"), files={path: make}, expect=(0, 2))
-        for what, (path, _) in OF_FILES.items()
-        for kind, make in {**KINDS, **CONTENTS}.items()
     ),
     *(
         Case(name=f"an argument: {what}", arguments=("plan", name, *RUN), expect=(0, 2) if name == "--" else (2,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 
 from tests.corpus.case import Case, check, sampled
 from tests.corpus.test_corpus_data import CONTENTS, LABELS, PAIRS, ROWS_OF, data
-from tests.corpus.test_corpus_machine import RUN, be_nobody, few_files, leave_the_folder
+from tests.corpus.test_corpus_machine import RUN, leave_the_folder
 from tests.corpus.test_corpus_run_folders import WHOLE
 from tests.corpus.test_corpus_secrets import JOB
 from tests.corpus.test_corpus_surroundings import closed, full, unread
@@ -176,33 +175,12 @@ TORCHES = {
     "that never ends": "import time; time.sleep(600)",
     "that prints": "print('x' * 10**6); raise ImportError('libcudart.so: cannot open \\x1b[31m')",
 }
-CONFIGS: dict[str, Make | str | bytes] = {
-    "a FIFO": os.mkfifo,
-    "a folder": lambda at: at.mkdir(),
-    "/dev/zero": link("/dev/zero"),
-    "a list": "[1]",
-    "keys that nobody knows": "optimiser: {lr: 1}\n",
-}
-VERBS = ("env", "inspect", "verify", "bench")
 PLACES = {
     "trainer.output_dir": "/dev/null/x",
     "data.cache_dir": "c.yaml/x",
     "topology.main_address": "\x1b[31m",
     "strategy": "nope",
 }
-
-
-def of_configs() -> Iterator[Case]:
-    for verb in VERBS:
-        for name, content in CONFIGS.items():
-            says = ("c.yaml",)
-            yield Case(
-                name=f"{verb}: a config that is {name}",
-                arguments=(verb, "c.yaml"),
-                files={"c.yaml": content},
-                says=says,
-            )
-        yield Case(name=f"{verb}: options of nobody", arguments=(verb, "--nope=1", "--", "-x"))
 
 
 def of_env() -> Iterator[Case]:
@@ -212,21 +190,11 @@ def of_env() -> Iterator[Case]:
         yield Case(
             name=f"env: a torch {name}", arguments=("env", "--json"), files=files, env=env, expect=(0, 3), writes=MADE
         )
-    for variable, value in {
-        "PATH": "", "HOME": "/dev/null", "TMPDIR": "/none", "HF_HOME": "\udcff", "PACKTRAIN_CACHE": "~nobody-here/x", "LANG": "C",
-        "CUDA_VISIBLE_DEVICES": "²", "SLURM_JOB_NODELIST": "n[1-99999999]", "RANK": "x", "COLUMNS": "1", "PYTHONIOENCODING": "ascii",
-    }.items():  # fmt: skip
-        yield Case(name=f"env: {variable}={value}", arguments=("env",), env={variable: value}, expect=(0, 2, 3))
     secrets = {"WANDB_API_KEY": "hunter2hunter2", "HTTP_PROXY": "http://joe:hunter2/hunter2@host:1"}
     for option in ((), ("--json",)):
         yield Case(
             name=f"env: secrets {option}", arguments=("env", *option), env=secrets, secrets=("hunter2",), expect=(0, 3)
         )
-    for how in (few_files, be_nobody, leave_the_folder, *(partial(one, 1) for one in (full, unread, closed))):
-        name = f"env: {getattr(how, 'func', how).__name__}"
-        yield Case(name=name, arguments=("env", "--json"), begin=how, expect=(0, 2, 3, 141))
-    for key, value in PLACES.items():
-        yield trains(f"{key} of nonsense", {}, f"{key}={json.dumps(value)}", verb="env", expect=(0, 2, 3))
     for nodes, address in ((2, "nowhere.invalid"), (20_000, "127.0.0.1"), (2, "-x"), (2, "192.0.2.1")):
         cluster = (
             f"topology={{kind: manual, nodes: {nodes}, main_address: {address}, node_rank: 1, join_timeout: 2}}",
@@ -235,31 +203,10 @@ def of_env() -> Iterator[Case]:
         yield trains(f"{nodes} machines at {address}", {}, *cluster, verb="env", expect=(2, 4))
 
 
-OUTPUTS: dict[str, tuple[str, Make]] = {
-    "a FIFO": ("page", os.mkfifo),
-    "a socket": ("page", a_socket),
-    "a link to itself": ("page", link("page")),
-    "/dev/full": ("page", link("/dev/full")),
-    "a folder": ("page", lambda at: at.mkdir()),
-    "a file of the user's": ("page", lambda at: at.write_text("mine")),
-}
-
-
 def of_reports() -> Iterator[Case]:
-    for name, (page, make) in OUTPUTS.items():
-        files = {**WHOLE, page: make}
-        for command in (("report", "run"), ("sbatch", "sft", *RUN, *JOB)):
-            yield Case(
-                name=f"{command[0]}: -o is {name}", arguments=(*command, "-o", page), files=files, says=("page",)
-            )
-    for page in ("x" * 256, "none/page", "run", "", "\udcff", "run/config.yaml"):
-        yield Case(
-            name=f"report: -o {page!r:.20}",
-            arguments=("report", "run", "-o", page),
-            files=WHOLE,
-            writes=("\udcff", "home/*", "run/data.json"),
-            expect=(0, 2),
-        )
+    for command in (("report", "run"), ("sbatch", "sft", *RUN, *JOB)):
+        arguments, files = (*command, "-o", "page"), {**WHOLE, "page": lambda at: at.write_text("mine")}
+        yield Case(name=f"{command[0]}: -o is the user's file", arguments=arguments, files=files, says=("page",))
     many = ["run"] * 500
     yield Case(
         name="report: a run 500 times",
@@ -323,7 +270,7 @@ def of_folders() -> Iterator[Case]:
         )
 
 
-CASES = [*of_folders(), *of_configs(), *of_inspect(), *of_verify(), *of_bench(), *of_reports()]
+CASES = [*of_folders(), *of_inspect(), *of_verify(), *of_bench(), *of_reports()]
 SLOW = [*of_env()]
 
 

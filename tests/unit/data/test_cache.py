@@ -279,11 +279,6 @@ def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeyp
         go(tmp_path, path, max_length=5)
 
 
-def test_the_cache_says_how_it_is_emptied(tmp_path):
-    go(tmp_path, write(tmp_path / "train.jsonl", 5))
-    assert f"rm -r {tmp_path / 'cache'}" in (tmp_path / "cache" / "README.txt").read_text()
-
-
 def test_a_weight_that_takes_nothing_is_an_error_that_names_its_source(tmp_path):
     sources = [DataSource(path=write(tmp_path / "train.jsonl", 10), weight=1e-3), write(tmp_path / "other.jsonl", 10)]
     with pytest.raises(UserError, match=r"data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"):

@@ -159,11 +159,6 @@ def test_keep_end_cuts_the_beginning_of_the_prompt_as_much_in_both(tmp_path):
     assert not pair.chosen.loss_mask[: pair.prompt].any() and pair.chosen.loss_mask[pair.prompt :].all()
 
 
-def test_a_pair_that_is_too_long_can_be_an_error_that_names_its_line(tmp_path):
-    with pytest.raises(UserError, match=r"pairs.jsonl:2: \d+ tokens, but data.max_length=20(.|\n)*truncate or drop"):
-        ready(tmp_path, [LONG[2], LONG[0]], max_length=20, overlong="error")
-
-
 def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
     made = ready(tmp_path, rows(60), eval=0.2)
     assert made.eval is not None

@@ -243,12 +243,6 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
     assert all(said in text for said in ("Add.", "3", *np.ravel([*more.values()])))
 
 
-@pytest.mark.parametrize("history", [[["Hello"]], ["Hello"], [["Hello", None]], "Hello", 7])
-def test_a_history_that_is_no_pairs_is_refused(ready, tmp_path, history):
-    with pytest.raises(UserError, match=r"train.jsonl:1, history"):
-        ready(write(tmp_path / "train.jsonl", ALPACA | {"history": history}))
-
-
 @pytest.mark.parametrize(
     "row, words",
     [
@@ -415,16 +409,6 @@ def test_a_broken_json_list_is_named_by_its_line(ready, tmp_path, content, words
     assert words in str(caught.value)
 
 
-def test_a_json_list_longer_than_the_buffer_is_read_whole_with_right_lines(ready, tmp_path):
-    rows = [{"text": f"é中 {number} " * 60} for number in range(400)]
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps([*rows, {"text": 5}], indent=1, ensure_ascii=False), encoding="utf-8")
-    line = path.read_text(encoding="utf-8").split("\n").index('  "text": 5')
-    with pytest.raises(UserError, match=f"train.json:{line}, text"):
-        ready(str(path))
-    assert ready(str(path), bad_rows="skip").train.report.kept == 400
-
-
 def test_csv_faults_are_named_by_line_and_column(ready, tmp_path):
     path = tmp_path / "train.csv"
     path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\ncaf\xe9,4\n')
@@ -481,19 +465,3 @@ def test_a_role_that_the_template_names_may_speak(tmp_path):
     assert len(of_rows(tmp_path, rows, chat_template=str(tmp_path / "own.jinja")).train) == 1
     with pytest.raises(UserError, match=r"unknown role 'critic'[\s\S]*Name the role in the chat template"):
         of_rows(tmp_path, rows)
-
-
-def test_another_word_for_the_assistant_is_refused_though_the_template_names_it(tmp_path):
-    """Gemma's template writes 'model': a turn of that role would be rendered and never trained."""
-    (tmp_path / "own.jinja").write_text("{% set name = 'model' %}" + SMOLLM)
-    with pytest.raises(UserError, match=r"unknown role 'model'[\s\S]*Did you mean 'assistant'"):
-        of_rows(tmp_path, talk("user", "model"), chat_template=str(tmp_path / "own.jinja"))
-
-
-def test_a_misspelt_speaker_and_a_misspelt_role_of_a_prompt_are_named_as_the_file_calls_them(tmp_path):
-    speaker = {"conversations": [{"from": "humman", "value": "Hello"}, {"from": "gpt", "value": "there"}]}
-    with pytest.raises(UserError, match=r"conversations\[0\].from: unknown speaker 'humman'[\s\S]*mean 'user'"):
-        of_rows(tmp_path, speaker)
-    row = {"q": [{"role": "usr", "content": "Hello"}], "completion": [{"role": "assistant", "content": "there"}]}
-    with pytest.raises(UserError, match=r"q\[0\].role: unknown role 'usr'[\s\S]*mean 'user'"):
-        of_rows(tmp_path, row, columns={"prompt": "q"})

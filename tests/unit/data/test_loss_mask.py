@@ -148,11 +148,6 @@ def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on
         assert loss_on == "completion" and found == [f"assistant{SECOND}<|im_end|>"]
 
 
-def test_a_user_may_say_what_the_assistant_says():
-    echo = [{"role": role, "content": "Say it again."} for role in ("user", "assistant")]
-    assert trained("smollm", Conversation(echo), Template(CHATML, None)) == ["Say it again.<|im_end|>"]
-
-
 def test_tools_that_the_template_leaves_out_are_refused():
     with pytest.raises(BadRow, match=r"the chat template \(the tokenizer's own\) leaves out the tools") as caught:
         trained("smollm", Conversation(TURNS, tools=TOOLS))
@@ -181,11 +176,6 @@ def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_ov
     )
     with pytest.raises(BadRow, match="would not learn to stop"):
         trained("smollm", Conversation(TURNS), Template(endless, None))
-
-
-def test_qwen3_single_turn_trains_its_thought():
-    messages = [TURNS[0], {**TURNS[1], "reasoning_content": "Answer with care."}]
-    assert trained("qwen3", Conversation(messages)) == [f"<think>\nAnswer with care.\n</think>\n\n{FIRST}<|im_end|>"]
 
 
 @pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])
@@ -268,11 +258,6 @@ def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooke
 
 def test_the_last_message_may_be_the_users():
     assert trained("smollm", Conversation(TURNS[:3])) == WANTED["smollm"][:1]
-
-
-def test_a_roles_error_of_the_template_is_told():
-    with pytest.raises(BadRow, match="System role not supported"):
-        trained("gemma", Conversation([SYSTEM, *TURNS]))
 
 
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
