@@ -161,7 +161,7 @@ def of_verify() -> Iterator[Case]:
 def of_bench() -> Iterator[Case]:
     for name, number in {**NUMBERS, "no number": "nan", "for ever": "inf", "beyond": "1e999", "a second": "1"}.items():
         yield trains(f"--seconds {name}", {}, "--seconds", number, verb="bench", says=("--seconds",))
-    for name in ("nothing", "noise", "nested 100000 deep", "a lone surrogate", "HTML"):
+    for name in ("nothing", "nested 100000 deep", "a lone surrogate"):
         yield data(f"{name}", "data.jsonl", CONTENTS[name], verb="bench")
     yield trains("data that is gone", {"data.jsonl": gone}, verb="bench", says=("data.train",))
     yield trains("no current folder", {}, verb="bench", begin=leave_the_folder, says=("current folder",))
