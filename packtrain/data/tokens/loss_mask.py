@@ -41,8 +41,8 @@ Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
 REFUSED = "loss mask cannot be verified"
 TEMPLATE_ADVICE = (
-    "Set data.chat_template to one that has tools and thoughts, by the token that ends a turn: qwen3_instruct_2507 or "
-    "qwen3_training (<|im_end|>), llama3_1 (<|eot_id|>), gptoss (<|call|>); or take them out of the data."
+    "Set data.chat_template=qwen3_instruct_2507 (tools) or qwen3_training (and thoughts) where turns end in <|im_end|>, "
+    "llama3_1 (tools) where in <|eot_id|>, gptoss where in <|call|>; or take them out of the data."
 )
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
