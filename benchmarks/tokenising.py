@@ -159,7 +159,7 @@ def main() -> None:
             cache_dir=f"{folder}/cache",
             chat_template=arguments.template,
         )
-        preparing.tokenising_processes = lambda: arguments.workers
+        preparing.count_tokenising_processes = lambda: arguments.workers
         peaks, stop = [0, 0], threading.Event()
         watcher = threading.Thread(target=watch, args=(peaks, stop))
         watcher.start()

@@ -2,8 +2,8 @@
 
 A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
 numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time, an UnpairedDataset one whose
-documents are desirable or not. A pair's prompt is not stored
-separately: it is everything before the first trained target of either document.
+documents are desirable or not. A pair's prompt is not stored separately: it is everything before the first trained target of
+either document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packtrain.errors import UserError
 from packtrain.plan.data_size import DataSize
 
 LEAST_PROMPT = 2
-"""Tokens of a the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
+"""Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
 
 
 class TokenDataset:
@@ -37,11 +37,7 @@ class TokenDataset:
         self._first = np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
         self.lengths: np.ndarray = np.concatenate([store.lengths for store in self.stores])[rows]
         self.trained: np.ndarray = np.concatenate([store.trained for store in self.stores])[rows]
-        digest = hashlib.blake2b(digest_size=16)
-        for store in self.stores:
-            digest.update(store.fingerprint.encode())
-        digest.update(rows.tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _hash("".join(store.fingerprint for store in self.stores).encode(), rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,11 +86,9 @@ class PairDataset:
         )
         self.report: DataReport = replace(documents.report, pairs=figures)
         if with_margins:
-            fates = [store.fates for store in documents.stores]
-            of_documents = np.concatenate([np.repeat(one["margin"], one["documents"]) for one in fates])
-            self.margins: np.ndarray = of_documents[documents.rows[::2]]
-            digest = hashlib.blake2b(documents.fingerprint.encode() + self.margins.tobytes(), digest_size=16)
-            self.fingerprint = digest.hexdigest()
+            margins = [np.repeat(store.fates["margin"], store.fates["documents"]) for store in documents.stores]
+            self.margins: np.ndarray = np.concatenate(margins)[documents.rows[::2]]
+            self.fingerprint = _hash(documents.fingerprint.encode(), self.margins)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,9 +109,7 @@ class UnpairedDataset:
     def __init__(self, documents: TokenDataset) -> None:
         self.documents, self.lengths, self.trained = documents, documents.lengths, documents.trained
         self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
-        digest = hashlib.blake2b(documents.fingerprint.encode(), digest_size=16)
-        digest.update(self.labels.tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = _hash(documents.fingerprint.encode(), self.labels)
         desirable = int(np.count_nonzero(self.labels))
         figures = LabelFigures(desirable, len(self.labels) - desirable)
         self.report: DataReport = replace(documents.report, labels=figures)
@@ -128,6 +120,10 @@ class UnpairedDataset:
     def __getitem__(self, index: int) -> Document:
         """Document number `index`, 0 to len - 1."""
         return self.documents[index]
+
+
+def _hash(fingerprint: bytes, values: np.ndarray) -> str:
+    return hashlib.blake2b(fingerprint + values.tobytes(), digest_size=16).hexdigest()
 
 
 def size_of(data: TokenDataset | PairDataset | UnpairedDataset) -> DataSize:
@@ -151,23 +147,21 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
 
     The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of
     a split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
-    data.max_length and seed. At least one document is held out and one is left, else UserError.
+    data.max_length and seed. At least one document is held out and one remains, else UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)
     held = inverse < max(1, round(fraction * len(different)))
     documents = np.concatenate([part.store.fates["documents"] for part in parts])
-    for side, words in ((held, "no document would be held out"), (~held, "none would be left")):
+    for side, words in ((held, "no document would be held out"), (~held, "none would remain")):
         if not documents[side].any():
             what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): {words}"
-            fix = "Give data.eval a source of its own, or more rows."
-            texts = any(".txt" in part.remark for part in parts)
-            fix += " A .txt file has more with data.split_text=line or paragraph." if texts else ""
+            fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
             raise UserError(what, where="data.eval", fix=fix)
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
-def mixed(
+def mix_sources(
     parts: Sequence[Tokenised],
     key: str,
     seed: int,
@@ -181,15 +175,15 @@ def mixed(
     `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
     `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
-    rows, first, left_out = [], 0, 0
+    rows, first, held_out = [], 0, 0
     for number, part in enumerate(parts):
         own = np.arange(first, first + len(part.store), dtype=np.int64)
         first += len(part.store)
         if kept is not None:
             own = own[np.repeat(kept[number], part.store.fates["documents"])]
-            left_out += len(part.store) - len(own)
+            held_out += len(part.store) - len(own)
         if len(own):
-            rows.append(_weighted(own, part.source, number, seed, key, together) if weigh else own)
+            rows.append(_repeat_by_weight(own, part.source, number, seed, key, together) if weigh else own)
     stores, all_rows = [part.store for part in parts], np.concatenate(rows)
     if kept is None:
         counts = add(store.counts for store in stores)
@@ -200,7 +194,7 @@ def mixed(
         documents=len(all_rows),
         tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
         trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),
-        held_out=left_out,
+        held_out=held_out,
         format=", ".join(dict.fromkeys(store.format for store in stores)),
         sources=tuple(part.source.path for part in parts),
         seconds=sum(part.store.seconds for part in parts if part.built),
@@ -209,7 +203,9 @@ def mixed(
     return TokenDataset(stores, all_rows, report)
 
 
-def _weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, key: str, together: int) -> np.ndarray:
+def _repeat_by_weight(
+    rows: np.ndarray, source: DataSource, number: int, seed: int, key: str, together: int
+) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
     The random part is fixed by (seed, number of the source), in order. Raises UserError if the weight takes no row.

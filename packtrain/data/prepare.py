@@ -1,11 +1,11 @@
-"""`data.train` and `data.eval` to TokenDatasets or PairDatasets: each source is tokenised once, in parallel, and cached.
+"""`data.train` and `data.eval` to data sets of documents: each source is tokenised once, in parallel, and cached.
 
 The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order,
 whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
 
 Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the locks of
-torch's and the tokenizer's threads in any state. The server takes a second to start; this process tokenises meanwhile, and
-alone where the data is small (up to FEW_ROWS, FEW_BYTES).
+torch's and the tokenizer's threads in any state. The server takes a second to start, so small data (up to FEW_ROWS,
+FEW_BYTES) is tokenised by this process alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -37,13 +38,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from packtrain.config.fields import ObjectiveKind
 from packtrain.config.objective import TRAITS
 from packtrain.config.schema import Data, DataSource, Format, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mixed
+from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Files, Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import AS_TEXT, ENCODERS, MOST_PROBLEMS, EncodedChunk, Encoder
+from packtrain.data.tokens.encode import ENCODERS, MOST_PROBLEMS, EncodedChunk, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -52,10 +53,10 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 14
+VERSION = 15
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
-"""What this process tokenises itself, in less time than workers take to start."""
+"""What this process tokenises itself, in about the time that workers take to start."""
 MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
@@ -76,35 +77,31 @@ def prepare(
 ) -> PreparedData[TokenDataset]:
     """Tokenise (or find in the cache) what `data` names; `progress` shows a bar on stderr.
 
-    Raises UserError naming file, line and field of rows that cannot be used, or why no document is left. Every process of
+    Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
     a launch may call it: one works, the others wait.
     """
-    return _prepared(data, tokenizer, seed, progress, "sft")
+    return _prepare(data, tokenizer, seed, progress, "sft", lambda documents: documents)
 
 
 def prepare_pairs(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[PairDataset]:
     """As `prepare`, for preference pairs; also raises UserError for rows that are no pairs."""
-    made = _prepared(data, tokenizer, seed, progress, "dpo")
-    return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
+    return _prepare(data, tokenizer, seed, progress, "dpo", PairDataset)
 
 
 def prepare_unpaired(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[UnpairedDataset]:
     """As `prepare`, for answers with labels; also raises UserError for rows that have none."""
-    made = _prepared(data, tokenizer, seed, progress, "kto")
-    return PreparedData(UnpairedDataset(made.train), None if made.eval is None else UnpairedDataset(made.eval))
+    return _prepare(data, tokenizer, seed, progress, "kto", UnpairedDataset)
 
 
 def prepare_with_margins(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[PairDataset]:
     """As `prepare_pairs`, with their margins."""
-    made = _prepared(data, tokenizer, seed, progress, "reward")
-    held = None if made.eval is None else PairDataset(made.eval, with_margins=True)
-    return PreparedData(PairDataset(made.train, with_margins=True), held)
+    return _prepare(data, tokenizer, seed, progress, "reward", partial(PairDataset, with_margins=True))
 
 
 PREPARE: dict[ObjectiveKind, Callable[..., PreparedData[Any]]] = {
@@ -115,41 +112,45 @@ PREPARE: dict[ObjectiveKind, Callable[..., PreparedData[Any]]] = {
 }
 
 
-def _prepared(
-    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool, objective: ObjectiveKind
-) -> PreparedData[TokenDataset]:
+def _prepare(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    progress: bool,
+    objective: ObjectiveKind,
+    dataset_class: Callable[[TokenDataset], AnyDataset],
+) -> PreparedData[AnyDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
     template = choose_template(data.chat_template, tokenizer)
     encoder = ENCODERS[objective](plain_tokenizer(tokenizer), template, data)
     console = Console(stderr=True, quiet=not progress)
-    mix = partial(mixed, seed=seed, together=TRAITS[objective].documents)
+    mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
+    held_out: TokenDataset | None = None
     with ExitStack() as stack:
-        workers = _Workers(encoder, tokenising_processes(), stack)
-        make = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
-        train = [make.tokenised(source, "train") for source in sources(data.train, "train")]
-        if data.eval in (None, 0):
-            return PreparedData(mix(train, "data.train"), None)
-        if isinstance(data.eval, (int, float)):
-            held = hold_out(train, data.eval)
-            rest = mix(train, "data.train", kept=[~side for side in held])
-            return PreparedData(rest, mix(train, "data.eval", kept=held, weigh=False))
-        evaluated = [make.tokenised(source, "eval") for source in sources(data.eval, "eval")]
-        held_out = mix(evaluated, "data.eval")
-        if also := _also_trained(train, evaluated):
-            held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, also))
-        return PreparedData(mix(train, "data.train"), held_out)
+        workers = _Workers(encoder, count_tokenising_processes(), stack)
+        tokeniser = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
+        parts = [tokeniser.tokenise(source, "train") for source in sources(data.train, "train")]
+        if isinstance(data.eval, (int, float)) and data.eval:
+            held = hold_out(parts, data.eval)
+            train = mix(parts, "data.train", kept=[~rows for rows in held])
+            held_out = mix(parts, "data.eval", kept=held, weigh=False)
+        else:
+            if data.eval:
+                eval_parts = [tokeniser.tokenise(source, "eval") for source in sources(data.eval, "eval")]
+                held_out = mix(eval_parts, "data.eval")
+                if remark := _remark_overlap(parts, eval_parts):
+                    held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
+            train = mix(parts, "data.train")
+    return PreparedData(dataset_class(train), None if held_out is None else dataset_class(held_out))
 
 
-def _also_trained(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
+def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
     """A remark on rows of data.eval that are in data.train, "" where there are none."""
     trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
-    number = np.count_nonzero(np.isin(held_out, trained))
-    rows = counted(len(held_out), "rows")
-    return (
-        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low by what was memorised"
-        * bool(number)
-    )
+    number, rows = np.count_nonzero(np.isin(held_out, trained)), counted(len(held_out), "rows")
+    remark = f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low by what was memorised"
+    return remark if number else ""
 
 
 @dataclass
@@ -163,7 +164,7 @@ class _Tokeniser:
     seed: int
     console: Console
 
-    def tokenised(self, given: DataSource, role: Split) -> Tokenised:
+    def tokenise(self, given: DataSource, role: Split) -> Tokenised:
         try:
             source = locate(given, role, self.seed, self.objective, self.data.split_text)
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
@@ -180,9 +181,7 @@ class _Tokeniser:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
         store, built = open_or_build(self.folder, key, partial(self._build, source), say)
-        of_files = source.remark() if isinstance(source, Files) else ""
-        of_rows = f"{source.name}: {AS_TEXT}" if encoder.as_text(store.format) else ""
-        return Tokenised(given, store, built, "; ".join(filter(None, (of_files, of_rows))))
+        return Tokenised(given, store, built, source.remark() if isinstance(source, Files) else "")
 
     def _build(self, source: Source, folder: Path) -> None:
         started = time.monotonic()
@@ -207,7 +206,7 @@ class _Tokeniser:
                 heartbeat.progress()
             if not (counts := writer.counts).kept:
                 reasons = ", ".join(f"{rows} {reason}" for reason, rows in Counter(counts.dropped).most_common())
-                what = f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
+                what = f"no document remains of {counted(counts.rows, 'rows')}; dropped: {reasons}"
                 keys = "data.loss_on, data.max_length" if self.objective == "sft" else "data.max_length, data.overlong"
                 raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
@@ -244,7 +243,6 @@ class _Workers:
     number: int
     stack: ExitStack
     pool: ProcessPoolExecutor | None = None
-    _ready: Future[None] = field(default_factory=Future)
 
     def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
         first = list(islice(chunks, FEW_CHUNKS + 1))
@@ -253,44 +251,34 @@ class _Workers:
         if small or self.number == 1:
             yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in chain(first, chunks))
             return
+        self.pool = pool = self.pool or self._start()
+        waiting: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
         try:
-            yield from self._in_parallel(chain(first, chunks), format)
+            for chunk in chain(first, chunks):
+                waiting.append((chunk, pool.submit(_encode, chunk, format)))
+                if len(waiting) >= LOOK_AHEAD * self.number:
+                    chunk, future = waiting.popleft()
+                    yield chunk, future.result()
+            while waiting:
+                chunk, future = waiting.popleft()
+                yield chunk, future.result()
         except BrokenProcessPool as error:
             fix = "Out of memory, most likely: with fewer cores (taskset -c 0-3 packtrain …) there are fewer of them."
             raise PacktrainError("a tokenising process died", where="data.train", fix=fix) from error
 
-    def _in_parallel(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
-        pool = self.pool = self.pool or self._started()
-        waiting: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
-        for chunk in chunks:
-            if not self._ready.done():
-                yield chunk, self.encoder.encode(chunk, format)
-                continue
-            self._ready.result()
-            waiting.append((chunk, pool.submit(_encode, chunk, format)))
-            if len(waiting) >= LOOK_AHEAD * self.number:
-                chunk, future = waiting.popleft()
-                yield chunk, future.result()
-        while waiting:
-            chunk, future = waiting.popleft()
-            yield chunk, future.result()
-
-    def _started(self) -> ProcessPoolExecutor:
+    def _start(self) -> ProcessPoolExecutor:
         # Sent by file: Python hangs if a worker dies before it has read arguments larger than a pipe's buffer.
         encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
         encoder.write_bytes(pickle.dumps(self.encoder))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        # The server and its forks inherit the mask: Ctrl-C reaches the whole group, and this process ends them.
+        resource_tracker.ensure_running()  # which the server starts too, and that would undo the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         pool = ProcessPoolExecutor(self.number, context, initializer=_start_worker, initargs=(encoder,))
         self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        starter = self.stack.enter_context(ThreadPoolExecutor(1))
-
-        def start() -> None:
-            # What this thread starts inherits the mask: Ctrl-C reaches the whole group, also while modules are imported there.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            pool.submit(_nothing).result()
-
-        self._ready = starter.submit(start)
         return pool
 
 
@@ -307,15 +295,11 @@ def _start_worker(encoder: Path) -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _nothing() -> None:
-    """The first task of a pool: its end shows that the workers have started."""
-
-
 def _encode(chunk: Chunk, format: Format) -> EncodedChunk:
     return _encoder.encode(chunk, format)
 
 
-def tokenising_processes() -> int:
+def count_tokenising_processes() -> int:
     """One for each CPU core that this process may use, up to MOST_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)

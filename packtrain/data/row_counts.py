@@ -1,6 +1,6 @@
 """What became of every row: each row is either kept or dropped for a named reason.
 
-The fate of each row is stored (40 bytes a row), so that a subset of the rows, such as the held-out one, can be counted too.
+The fate of each row is stored (48 bytes a row), so that a subset of the rows, such as the held-out one, can be counted too.
 `rows == kept + sum(dropped.values())` holds for every report; the tests rely on it.
 """
 
@@ -13,38 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FATES = np.dtype(  # the fields of Fate
-    [
-        ("content", np.uint64),
-        ("cut_tokens", np.int64),
-        ("documents", np.int32),
-        ("dropped_chunks", np.int32),
-        ("dropped", np.int16),  # number of the reason; 0 is "", not dropped
-        ("truncated", bool),
-        ("split", bool),
-        ("apart", bool),
-        ("retold", bool),
-        ("unrolled", bool),
-        ("marker", bool),
-        ("garbled", bool),
-        ("unsaid", bool),
-        ("echo", bool),
-        ("prefix", bool),
-        ("margin", np.float32),
-        ("desirable", bool),
-    ],
-    align=True,
-)
-
 
 class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason; see RowCounts for the rest.
 
     `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
-    `marker` to `prefix` are faults that `packtrain inspect` tells (tokens/text_faults.py): a `marker` of the template in what is said,
-    text that is `garbled`, a system prompt that stays `unsaid`, an answer that is an `echo` of its question, one answer of a
-    pair that is a `prefix` of the other. `margin` is what the row says of how much better the chosen answer is (reward only).
-    `desirable` says so of the row's first document (kto only), which of a pair is the chosen answer; the second one is not.
+    `packtrain inspect` shows the faults `marker` (the text has control tokens of the template), `garbled` (text in a wrong
+    encoding) and `unsaid` (the template leaves the system prompt out). `margin` is by how much the row says that the chosen
+    answer is better (reward only). `desirable` says so of the row's first document (kto only), of a pair the chosen answer;
+    the second one is not.
     """
 
     content: int
@@ -60,10 +37,13 @@ class Fate(NamedTuple):
     marker: bool = False
     garbled: bool = False
     unsaid: bool = False
-    echo: bool = False
-    prefix: bool = False
     margin: float = 0.0
     desirable: bool = False
+
+
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,?,f4,?", align=True)
+FATES.names = Fate._fields
+"""A Fate on disk; its `dropped` is the number of the reason, 0 where the row is not dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,26 +72,20 @@ class RowCounts:
 def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
     """The counts of some rows; `fates` FATES[rows], whose `dropped` are numbers of `reasons`."""
     times = np.bincount(fates["dropped"], minlength=1).tolist()
-    return RowCounts(
-        rows=len(fates),
-        kept=times[0],
-        dropped={reasons[number]: rows for number, rows in enumerate(times) if number and rows},
-        truncated=int(fates["truncated"].sum()),
-        split=int(fates["split"].sum()),
-        dropped_chunks=int(fates["dropped_chunks"].sum(dtype=np.int64)),
-        cut_tokens=int(fates["cut_tokens"].sum()),
-        apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
-        retold=int((fates["retold"] & (fates["dropped"] == 0)).sum()),
-        unrolled=int((fates["unrolled"] & (fates["dropped"] == 0)).sum()),
-    )
+    dropped = {reasons[number]: rows for number, rows in enumerate(times) if number and rows}
+    sums = {
+        name: int(fates[name].sum(dtype=np.int64)) for name in ("truncated", "split", "dropped_chunks", "cut_tokens")
+    }
+    kept = fates[fates["dropped"] == 0]
+    sums |= {name: int(kept[name].sum()) for name in ("apart", "retold", "unrolled")}
+    return RowCounts(rows=len(fates), kept=times[0], dropped=dropped, **sums)
 
 
 def add(counts: Iterable[RowCounts]) -> RowCounts:
     """The sum of several counts, reasons merged."""
     total: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    for one in counts:
-        figures = asdict(one)
+    for figures in map(asdict, counts):
         dropped.update(figures.pop("dropped"))
         total.update(figures)
     return RowCounts(dropped=dict(dropped), **total)

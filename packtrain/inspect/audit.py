@@ -1,7 +1,7 @@
 """What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
 
-Nothing here reads a text: rows tell what was odd about them when they were tokenised (data/tokens/text_faults.py), and tokens tell
-the rest (token_scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
+Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/row_counts.py), and tokens show the
+rest (scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,20 @@ import numpy as np
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.tokens.encode import SAME, SAME_ONCE_CUT, UNTRAINED, UNTRAINED_ONCE_CUT
 from packtrain.inspect.corpus import Corpus
-from packtrain.inspect.scan.duplicates import Duplicate, duplicates, leaks
-from packtrain.inspect.scan.token_scan import TokenScan
-from packtrain.inspect.scan.vocabulary import SCRIPTS
+from packtrain.inspect.duplicates import LIKELY, MOST_CHECKED, SIMILAR, Duplicates, compare, find_candidates
+from packtrain.inspect.scan import TokenScan
 from packtrain.wording import visible
 
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
 POINTLESS = 0.5
 """Share of rows from which a fault makes the training pointless."""
-RARE = 0.05
-"""Share of documents in other scripts up to which these are odd; more of them are meant."""
-OUTLIER = 4
-"""Times the length that 99 percent of the documents do not exceed."""
-FEW = 100
-"""Documents that say nothing yet about what is usual."""
 _SAMPLE = 128
-_TOGETHER = {SCRIPTS.index("Japanese"): SCRIPTS.index("Chinese")}
-"""Scripts that are written in one text."""
 
 
 @dataclass(frozen=True, eq=False)
-class Oddity:
-    """A finding: the numbers of its `rows` int[n], of `total` of the `unit`, a sentence and what to do.
+class AuditFinding:
+    """The numbers of its `rows` int[n], of `total` of the `unit`, a sentence and what to do.
 
     `twins` are the rows that the first of them repeat; `count` is their number where not all are in `rows`.
     """
@@ -63,212 +54,224 @@ class Oddity:
         return self.number / max(1, self.total)
 
 
-def findings(corpus: Corpus, scan: TokenScan) -> list[Oddity]:
+def find_all(corpus: Corpus, scan: TokenScan) -> list[AuditFinding]:
     """All findings, the worst first; `rows_named` says which rows need a place before `audit_lines`."""
     order: list[Severity] = ["bad", "warn", "note"]
-    found = [one for one in _all(corpus, scan) if len(one.rows)]
-    return sorted(found, key=lambda one: (order.index(one.severity), -one.share))
+    findings = [*_find_faults(corpus, scan), *_find_repeats(corpus, scan)]
+    return sorted(
+        (finding for finding in findings if len(finding.rows)),
+        key=lambda finding: (order.index(finding.severity), -finding.share),
+    )
 
 
-def rows_named(found: Sequence[Oddity]) -> set[int]:
+def rows_named(findings: Sequence[AuditFinding]) -> set[int]:
     """The rows that are shown as examples."""
-    return {int(row) for one in found for row in (*one.rows[:EXAMPLES], *one.twins[:EXAMPLES])}
+    return {int(row) for finding in findings for row in (*finding.rows[:EXAMPLES], *finding.twins[:EXAMPLES])}
 
 
-def audit_lines(found: Sequence[Oddity], places: Mapping[int, str]) -> list[dict[str, Any]]:
+def audit_lines(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> list[dict[str, Any]]:
     """The findings as plain containers, with the places of their first rows."""
-    made = []
-    for one in found:
-        where = [visible(places[int(row)]) for row in one.rows[:EXAMPLES]]
-        for at, twin in enumerate(one.twins[:EXAMPLES]):
-            where[at] += f" (as {_beside(visible(places[twin]), where[at])})"
-        figures = {
-            "name": one.name,
-            "count": one.number,
-            "share": round(one.share, 6),
-            "unit": one.unit,
-            "where": where,
-        }
-        made.append({**figures, "what": one.what, "fix": one.fix, "severity": one.severity})
-    return made
+    lines = []
+    for finding in findings:
+        where = [visible(places[int(row)]) for row in finding.rows[:EXAMPLES]]
+        for at, twin in enumerate(finding.twins[:EXAMPLES]):
+            file, colon, line = visible(places[twin]).rpartition(":")
+            same_file = colon and where[at].startswith(f"{file}:")
+            where[at] += f" (as {f'line {line}' if same_file else visible(places[twin])})"
+        lines.append(
+            {
+                "name": finding.name,
+                "count": finding.number,
+                "share": round(finding.share, 6),
+                "unit": finding.unit,
+                "where": where,
+                "what": finding.what,
+                "fix": finding.fix,
+                "severity": finding.severity,
+            }
+        )
+    return lines
 
 
-def _beside(place: str, other: str) -> str:
-    """A place, without its file if the `other` one is in it."""
-    file, colon, line = place.rpartition(":")
-    return f"line {line}" if colon and other.startswith(f"{file}:") else place
-
-
-def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
-    yield from _of_rows(corpus)
-    yield from _of_ends(corpus, scan)
-    yield from _of_tokens(corpus, scan)
-    yield from _of_lengths(corpus)
-    yield from _of_twins(corpus, scan)
-
-
-def _of_rows(corpus: Corpus) -> Iterator[Oddity]:
-    """What rows tell."""
-    of_train, fates, rows = corpus.rows_of_train, corpus.fates, int(corpus.rows_of_train.sum())
-
-    def flagged(name: str) -> np.ndarray:
-        return np.flatnonzero(of_train & fates[name])
-
-    def dropped(*reasons: str) -> np.ndarray:
-        return np.flatnonzero(of_train & corpus.dropped_for(reasons))
-
-    untrained = dropped(UNTRAINED, UNTRAINED_ONCE_CUT)
-    yield Oddity(
+FAULTS = (
+    (
         "no_trained_token",
-        untrained,
-        rows,
-        "nothing of these rows would be trained, so they are left out",
+        "nothing of these rows would be trained, so they are dropped",
         "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
-        severity="bad" if len(untrained) >= POINTLESS * rows else "warn",
-    )
-    if corpus.pairs:
-        same = "the chosen and the rejected answer are the same, so these pairs are left out"
-        yield Oddity(
-            "identical_answers", dropped(SAME, SAME_ONCE_CUT), rows, same, "Take them out, or see data.max_length."
-        )
-        prefix = "one answer is the beginning of the other: the pair teaches length alone"
-        fix = "See whether one of them was cut short when it was made; take such pairs out."
-        yield Oddity("prefix_answers", flagged("prefix"), rows, prefix, fix)
-    yield Oddity(
+    ),
+    (
+        "identical_answers",
+        "the chosen and the rejected answer are the same, so these pairs are dropped",
+        "Take them out, or see data.max_length.",
+    ),
+    (
         "marker_in_content",
-        flagged("marker"),
-        rows,
-        "what is said holds text that becomes control tokens, such as the end of a turn",
+        "the content holds text that becomes control tokens, such as the end of a turn",
         "Take the markers out of the texts: they end or begin turns in the middle of one.",
-    )
-    echo = "an answer is the very text that it answers"
-    yield Oddity("answer_is_prompt", flagged("echo"), rows, echo, "See whether a column is used twice (data.columns).")
-    garbled = "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)"
-    fix = "Write the file anew from its source, as UTF-8; what became � is lost."
-    yield Oddity("broken_encoding", flagged("garbled"), rows, garbled, fix)
-    unsaid = "the chat template leaves the system prompt out, so the model never sees it"
-    fix = "Set data.chat_template to one that has system prompts, or put them into the first question."
-    yield Oddity("dropped_system_prompt", flagged("unsaid"), rows, unsaid, fix)
-
-
-def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
-    """Whether answers end, and once."""
-    rows, fates = corpus.row_of, corpus.fates
-    cut = fates["truncated"][rows]
-    total = int(corpus.rows_of_train.sum())
-    if corpus.data.overlong != "keep_end":
-        yield Oddity(
-            "answer_cut",
-            np.unique(rows[corpus.in_train & cut & scan.open]),
-            total,
-            f"the answer is cut before its end by data.max_length={corpus.data.max_length}, so the model learns to go on",
-            "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
-        )
-    endless = np.unique(rows[corpus.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])
-    token = corpus.end_names
-    yield Oddity(
+    ),
+    (
+        "broken_encoding",
+        "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)",
+        "Write the file anew from its source, as UTF-8; what became � is lost.",
+    ),
+    (
+        "dropped_system_prompt",
+        "the chat template leaves the system prompt out, so the model never sees it",
+        "Set data.chat_template to one that has system prompts, or put them into the first question.",
+    ),
+    (
+        "answer_cut",
+        "the answer is cut before its end by data.max_length={max_length}, so the model learns to go on",
+        "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
+    ),
+    (
         "end_never_trained",
-        endless,
-        total,
-        f"no end of an answer ({token}) is trained, so the model does not learn to stop",
+        "no end of an answer ({end}) is trained, so the model does not learn to stop",
         "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
-        severity="bad" if len(endless) >= POINTLESS * total else "warn",
-    )
-    yield Oddity(
+    ),
+    (
         "end_trained_twice",
-        np.unique(rows[corpus.in_train & scan.ends_twice]),
-        total,
-        f"the end of an answer ({token}) is trained twice in a row",
+        "the end of an answer ({end}) is trained twice in a row",
         "The texts end in the end token already, and it is added again: take it out of them.",
-    )
+    ),
+    (
+        "doubled_bos",
+        "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already",
+        "Take BOS out of the texts, or of the template.",
+    ),
+    (
+        "unknown_tokens",
+        "the tokenizer has no token for part of the text, which becomes its token for unknown text",
+        "Take the tokenizer of the model, or one that knows these characters.",
+    ),
+)
+"""Name, what it is, and what to do, of the faults of rows."""
+FATAL = ("no_trained_token", "end_never_trained")
+"""Faults that make training pointless where many rows have them."""
 
 
-def _of_tokens(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
-    """Faults that show in token ids."""
-    rows, total = corpus.row_of, int(corpus.rows_of_train.sum())
-    bos = "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already"
-    fix = "Take BOS out of the texts, or of the template."
-    yield Oddity("doubled_bos", np.unique(rows[corpus.in_train & scan.two_bos]), total, bos, fix)
-    unknown = "the tokenizer has no token for part of the text, which becomes its token for unknown text"
-    fix = "Take the tokenizer of the model, or one that knows these characters."
-    yield Oddity("unknown_tokens", np.unique(rows[corpus.in_train & scan.unknown]), total, unknown, fix)
-    script = scan.script.copy()
-    for one, other in _TOGETHER.items():
-        script[script == one] = other
-    times = np.bincount(script[corpus.in_train], minlength=len(SCRIPTS))
-    times[0] = 0
-    usual = int(times.argmax())
-    others = corpus.in_train & (script != 0) & (script != usual)
-    if times.sum() >= FEW and others.sum() <= RARE * times.sum():
-        found = ", ".join(SCRIPTS[one] for one in np.argsort(-times, kind="stable") if times[one] and one != usual)
-        what = f"most of the text is in another script ({found}) than that of the others ({SCRIPTS[usual]})"
-        fix = "Look whether they are meant; broken encodings look like this, too."
-        yield Oddity("other_script", np.unique(rows[others]), total, what, fix, severity="note")
+def _find_faults(corpus: Corpus, scan: TokenScan) -> Iterator[AuditFinding]:
+    """Faults of rows of data.train, from what became of them and from their tokens."""
+    fates, total = corpus.fates, int(corpus.rows_of_train.sum())
+    cut = fates["truncated"][corpus.row_of]
+
+    def rows_of(chosen: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(corpus.rows_of_train & chosen)
+
+    def rows_with(chosen: np.ndarray) -> np.ndarray:
+        """Rows with a trained document that is chosen."""
+        return np.unique(corpus.row_of[corpus.in_train & chosen])
+
+    rows = {
+        "no_trained_token": rows_of(corpus.dropped_for((UNTRAINED, UNTRAINED_ONCE_CUT))),
+        "identical_answers": rows_of(corpus.dropped_for((SAME, SAME_ONCE_CUT))),
+        "marker_in_content": rows_of(fates["marker"]),
+        "broken_encoding": rows_of(fates["garbled"]),
+        "dropped_system_prompt": rows_of(fates["unsaid"]),
+        "answer_cut": rows_with(cut & scan.open & (corpus.data.overlong != "keep_end")),
+        "end_never_trained": rows_with(~cut & ~fates["split"][corpus.row_of] & ~scan.ends),
+        "end_trained_twice": rows_with(scan.ends_twice),
+        "doubled_bos": rows_with(scan.two_bos),
+        "unknown_tokens": rows_with(scan.unknown),
+    }
+    for name, what, fix in FAULTS:
+        fatal = name in FATAL and len(rows[name]) >= POINTLESS * total
+        what = what.format(max_length=corpus.data.max_length, end=corpus.end_names)
+        yield AuditFinding(name, rows[name], total, what, fix, severity="bad" if fatal else "warn")
 
 
-def _of_lengths(corpus: Corpus) -> Iterator[Oddity]:
-    lengths = corpus.lengths[corpus.in_train]
-    usual = float(np.percentile(lengths, 99))
-    longest = np.flatnonzero(corpus.in_train & (corpus.lengths > OUTLIER * usual))
-    if len(lengths) >= FEW and len(longest):
-        longest = longest[np.argsort(-corpus.lengths[longest], kind="stable")]
-        most = int(corpus.lengths[longest[0]])
-        what = f"far longer than the others: up to {most:,} tokens, where 99 % have at most {usual:,.0f}"
-        fix = f"Look at them; data.max_length={_rounded(usual)} cuts them, with data.overlong=drop they are left out."
-        numbers = corpus.row_of[longest]
-        yield Oddity("length_outliers", numbers, len(lengths), what, fix, "documents", "note")
-
-
-def _rounded(length: float) -> int:
-    """The next multiple of 128."""
-    return -(-int(length) // 128) * 128
-
-
-def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
+def _find_repeats(corpus: Corpus, scan: TokenScan) -> Iterator[AuditFinding]:
     """Examples that are there more than once, and held-out ones that are trained."""
-    unit, total = corpus.unit, int(corpus.in_train.sum()) // corpus.together
-    same, similar = duplicates(corpus, scan)
-    what = "the same tokens as an earlier one: it counts twice"
-    fix = "Take them out, or say it on purpose with weight."
-    yield _twins("exact_duplicates", same, corpus, total, what, fix, unit, "note")
-    what = "at least 80 % of their sequences of four tokens are those of an earlier one"
-    yield _twins("near_duplicates", similar, corpus, total, what, "Look at them; take out what repeats.", unit, "note")
-    if corpus.eval is None:
+    prints = scan.fingerprints
+    trained, held_out = (np.flatnonzero(chosen)[:: corpus.together] for chosen in (corpus.in_train, corpus.in_eval))
+
+    def hash_examples(documents: np.ndarray) -> np.ndarray:
+        hashes = prints.hashes[documents]
+        return hashes if corpus.together == 1 else hashes * np.uint64(3) + prints.hashes[documents + 1]
+
+    def finding(
+        name: str, documents: np.ndarray, same: Duplicates, total: int, what: str, fix: str, severity: Severity
+    ) -> AuditFinding:
+        rows, twins = corpus.row_of[documents[same.repeats]], corpus.row_of[documents[same.originals]].tolist()
+        return AuditFinding(name, rows, total, what, fix, corpus.unit, severity, twins, same.count)
+
+    hashes = hash_examples(trained)
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[inverse] != np.arange(len(hashes)))
+    what, fix = "the same tokens as an earlier one: it counts twice", "Take them out, or say it on purpose with weight."
+    same = Duplicates(again, first[inverse][again], len(again))
+    yield finding("exact_duplicates", trained, same, len(trained), what, fix, "note")
+    alone = np.delete(trained, again)
+    what, fix = (
+        "at least 80 % of their sequences of four tokens are those of an earlier one",
+        "See what repeats, and take it out.",
+    )
+    similar = _find_similar(corpus, scan, alone, 0)
+    yield finding("near_duplicates", alone, similar, len(trained), what, fix, "note")
+    if not len(held_out):
         return
-    total = int(corpus.in_eval.sum()) // corpus.together
-    same, similar = leaks(corpus, scan)
-    fix = "Keep one of the two: else the eval loss is too low by what was memorised."
+    order = np.argsort(hashes, kind="stable")
+    own = hash_examples(held_out)
+    twin = order[np.minimum(np.searchsorted(hashes, own, sorter=order), len(order) - 1)]
+    known = np.flatnonzero(hashes[twin] == own)
+    both, fix = (
+        np.concatenate([trained, held_out]),
+        "Keep one of the two: else the eval loss is too low by what was memorised.",
+    )
+    same = Duplicates(len(trained) + known, twin[known], len(known))
     what = "held-out examples that are trained, token by token"
-    yield _twins("eval_in_train", same, corpus, total, what, fix, unit, "warn")
+    yield finding("eval_in_train", both, same, len(held_out), what, fix, "warn")
+    both = np.concatenate([trained, np.delete(held_out, known)])
+    similar = _find_similar(corpus, scan, both, len(trained))
     what = "held-out examples that are almost the same as trained ones"
-    yield _twins("eval_nearly_in_train", similar, corpus, total, what, fix, unit, "warn")
+    yield finding("eval_nearly_in_train", both, similar, len(held_out), what, fix, "warn")
 
 
-def _twins(
-    name: str, found: Duplicate, corpus: Corpus, total: int, what: str, fix: str, unit: str, severity: Severity
-) -> Oddity:
-    rows, twins = corpus.row_of[found.documents], corpus.row_of[found.of].tolist()
-    return Oddity(name, rows, total, what, fix, unit, severity, twins, found.count)
+def _find_similar(corpus: Corpus, scan: TokenScan, documents: np.ndarray, trained: int) -> Duplicates:
+    """Near duplicates among `documents`, each the first of an example: of those from number `trained` on that are like one before."""
+    prints = scan.fingerprints
+    usable = np.flatnonzero(prints.compared[documents])
+    best, alike = find_candidates(prints.signatures[documents[usable]])
+    likely = np.flatnonzero((best >= 0) & (alike >= LIKELY))
+    repeats, originals = usable[likely], usable[best[likely]]
+    if trained:
+        leaks = (repeats >= trained) & (originals < trained)
+        repeats, originals = repeats[leaks], originals[leaks]
+    checked = np.arange(len(repeats))
+    if len(repeats) > MOST_CHECKED:
+        checked = np.sort(np.random.default_rng(0).choice(checked, MOST_CHECKED, replace=False))
+
+    def is_similar(at: int) -> bool:
+        repeat, original = int(documents[repeats[at]]), int(documents[originals[at]])
+        sides = range(corpus.together)  # of pairs both answers
+        return all(
+            compare(corpus.read(repeat + side), corpus.read(original + side), prints.common) >= SIMILAR
+            for side in sides
+        )
+
+    kept = checked[[is_similar(at) for at in checked.tolist()]] if len(checked) else checked
+    return Duplicates(repeats[kept], originals[kept], round(len(kept) * len(repeats) / max(1, len(checked))))
 
 
 def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
-    """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run, from a
-    sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
+    """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run,
+    from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
     documents = data.documents if isinstance(data, PairDataset) else data
-    report, found = documents.report, list[str]()
+    report, warnings = documents.report, list[str]()
     untrained = report.dropped.get(UNTRAINED, 0) + report.dropped.get(UNTRAINED_ONCE_CUT, 0)
     if untrained >= POINTLESS * report.rows:
-        found.append(
-            f"{untrained:,} of {report.rows:,} rows have nothing to train and are left out (data.loss_on, data.max_length)"
-        )
+        what = f"{untrained:,} of {report.rows:,} rows have nothing to train and are dropped"
+        warnings.append(f"{what} (data.loss_on, data.max_length)")
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    control = {*tokenizer.all_special_ids, *(one for one, token in added.items() if getattr(token, "special", False))}
+    control = {
+        *tokenizer.all_special_ids,
+        *(token for token, added in added.items() if getattr(added, "special", False)),
+    }
     sample = np.unique(np.linspace(0, len(documents) - 1, min(_SAMPLE, len(documents))).astype(int)).tolist()
-    whole = [documents[one] for one in sample if max_length is None or documents.lengths[one] < max_length]
-    endless = sum(1 for one in whole if control.isdisjoint(one.input_ids[one.loss_mask].tolist()))
+    whole = [documents[number] for number in sample if max_length is None or documents.lengths[number] < max_length]
+    endless = sum(1 for document in whole if control.isdisjoint(document.input_ids[document.loss_mask].tolist()))
     if whole and endless >= POINTLESS * len(whole):
-        found.append(
-            f"{endless:,} of {len(whole):,} documents that were looked at train no end of an answer, such as"
-            f" {tokenizer.eos_token or 'EOS'}: the model would not learn to stop"
-        )
-    return [f"data: {one}; packtrain inspect shows which" for one in found]
+        end = tokenizer.eos_token or "EOS"
+        what = f"{endless:,} of {len(whole):,} sampled documents train no end of an answer, such as {end}"
+        warnings.append(f"{what}: the model would not learn to stop")
+    return [f"data: {warning}; packtrain inspect shows which" for warning in warnings]

@@ -1,8 +1,8 @@
-"""What is looked at: the tokenised data of a config, each document numbered once however often it is trained on."""
+"""What is inspected: the tokenised data of a config, each document numbered once however often it is trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,9 @@ import numpy as np
 from packtrain.config.fields import ObjectiveKind
 from packtrain.config.objective import TRAITS
 from packtrain.config.schema import Data, DataSource, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
+from packtrain.data.sources.chunks import RawRow
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.data.tokens.chat_template import Template, choose_template
@@ -51,23 +52,22 @@ class Corpus:
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         """The stores of train, then those of eval that are others."""
-        extra = () if self._shares_stores or self.eval is None else self.eval.stores
-        return (*self.train.stores, *extra)
+        return (
+            self.train.stores if self._shares_stores or self.eval is None else (*self.train.stores, *self.eval.stores)
+        )
 
     @property
     def _shares_stores(self) -> bool:
         """Whether eval is a part of the rows of data.train."""
         return isinstance(self.data.eval, (int, float))
 
-    @cached_property
-    def sources(self) -> list[tuple[DataSource, Split]]:
-        """The source of each store."""
-        roles: tuple[Split, ...] = ("train", "eval")
-        return [(one, role) for role in roles for one in sources(getattr(self.data, role), role)]
-
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
-        given, role = self.sources[store]
+        roles: tuple[Split, ...] = ("train", "eval")
+        pairs: list[tuple[DataSource, Split]] = [
+            (source, role) for role in roles for source in sources(getattr(self.data, role), role)
+        ]
+        given, role = pairs[store]
         return locate(given, role, self.seed, self.kind, self.data.split_text)
 
     @cached_property
@@ -134,15 +134,14 @@ class Corpus:
         """The ids of a document, read and not mapped."""
         store = self.store_of(number)
         at = int(number - self.first_documents[store])
-        return self.stores[store].read_ids(at, at + 1)
+        return self.stores[store].read(at, at + 1)[0]
 
     def dropped_for(self, reasons: Sequence[str]) -> np.ndarray:
-        """bool[rows]: those that were left out for one of these reasons."""
-        parts = []
-        for store in self.stores:
-            numbers = [number for number, reason in enumerate(store.reasons) if reason in reasons]
-            parts.append(np.isin(store.fates["dropped"], numbers))
-        return np.concatenate(parts)
+        """bool[rows]: those that were dropped for one of these reasons."""
+        numbers = [[at for at, reason in enumerate(store.reasons) if reason in reasons] for store in self.stores]
+        return np.concatenate(
+            [np.isin(store.fates["dropped"], own) for store, own in zip(self.stores, numbers, strict=True)]
+        )
 
     def store_of(self, document: int) -> int:
         """The store of a document."""
@@ -173,11 +172,24 @@ class Corpus:
 def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
     """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
-    of_train, of_eval = prepared.train, prepared.eval
-    train: Any = of_train if isinstance(of_train, TokenDataset) else of_train.documents
-    held_out = of_eval.documents if isinstance(of_eval, (PairDataset, UnpairedDataset)) else of_eval
+    sides: Any = (prepared.train, prepared.eval)
+    train, held_out = (getattr(side, "documents", side) for side in sides)
     unknown, plain = tokenizer.unk_token_id, plain_tokenizer(tokenizer)
     control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
     template = choose_template(data.chat_template, tokenizer)
-    unknown = None if unknown in control else unknown
-    return Corpus(data, kind, seed, plain, template, unknown, train, held_out, pairs)
+    return Corpus(data, kind, seed, plain, template, None if unknown in control else unknown, train, held_out, pairs)
+
+
+def read_rows(corpus: Corpus, rows: Collection[int]) -> dict[int, tuple[str, RawRow]]:
+    """The place (file:line) and content of these rows of a corpus, read again from their sources."""
+    contents: dict[int, tuple[str, RawRow]] = {}
+    for store, start in enumerate(corpus.first_rows[:-1].tolist()):
+        wanted = {row for row in rows if start <= row < corpus.first_rows[store + 1]}
+        first = start
+        for chunk in corpus.source(store).chunks() if wanted else ():
+            if wanted & set(range(first, first + len(chunk))):
+                contents |= {first + at: row for at, row in enumerate(chunk.rows()) if first + at in wanted}
+            first += len(chunk)
+            if first > max(wanted):
+                break
+    return contents

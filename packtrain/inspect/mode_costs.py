@@ -85,19 +85,18 @@ def mode_costs(
 
     A packed row is as long as its documents: `fill` is how much of batch.tokens_per_device that is.
     """
-    found: dict[str, dict[str, Any]] = {}
+    costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
-        one = replace(packing, mode=mode)
+        in_mode = replace(packing, mode=mode)
         try:
-            schedule = schedule_of(corpus, one, batch, trainer, corpus.data, cost)
+            schedule = schedule_of(corpus, in_mode, batch, trainer, corpus.data, cost)
+            costs[mode] = _count_costs(schedule, corpus, in_mode, processes, cost)
         except UserError as error:
-            found[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
-            continue
-        found[mode] = _costs(schedule, corpus, one, processes, cost)
-    return found
+            costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
+    return costs
 
 
-def _costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
+def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
     lengths, mode, pairs = schedule.lengths, packing.mode, corpus.pairs
     tokens = pairs.lengths if pairs is not None and mode == "padding" else lengths
     epoch = schedule.steps_per_epoch(0)

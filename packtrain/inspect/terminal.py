@@ -20,7 +20,6 @@ from packtrain.wording import counted, visible
 _BAR = 32
 _WIDTH = 100
 """Columns where the output is no terminal."""
-_COLOURS = ("cyan", "blue")
 _SEVERITY = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "note": ("·", "")}
 
 
@@ -39,12 +38,11 @@ class DataTerminal:
 
     def legend(self) -> None:
         """How tokens are shown."""
-        sample = [("trained", True, False, False), ("not trained", False, False, False)]
-        sample += [("<control>", False, True, False), ("cut", False, False, True)]
-        names: tuple[str, ...] = ("text", "trained", "special", "cut")
+        samples = {"trained": "trained", "not trained": "", "<control>": "special", "cut": "cut"}
         line = Text.assemble(("tokens: ", "bold"))
-        for one in sample:
-            line.append_text(self._text([dict(zip(names, one, strict=True))])).append("  ")
+        for text, key in samples.items():
+            span = {"text": text, "trained": False, "special": False, "cut": False, **({key: True} if key else {})}
+            line.append_text(self._text([span])).append("  ")
         self.console.print(line)
 
     def examples(self, shown: Sequence[dict[str, Any]], unit: str) -> None:
@@ -54,21 +52,23 @@ class DataTerminal:
 
     def step(self, laid_out: dict[str, Any], unit: str) -> None:
         """The rows of a step on every rank."""
-        one = laid_out
-        self.say(
-            f"step {one['step']:,} of {one['steps']:,} (epoch {one['epoch']}): {counted(one['examples'], unit)}", "bold"
-        )
-        if one["guessed"]:
+        number, steps = f"{laid_out['step']:,}", f"{laid_out['steps']:,}"
+        self.say(f"step {number} of {steps} (epoch {laid_out['epoch']}): {counted(laid_out['examples'], unit)}", "bold")
+        if laid_out["guessed"]:
             self.say(
                 "The model's sizes are not known here: ranks may share the documents a little differently.", "yellow"
             )
-        for rank in one["ranks"]:
+        for rank in laid_out["ranks"]:
             for number, batch in enumerate(rank["micro_batches"], 1):
-                self._row(f"rank {rank['rank']}, micro-batch {number}", batch, one)
+                size = counted(batch["slots"], "slots")
+                size += f" of {laid_out['tokens_per_row']:,}" if laid_out["tokens_per_row"] else ""
+                size += ", padding included" if laid_out["mode"] == "padding" else ""
+                title = f"rank {rank['rank']}, micro-batch {number}: {counted(batch['examples'], 'examples')} in {size}"
+                self.say(f"\n━━ {title}", "bold")
                 for place, example in enumerate(batch["shown"], 1):
                     self._example(example, f"{unit.removesuffix('s')} {place}")
-                if left := batch["examples"] - len(batch["shown"]):
-                    self.say(f"… and {counted(left, unit)} more")
+                if more := batch["examples"] - len(batch["shown"]):
+                    self.say(f"… and {counted(more, unit)} more")
 
     def summary(self, data: dict[str, Any]) -> None:
         """Statistics, cost of the modes, and the audit last, where the eye is."""
@@ -106,12 +106,12 @@ class DataTerminal:
         words = {"0": "min", "50": "median", "100": "max"}
         marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
         self.say("length of documents in tokens", "bold")
-        most = max(one["documents"] for one in data["histogram"])
-        for one in dropwhile(lambda one: not one["documents"], data["histogram"]):
-            full, part = divmod(round(8 * _BAR * one["documents"] / most), 8)
-            bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "") or ("▏" if one["documents"] else "")
-            line = Text(f"  {one['first']:>7,} – {one['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
-            self.console.print(line.append(f" {one['documents']:,}"))
+        most = max(bin["documents"] for bin in data["histogram"])
+        for bin in dropwhile(lambda bin: not bin["documents"], data["histogram"]):
+            full, part = divmod(round(8 * _BAR * bin["documents"] / most), 8)
+            bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "") or ("▏" if bin["documents"] else "")
+            line = Text(f"  {bin['first']:>7,} – {bin['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
+            self.console.print(line.append(f" {bin['documents']:,}"))
         self.say(f"  {' · '.join(marks)}")
 
     def _table(self, title: str, names: Sequence[str], rows: Sequence[Sequence[str]], own: int | None = None) -> None:
@@ -131,19 +131,16 @@ class DataTerminal:
         self.console.print(table)
 
     def _remarks(self, data: dict[str, Any]) -> None:
-        for name, one in data["modes"].items():
-            if one["rows"] is None:
-                self.say(f"  {name} is not possible here: {visible(one['why'])}", "yellow")
+        for name, mode in data["modes"].items():
+            if mode["rows"] is None:
+                self.say(f"  {name} is not possible here: {visible(mode['why'])}", "yellow")
         packed = data["modes"]["packed"]
         if packed.get("fill") is not None:
-            self.say(
-                f"  packed rows hold {percent(packed['fill'])} of batch.tokens_per_device; what is empty is not computed",
-                "dim",
-            )
+            used = f"packed rows hold {percent(packed['fill'])} of batch.tokens_per_device"
+            self.say(f"  {used}; what is empty is not computed", "dim")
         if packed.get("saved_by_sharing") is not None:
-            self.say(
-                f"  prompts that both answers share save {percent(packed['saved_by_sharing'])} of the tokens", "dim"
-            )
+            saved = percent(packed["saved_by_sharing"])
+            self.say(f"  prompts that both answers share save {saved} of the tokens", "dim")
 
     def _audit(self, data: dict[str, Any]) -> None:
         self.say()
@@ -151,36 +148,16 @@ class DataTerminal:
             self.say("audit: nothing odd was found", "green")
             return
         self.say("audit", "bold")
-        for one in data["audit"]:
-            mark, style = _SEVERITY[one["severity"]]
-            line = Text(f"{mark} ", style).append(one["name"].replace("_", " "), f"bold {style}")
-            line.append(f": {counted(one['count'], one['unit'])} ({percent(one['share'])}): {one['what']}")
-            more = " …" if one["count"] > len(one["where"]) else ""
-            self._indented(line, 0)
-            self._indented(Text(f"{', '.join(one['where'])}{more}", "cyan"), 2)
-            self._indented(Text(f"→ {one['fix']}", "dim"), 2)
-
-    def _indented(self, text: Text, by: int) -> None:
-        self.console.print(Padding(text, (0, 0, 0, by)))
-
-    def _row(self, title: str, batch: dict[str, Any], step: dict[str, Any]) -> None:
-        """The head of a micro-batch, with a ruler on which each example is as wide as in the row."""
-        size = f"{counted(batch['slots'], 'slots')}"
-        if step["tokens_per_row"]:
-            size += f" of {step['tokens_per_row']:,}"
-        if step["mode"] == "padding":
-            size += ", padding included"
-        self.say()
-        self.say(f"━━ {title}: {counted(batch['examples'], 'examples')} in {size}", "bold")
-        if step["mode"] == "padding" or not batch["widths"]:
-            return
-        ruler, at, whole = Text("   "), 0, sum(batch["widths"])
-        cells = self.console.width - 6
-        for number, width in enumerate(batch["widths"]):
-            first, end = round(at * cells / whole), round((at + width) * cells / whole)
-            at += width
-            ruler.append("▐" + "█" * (end - first - 1) if end > first else "", _COLOURS[number % 2])
-        self.console.print(ruler)
+        for finding in data["audit"]:
+            mark, style = _SEVERITY[finding["severity"]]
+            line = Text(f"{mark} ", style).append(finding["name"].replace("_", " "), f"bold {style}")
+            line.append(
+                f": {counted(finding['count'], finding['unit'])} ({percent(finding['share'])}): {finding['what']}"
+            )
+            more = " …" if finding["count"] > len(finding["where"]) else ""
+            self.console.print(line)
+            for text, style in ((f"{', '.join(finding['where'])}{more}", "cyan"), (f"→ {finding['fix']}", "dim")):
+                self.console.print(Padding(Text(text, style), (0, 0, 0, 2)))
 
     def _example(self, example: dict[str, Any], title: str) -> None:
         cut = f", {example['cut']:,} cut" if example["cut"] else ""
@@ -206,74 +183,58 @@ class DataTerminal:
 
     def _text(self, spans: Sequence[dict[str, Any]]) -> Text:
         text = Text()
-        for at, span in enumerate(spans):
-            trained, special, cut = span["trained"] and not span["cut"], span["special"], span["cut"]
+        bracket = ""  # that is open
+        for span in spans:
+            trained = span["trained"] and not span["cut"]
             if self.coloured:
-                style = "red strike" if cut else "magenta" if special else "green" if trained else "dim"
-                text.append(span["text"], f"bold underline {style}" if trained and special else style)
+                style = "red strike" if span["cut"] else "magenta" if span["special"] else "green" if trained else "dim"
+                text.append(span["text"], f"bold underline {style}" if trained and span["special"] else style)
                 continue
-            before, after = (spans[at + step] if 0 <= at + step < len(spans) else None for step in (-1, 1))
-            opens, closes = ("~~", "~~") if cut else ("⟦", "⟧") if trained else ("", "")
-            said, closes = span["text"], "" if _alike(span, after) else closes
-            line_end = "\n" if said.endswith("\n") else ""  # behind the bracket
-            text.append("" if _alike(span, before) else opens).append(
-                f"{said.removesuffix(line_end)}{closes}{line_end}"
-            )
+            kind = "~~" if span["cut"] else "⟦" if trained else ""
+            if kind != bracket:
+                self._close(text, bracket)
+                text.append(kind)
+                bracket = kind
+            text.append(span["text"])
+        self._close(text, bracket)
         text.rstrip()
         return text
 
-
-def _alike(span: dict[str, Any], other: dict[str, Any] | None) -> bool:
-    """Whether both are trained, or both cut, so that one pair of brackets holds both."""
-    return other is not None and span["cut"] == other["cut"] and (span["cut"] or span["trained"] == other["trained"])
+    @staticmethod
+    def _close(text: Text, bracket: str) -> None:
+        """Close a bracket, before a line end."""
+        line_end = "\n" if bracket and text.plain.endswith("\n") else ""
+        if line_end:
+            text.right_crop(1)
+        text.append({"": "", "~~": "~~", "⟦": "⟧"}[bracket] + line_end)
 
 
 def _roles(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            one["role"],
-            f"{one['turns']:,}",
-            f"{one['tokens']:,}",
-            percent(one["share"]),
-            f"{one['trained']:,}",
-            percent(one["trained_share"]),
-        ]
-        for one in data["roles"]
-    ]
-    return ["turns", "tokens", "of all", "trained", "of the trained"], rows
+    names, rows = ["turns", "tokens", "of all", "trained", "of the trained"], []
+    for role in data["roles"]:
+        turns, tokens, trained = (f"{role[key]:,}" for key in ("turns", "tokens", "trained"))
+        rows.append([role["role"], turns, tokens, percent(role["share"]), trained, percent(role["trained_share"])])
+    return names, rows
 
 
 def _cuts(data: dict[str, Any]) -> tuple[list[str], list[list[str]], int | None]:
-    rows = [
-        [
-            f"{one['max_length']:,}",
-            f"{one['documents']:,}",
-            percent(one["share"]),
-            *(["–", "–"] if one["tokens"] is None else [f"{one['tokens']:,}", percent(one["tokens_share"])]),
-        ]
-        for one in data["cuts"]
-    ]
-    own = next((at for at, one in enumerate(data["cuts"]) if one["current"]), None)
+    rows, own = [], None
+    for at, cut in enumerate(data["cuts"]):
+        own = at if cut["current"] else own
+        lost = ["–", "–"] if cut["tokens"] is None else [f"{cut['tokens']:,}", percent(cut["tokens_share"])]
+        rows.append([f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"]), *lost])
     return ["documents", "of all", "tokens lost", "of all"], rows, own
 
 
 def _modes(data: dict[str, Any]) -> tuple[list[str], list[list[str]], int | None]:
     rows = []
-    for name, one in data["modes"].items():
-        if one["rows"] is None:
+    for name, mode in data["modes"].items():
+        if mode["rows"] is None:
             rows.append([name, "–", "–", "–", "–", "–"])
             continue
-        about = "about " if one["sampled"] and name != "padding" else ""
-        batches = " to ".join(f"{number:,}" for number in sorted(set(one["micro_batches"])))
-        rows.append(
-            [
-                name,
-                f"{about}{one['rows']:,}",
-                f"{one['slots']:,}",
-                percent(one["efficiency"]),
-                batches,
-                percent(one["imbalance"]),
-            ]
-        )
-    own = list(data["modes"]).index(data["mode"])
-    return ["rows an epoch", "token slots", "used", "micro-batches a step", "imbalance"], rows, own
+        about = "about " if mode["sampled"] and name != "padding" else ""
+        batches = " to ".join(f"{number:,}" for number in sorted(set(mode["micro_batches"])))
+        used, imbalance = percent(mode["efficiency"]), percent(mode["imbalance"])
+        rows.append([name, f"{about}{mode['rows']:,}", f"{mode['slots']:,}", used, batches, imbalance])
+    names = ["rows an epoch", "token slots", "used", "micro-batches a step", "imbalance"]
+    return names, rows, list(data["modes"]).index(data["mode"])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Peft
-from packtrain.data.tokens.model_folder import check_model_folder
+from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
 from packtrain.plan.known_model.shapes import is_adapted
 

@@ -27,8 +27,7 @@ from packtrain.attention.rotary import rotates_by_length
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.model_folder import check_model_folder
-from packtrain.data.tokens.pretrained import fix_of, hub, loaded_patiently, location
+from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, loaded_patiently, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score

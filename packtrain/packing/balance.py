@@ -8,7 +8,7 @@ tokens costs `l + attention_cost · l²` (linear layers, and attention within th
 3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
    within it the costliest part goes to the rank that has done least.
 
-Parts are made longest document first, each into the cheapest part that has room (Graham 1969, "Bounds on Multiprocessing
+Parts are made longest document first, each into the cheapest part that it fits into (Graham 1969, "Bounds on Multiprocessing
 Timing Anomalies": at most 4/3 of the best), or, where rows are so full that this does not fit, by best fit. Padding
 wants similar lengths together, and kept order consecutive documents: there, consecutive parts minimise the largest cost.
 
@@ -131,11 +131,11 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, atten
 def _parts_of_similar_cost(
     lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float
 ) -> list[np.ndarray]:
-    """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have room for."""
+    """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
     cost = costs(lengths, attention_cost).tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
-    slots = _rounded_up(fewest, world_size)
+    slots = math.ceil(fewest / world_size) * world_size
     while (parts := _fill_cheapest_first(order, sizes, cost, slots, limits)) is None:
         if limits.examples == math.inf:
             rows = best_fit(lengths, int(limits.tokens), np.random.default_rng(0))
@@ -145,36 +145,32 @@ def _parts_of_similar_cost(
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def _rounded_up(parts: int, world_size: int) -> int:
-    return -(-parts // world_size) * world_size
-
-
 def _fill_cheapest_first(
     order: list[int], lengths: list[int], cost: list[float], slots: int, limits: MicroBatchLimits
 ) -> list[list[int]] | None:
-    """Each document of `order` (longest first) into the cheapest of `slots` parts with room; None if one finds none.
+    """Each document of `order` (longest first) into the cheapest of `slots` parts that it fits into; None if one fits nowhere.
 
-    A part without room for a document is parked, by the room it has, until documents are short enough: every document
-    is looked at once, and every part is parked at most once per document that it takes.
+    A part that a document does not fit into is parked, by its free tokens, until documents are short enough: every document
+    is visited once, and every part is parked at most once per document that it takes.
     """
     parts: list[list[int]] = [[] for _ in range(slots)]
-    room = [limits.tokens] * slots
+    free = [limits.tokens] * slots
     load = [0.0] * slots
     cheapest = [(0.0, part) for part in range(slots)]
-    parked: list[tuple[float, int]] = []  # (-room, part)
+    parked: list[tuple[float, int]] = []  # (-free tokens, part)
     for document in order:
         length = lengths[document]
         while parked and -parked[0][0] >= length:
             part = heappop(parked)[1]
             heappush(cheapest, (load[part], part))
-        while cheapest and room[cheapest[0][1]] < length:
+        while cheapest and free[cheapest[0][1]] < length:
             part = heappop(cheapest)[1]
-            heappush(parked, (-room[part], part))
+            heappush(parked, (-free[part], part))
         if not cheapest:
             return None
         part = cheapest[0][1]
         parts[part].append(document)
-        room[part] -= length
+        free[part] -= length
         load[part] += cost[document]
         if len(parts[part]) == limits.examples:
             heappop(cheapest)
@@ -199,7 +195,7 @@ def _consecutive(
     cost = costs(lengths[order], attention_cost).tolist()
     ends = _cut(ordered, cost, padded, limits, math.inf, len(lengths))
     assert ends is not None  # one document each always fits
-    slots = _rounded_up(len(ends), world_size)
+    slots = math.ceil(len(ends) / world_size) * world_size
     least = max(max(cost), sum(cost) / slots)
     most = loads(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()
     while most > least * (1 + TOLERANCE):

@@ -1,8 +1,8 @@
 """Which documents share a row: bin packing over millions of lengths, in numpy.
 
 **Best fit** is best-fit-decreasing: the longest document first, each into the fullest row that still takes it. Done one
-document at a time this takes half a minute for a million documents. But rows with the same space left are alike, and so
-are documents of the same length, so we place whole groups at once: "these 5,000 rows with 812 tokens left take one
+document at a time this takes half a minute for a million documents. But rows with the same free space are alike, and so
+are documents of the same length, so we place whole groups at once: "these 5,000 rows with 812 free tokens take one
 document of 810 each". A plan then is a few thousand such placements, found on the HISTOGRAM of lengths, and they are
 spelled out into rows by sorting integers. The number of rows is exactly that of plain best-fit-decreasing (the groups
 do what it would do, one row after the other), in a second for ten million documents.
@@ -68,7 +68,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
 def best_fit_count(lengths: np.ndarray, capacity: int) -> int:
     """The number of rows that `best_fit` makes, at a fraction of its cost."""
     histogram = np.bincount(_checked(lengths, capacity))
-    return _place(histogram, _lengths_descending(histogram), capacity)[1]
+    return _place(histogram, np.flatnonzero(histogram)[::-1], capacity)[1]
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
@@ -92,15 +92,11 @@ def _checked(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return lengths.astype(np.int32, copy=False)
 
 
-def _lengths_descending(histogram: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(histogram)[::-1]
-
-
 def _place_in_best_order(
     histogram: np.ndarray, capacity: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """The order in which lengths are placed (disturbed if that costs no row), the placements, and the number of rows."""
-    exact = _lengths_descending(histogram)
+    exact = np.flatnonzero(histogram)[::-1]  # descending
     placements, row_count = _place(histogram, exact, capacity)
     if histogram.sum() <= FEW_PER_LENGTH * len(exact):
         for disturbance in DISTURBANCES:
@@ -119,16 +115,16 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
     `first_row` takes `copies` of the next documents; and the number of rows.
     """
     placements: list[tuple[int, int, int]] = []
-    groups: dict[int, list[tuple[int, int]]] = {}  # space left: ranges (first row, rows) that have it
+    groups: dict[int, list[tuple[int, int]]] = {}  # free space: ranges (first row, rows) that have it
     spaces: list[int] = []  # the keys of groups, ascending
     row_count = 0
     for length in order.tolist():
-        left = int(histogram[length])
-        while left:
+        remaining = int(histogram[length])
+        while remaining:
             fullest = bisect_left(spaces, length)
             space = spaces[fullest] if fullest < len(spaces) else capacity
-            copies = min(space // length, left) if length else left
-            wanted = left // copies
+            copies = min(space // length, remaining) if length else remaining
+            wanted = remaining // copies
             if fullest == len(spaces):
                 taken = [(row_count, wanted)]
                 row_count += wanted
@@ -137,7 +133,7 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
                 if not groups[space]:
                     del groups[space], spaces[fullest]
             placements.extend((first, rows, copies) for first, rows in taken)
-            left -= copies * sum(rows for _, rows in taken)
+            remaining -= copies * sum(rows for _, rows in taken)
             remains = space - copies * length
             if remains not in groups:
                 insort(spaces, remains)

@@ -49,7 +49,7 @@ def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str
 def _padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, int64 [documents, longest]."""
     ids = [torch.from_numpy(document.input_ids.astype(np.int64)) for document in documents]
-    mask = [torch.ones_like(one) for one in ids]
+    mask = [torch.ones_like(tokens) for tokens in ids]
     return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
 
 
@@ -72,17 +72,11 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
     Those kernels cannot share prefixes: a row with a prefix has no arguments for them.
     """
     arguments = {"position_ids": segments.position_ids(), "segments": segments}
-    if any(segments.prefix_lengths):
-        return arguments
-    borders, longest = segments.cumulative_lengths(), max(segments.lengths)
-    return {
-        **arguments,
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": segments.segment_ids(),
-    }
+    if not any(segments.prefix_lengths):
+        borders, longest = segments.cumulative_lengths(), max(segments.lengths)
+        arguments |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "seq_idx": segments.segment_ids()}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
+    return arguments
 
 
 def places_of(labels: torch.Tensor) -> np.ndarray:
@@ -181,18 +175,14 @@ def collate_scored(
     last = (torch.arange(ids.shape[1]) * (ids != pad_token_id)).argmax(dim=1)
     places = torch.full_like(ids, -1)
     places[row.rows, row.columns] = torch.arange(len(row.rows))
-    ends = places[torch.arange(len(ids)), last]
-    in_prompt = places[
-        torch.arange(len(ids)) % len(pairs), last
-    ]  # which is in the row once, at the chosen document's places
-    ends = torch.where(ends < 0, in_prompt, ends)
+    document = torch.arange(len(ids))
+    ends = places[document, last]
+    ends = torch.where(
+        ends < 0, places[document % len(pairs), last], ends
+    )  # a shared prompt has the chosen one's places
     flat = ids[row.rows, row.columns][None]
-    return {
-        "input_ids": flat,
-        "attention_mask": torch.ones_like(flat),
-        "margin": margin,
-        "layout": ScoredRow(row.segments, ends),
-    }
+    layout = ScoredRow(row.segments, ends)
+    return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:

@@ -85,22 +85,18 @@ def _forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[S
     # as bytes, the highest first, tokens compare like their sequence
     order = sorted(range(count), key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
     sorted_ = [documents[number] for number in order]
-    common = [_in_common(*neighbours) for neighbours in pairwise(sorted_)]
+    common = [_count_common(*neighbours) for neighbours in pairwise(sorted_)]
     # a document that is the beginning of another one is that of the next one
     ends = [at for at in range(count) if at == count - 1 or common[at] < len(sorted_[at])]
     leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document
-    branching = np.array(
-        [common[at] for at in ends[:-1]], dtype=np.int64
-    )  # tokens that leaf and next leaf have in common
+    branching = np.array([common[at] for at in ends[:-1]], dtype=np.int64)  # tokens that a leaf shares with the next
     first_seen = np.full(len(ends), count)
     np.minimum.at(first_seen, leaf_of, order)
     lengths: list[int] = []
     prefixes: list[int | None] = []
     segment_of = [0] * len(ends)
     todo: list[tuple[int, int, int, int | None]] = [(0, len(ends), 0, None)]
-    while (
-        todo
-    ):  # leaves from `first` to before `last`, whose tokens up to `start` are in segments, the last of them `prefix`
+    while todo:  # leaves `first` to `last` - 1, whose tokens up to `start` are in segments, the last of them `prefix`
         first, last, start, prefix = todo.pop()
         leaf = last - first == 1
         depth = len(sorted_[ends[first]]) if leaf else int(branching[first : last - 1].min())
@@ -112,18 +108,20 @@ def _forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[S
             start, prefix = depth, len(lengths) - 1
         if not leaf:
             cuts = first + 1 + np.flatnonzero(branching[first : last - 1] == depth)
-            branches = sorted(pairwise([first, *cuts.tolist(), last]), key=lambda one: -first_seen[slice(*one)].min())
-            todo += [(*one, start, prefix) for one in branches]
+            branches = sorted(
+                pairwise([first, *cuts.tolist(), last]), key=lambda branch: -first_seen[slice(*branch)].min()
+            )
+            todo += [(*branch, start, prefix) for branch in branches]
     leaves = [0] * count
     for number, leaf in zip(order, leaf_of, strict=True):
         leaves[number] = segment_of[leaf]
     return Segments(tuple(lengths), tuple(prefixes)), leaves
 
 
-def _in_common(one: np.ndarray, other: np.ndarray) -> int:
+def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     """How many tokens two documents have in common at their beginning."""
-    shorter = min(len(one), len(other))
-    differ = one[:shorter] != other[:shorter]
+    shorter = min(len(first), len(second))
+    differ = first[:shorter] != second[:shorter]
     return int(differ.argmax()) if differ.any() else shorter
 
 
@@ -148,8 +146,8 @@ def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int
 
 
 def _row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
-    """The row of the documents `numbers`: of all `segments` those on their paths, joined where no branch is left."""
-    taken = sorted({one for number in numbers for one in segments.path(ends[number])})
+    """The row of the documents `numbers`: of all `segments` those on their paths, joined where nothing branches."""
+    taken = sorted({segment for number in numbers for segment in segments.path(ends[number])})
     branches = Counter(segments.shared[old] for old in taken)
     lengths: list[int] = []
     prefixes: list[int | None] = []

@@ -30,7 +30,7 @@ KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How well steps fill the devices, as means over the steps that were looked at.
+    """How well steps fill the devices, as means over a sample of steps.
 
     `padding_fraction`: computed slots that are padding. `imbalance`: cost of the busiest rank / mean - 1.
     `micro_batches_*`: micro-batches of a rank in a step.

@@ -63,10 +63,10 @@ class Segments:
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """For each segment the numbers of those from its root to itself."""
-        found: list[tuple[int, ...]] = []
+        paths: list[tuple[int, ...]] = []
         for number, prefix in enumerate(self.shared):
-            found.append((number,) if prefix is None else (*found[prefix], number))
-        return tuple(found)
+            paths.append((number,) if prefix is None else (*paths[prefix], number))
+        return tuple(paths)
 
     def path(self, number: int) -> tuple[int, ...]:
         """The numbers of the segments from the root to segment `number`, itself the last."""

@@ -32,8 +32,7 @@ from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import pointless
-from packtrain.inspect.corpus import corpus_of
-from packtrain.inspect.places import rows_of
+from packtrain.inspect.corpus import corpus_of, read_rows
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
@@ -326,7 +325,7 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
     def places(numbers: list[int]) -> list[str]:
         corpus = corpus_of(config.data, config.objective.kind, run.prepared.tokenizer, data, seed=config.trainer.seed)
         rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.together)[numbers, 0]].tolist()
-        found = rows_of(corpus, rows)
+        found = read_rows(corpus, rows)
         return [found[row][0] for row in rows]
 
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)

@@ -264,7 +264,7 @@ def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tm
         "sft", "run.yaml", "data.eval=null", "data.split_text=document", "data.max_length=64", cwd=tmp_path
     )
     assert "trainer.eval_every=1: dropped, as data.eval was changed" in done.stderr
-    assert "words.txt.gz: the file is 1 row (data.split_text=line would make" in done.stdout
+    assert "words.txt.gz: each .txt file is a row (data.split_text=line would make" in done.stdout
     run = Run(tmp_path / "run")
     report = run.summary["data"]
     assert (report["rows"], report["split"], report["cut_tokens"]) == (1, 1, 0) and report["documents"] > 10

@@ -18,7 +18,7 @@ ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools"
 """Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")
 """Columns that hold all answers to a prompt."""
-OF_PAIRS = ("preference", "ranked")
+PAIR_FORMATS = ("preference", "ranked")
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
@@ -46,8 +46,8 @@ class Row:
         """The value; raises BadRow where there is no such column."""
         name = self.name(ours)
         if name not in self.values:
-            found = ", ".join(map(repr, self.values)) or "none"
-            raise BadRow("missing column", f"no column {name!r}; found: {found}", name)
+            columns = ", ".join(map(repr, self.values)) or "none"
+            raise BadRow("missing column", f"no column {name!r}; found: {columns}", name)
         return self.values[name]
 
     def text(self, ours: str, *, may_be_empty: bool = False) -> str:
@@ -78,7 +78,7 @@ def list_of(value: Any, where: str) -> list[Any]:
     return value
 
 
-def list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
+def name_list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
     """Which of the columns `names` holds ranked answers; `columns` maps our name to the file's."""
     return next((name for name in (columns.get("answers"), *LISTS) if name in names), None)
 
@@ -90,38 +90,39 @@ def detect_format(
 
     `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
-    found = f"found: {', '.join(names)}"
-    if absent := sorted(set(columns.values()) - set(names)):
-        raise UserError(f"data.columns names the column {absent[0]!r}, which is not there; {found}", where=where)
-    fits = _fitting(first, columns, objective) if wanted == "auto" else [wanted]
-    shown = OF_PAIRS if TRAITS[objective].pairs else [name for name in REQUIRED if name not in OF_PAIRS]
+    columns_there, pairs = f"found: {', '.join(names)}", TRAITS[objective].pairs
+    shown = PAIR_FORMATS if pairs else [name for name in REQUIRED if name not in PAIR_FORMATS]
     needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
-    if TRAITS[objective].pairs and not set(fits) & set(OF_PAIRS):
-        seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        verb = "kto" if column_of(LABEL, names, columns) in names else "sft"
-        fix = f"Rename with data.columns.OURS=THEIRS, or train on them with packtrain {verb}. Needed are {needs}; prompt if any."
-        raise UserError(f"{seen}; {found}", where=where, fix=fix)
+    fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
+    label = column_of(LABEL, names, columns)
+
+    def refuse(what: str, fix: str) -> UserError:
+        return UserError(f"{what}; {columns_there}", where=where, fix=fix)
+
+    if absent := sorted(set(columns.values()) - set(names)):
+        raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
+    fits = _find_fitting(first, columns, objective) if wanted == "auto" else [wanted]
+    if pairs and not set(fits) & set(PAIR_FORMATS):
+        what = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
+        raise refuse(what, f"{fix} Or train on them with packtrain {'kto' if label in names else 'sft'}.")
     if len(fits) != 1:
-        what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
-        fix = (
-            f"Set data.format to {' or '.join(fits)}."
-            if fits
-            else f"Rename with data.columns.OURS=THEIRS. Needed are {needs}."
-        )
-        raise UserError(f"{what}; {found}", where=where, fix=fix)
-    if objective == "kto":
-        _check_labelled(fits[0], names, columns, where)
-    elif fits[0] in OF_PAIRS and not TRAITS[objective].pairs:
-        raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
-    if missing := _missing(fits[0], names, columns):
-        what = f"data.format={fits[0]} needs the column {missing[0]!r}; {found}"
-        raise UserError(
-            what, where=where, fix=f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
-        )
-    return cast(Format, fits[0])
+        what = f"the columns fit {' and '.join(fits) or 'no known format'}"
+        raise refuse(what, f"Set data.format to {' or '.join(fits)}." if fits else fix)
+    format = fits[0]
+    if format in PAIR_FORMATS and not pairs and objective != "kto":
+        raise refuse("these are preference pairs", "Train on them with packtrain dpo.")
+    if objective == "kto" and format not in (*LABELLED, *PAIR_FORMATS):
+        answers = f"Formats with answers are {', '.join(LABELLED)}, and pairs: {', '.join(PAIR_FORMATS)}."
+        raise refuse(f"rows of {format} have no answer that could be good or bad", answers)
+    if objective == "kto" and format not in PAIR_FORMATS and label not in names:
+        add = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
+        raise refuse(f"no column {label!r} says which answers are desirable", add)
+    if missing := _missing(format, names, columns):
+        raise refuse(f"data.format={format} needs the column {missing[0]!r}", fix)
+    return cast(Format, format)
 
 
-def _fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
+def _find_fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
     """The formats whose required columns are all present. Where pairs are trained, they win over every other format, then ranked lists."""
     fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
     takes_pairs = TRAITS[objective].pairs
@@ -133,39 +134,27 @@ def _fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveK
     return ["ranked"] if takes_pairs and not _missing("ranked", first, columns) else fits
 
 
-def _check_labelled(format: str, names: list[str], columns: Mapping[str, str], where: str) -> None:
-    """Raises UserError unless rows of the format are answers with labels, or pairs."""
-    found, label = f"found: {', '.join(names)}", column_of(LABEL, names, columns)
-    if format not in (*LABELLED, *OF_PAIRS):
-        fix = f"Formats with answers are {', '.join(LABELLED)}, and pairs: {', '.join(OF_PAIRS)}."
-        raise UserError(f"rows of {format} have no answer that could be good or bad; {found}", where=where, fix=fix)
-    if format not in OF_PAIRS and label not in names:
-        what = f"no column {label!r} says which answers are desirable; {found}"
-        fix = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
-        raise UserError(what, where=where, fix=fix)
-
-
 def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:
     """The columns that rows of the format need and that are not there, by the file's names."""
     if format == "ranked":
-        return [] if list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
+        return [] if name_list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
     needed = [column_of(need, names, columns) for need in REQUIRED[format]]
     return [name for name in needed if name not in names]
 
 
-def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
+def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     """A hash of 64 bits that is equal for equal rows, whatever template, tokenizer and data.max_length make of them.
 
     Only the columns that the format reads count (not an id, not a score), so copies of a conversation have one hash and
     fall on the same side of a held-out split. The hash of an unreadable row is that of its error.
     """
     if isinstance(row, BadRow):
-        return number_of([row.reason, row.what])
+        return hash_content([row.reason, row.what])
     read = (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
     ours = {name: row.get(column_of(name, row, columns)) for name in read}
-    return number_of({name: value for name, value in ours.items() if value is not None})
+    return hash_content({name: value for name, value in ours.items() if value is not None})
 
 
-def number_of(content: object) -> int:
+def hash_content(content: object) -> int:
     """A 64-bit hash of `content` as JSON."""
     return int.from_bytes(hashlib.blake2b(_JSON.encode(content).encode(), digest_size=8).digest(), "little")

@@ -18,11 +18,11 @@ from packtrain.config.schema import MASKS, Format
 from packtrain.data.formats.columns import Row, list_of
 from packtrain.data.formats.messages import (
     Messages,
-    calls_in,
-    messages_of,
-    system_of,
-    tools_of,
-    variables_of,
+    read_calls,
+    read_messages,
+    read_system,
+    read_tools,
+    read_variables,
     with_system,
 )
 from packtrain.data.sources.chunks import BadRow, wrong_type
@@ -31,15 +31,6 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns whose content a text without them would lack."""
 WANTED = ("label", "kto_tag")
 """Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +77,21 @@ def read_row(row: Row, format: Format) -> Example:
     return READERS[format](row)
 
 
-def in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
-    """An error in the conversation of a row with its place as the file has it: parts and `system` change the numbers."""
+def locate_in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
+    """An error in a conversation with its place as the file has it: `system` and calls of their own change the numbers."""
     ours = {"messages": "messages", "sharegpt": "conversations"}.get(format)
     at = re.match(r"messages(?:\[(\d+)\])?", bad.field)
     if ours is None or at is None:
         return bad
     name, place = row.name(ours), ""
     if at[1]:
-        turns, read = list_of(row.take(ours), name), messages_of(row, ours)
-        turn = int(at[1]) - (len(with_system(row, read)) - len(read))
-        before = [replace(row, values={**row.values, name: turns[: index + 1]}) for index in range(len(turns))]
-        place = next((f"[{index}]" for index, one in enumerate(before) if len(messages_of(one, ours)) > turn), "")
+        turns, messages = list_of(row.take(ours), name), read_messages(row, ours)
+        turn = int(at[1]) - (len(with_system(row, messages)) - len(messages))
+        lengths = [
+            len(read_messages(replace(row, values={**row.values, name: turns[:end]}), ours))
+            for end in range(1, len(turns) + 1)
+        ]
+        place = next((f"[{index}]" for index, length in enumerate(lengths) if length > turn), "")
     return BadRow(bad.reason, bad.what, f"{name}{place}{bad.field[at.end() :]}", bad.fix)
 
 
@@ -116,7 +110,7 @@ def refuse_unwanted(row: Row) -> None:
         raise BadRow("unwanted answer", what, given, fix)
 
 
-def refuse_of_chats(row: Row, fix: str) -> None:
+def refuse_chat_columns(row: Row, fix: str) -> None:
     """Raise BadRow, with the advice `fix`, for a row of plain text with what only a chat template has a place for."""
     if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
         what = "the row is read as plain text, which has no place for this"
@@ -124,16 +118,16 @@ def refuse_of_chats(row: Row, fix: str) -> None:
 
 
 def _messages(row: Row) -> Conversation:
-    return Conversation(with_system(row, messages_of(row, "messages")), tools_of(row), variables_of(row))
+    return Conversation(with_system(row, read_messages(row, "messages")), read_tools(row), read_variables(row))
 
 
 def _prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(row.take("prompt"), str):
         keys = f"data.columns.instruction={row.name('prompt')} data.columns.output={row.name('completion')}"
-        refuse_of_chats(row, f"Set data.format=alpaca {keys}, or take the column out.")
+        refuse_chat_columns(row, f"Set data.format=alpaca {keys}, or take the column out.")
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
-    before, after = with_system(row, messages_of(row, "prompt")), messages_of(row, "completion")
-    return Conversation([*before, *after], tools_of(row), variables_of(row), answer_from=len(before))
+    before, after = with_system(row, read_messages(row, "prompt")), read_messages(row, "completion")
+    return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 
 def _text(row: Row) -> Text:
@@ -141,47 +135,33 @@ def _text(row: Row) -> Text:
 
 
 def _sharegpt(row: Row) -> Conversation:
-    return Conversation(with_system(row, messages_of(row, "conversations")), tools_of(row))
+    return Conversation(with_system(row, read_messages(row, "conversations")), read_tools(row))
 
 
 def _alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
-    return Conversation([*asked_in_columns(row), answer], tools_of(row))
+    return Conversation([*ask_by_columns(row), answer], read_tools(row))
 
 
 def _xlam(row: Row) -> Conversation:
     asked = {"role": "user", "content": row.text("query")}
-    calls = {"role": "assistant", "content": "", **calls_in(row.take("answers"), row.name("answers"))}
-    return Conversation([*system_of(row), asked, calls], tools_of(row))
+    calls = {"role": "assistant", "content": "", **read_calls(row.take("answers"), row.name("answers"))}
+    return Conversation([*read_system(row), asked, calls], read_tools(row))
 
 
-def asked_in_columns(row: Row) -> Messages:
+def ask_by_columns(row: Row) -> Messages:
     """The messages before the answer in Alpaca's columns: `system`, the pairs of `history`, `instruction` and `input`.
 
     The user says the instruction and, where it is not empty, the input on the next line, as with LLaMA-Factory and ms-swift.
     """
-    messages, where = system_of(row), row.name("history")
+    messages, where = read_system(row), row.name("history")
     for index, pair in enumerate(list_of(row.optional("history") or [], where)):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
             raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
-    extra = _input(row)
-    asked = (row.text("instruction", may_be_empty=bool(extra)), extra)
-    return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
-
-
-def _input(row: Row) -> str:
-    """Alpaca's `input`, empty where there is none."""
     extra = "" if row.optional("input") is None else row.text("input", may_be_empty=True)
-    return extra if extra.strip() else ""
-
-
-def alpaca_as_text(row: Row) -> PromptCompletion:
-    """A row in the words of Stanford Alpaca, for models without a chat template; raises BadRow for what needs one."""
-    refuse_of_chats(row, "Set data.chat_template: the model has none.")
-    extra = _input(row)
-    question = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=row.text("instruction"), input=extra)
-    return PromptCompletion(question, row.text("output"))
+    asked = (row.text("instruction", may_be_empty=bool(extra.strip())), extra)
+    return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 
 
 def _tokenised(row: Row) -> Tokens:
@@ -225,9 +205,9 @@ READERS: dict[str, Callable[[Row], Example]] = {
 def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     values = list_of(row.take(ours), where)
-    for index, one in enumerate(values):
-        if not isinstance(one, int) or (isinstance(one, bool) and ours in ("input_ids", "labels")):
-            raise wrong_type("an integer", one, f"{where}[{index}]")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or (isinstance(value, bool) and ours in ("input_ids", "labels")):
+            raise wrong_type("an integer", value, f"{where}[{index}]")
     if length is not None and len(values) != length:
         raise BadRow("lengths differ", f"{len(values)} values for {length} tokens", where)
     try:

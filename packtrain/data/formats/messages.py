@@ -1,7 +1,7 @@
 """Messages as chat templates take them, from the ways in which data sets write them.
 
 Read are OpenAI's messages ({"role", "content"}, `tool_calls`, `tool` answers), ShareGPT's turns ({"from", "value"}, with
-`function_call` and `observation`), and contents that are lists of parts (`text`, `reasoning`, `tool_call`, `tool_result`).
+`function_call` and `observation`), and contents that are lists of parts (`text`, `reasoning`, `tool_call`).
 All become {"role", "content"} with the content as one string, and of what an assistant says beside it
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
@@ -39,13 +39,12 @@ SPEAKERS = {  # the words of ShareGPT and others for the roles
 STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
 """Roles that speak as another in a template that names only the other: most would leave out what they say."""
 PARTS = {
-    **dict.fromkeys(("reasoning", "thinking"), "reasoning"),
-    "text": "text",
-    "tool_call": "tool_call",
-    **dict.fromkeys(("tool_result", "tool_response"), "tool_result"),
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "text": "content",
+    "tool_call": "tool_calls",
 }
-"""Types of parts; of those before `tool_result` an assistant's turn has some, in this order."""
-ORDER = tuple(dict.fromkeys(PARTS.values()))
+"""Types of parts, in the order of an assistant's turn, and the keys that they go to."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "train", "loss")
 UNKNOWN_ROLE = "unknown role"
@@ -54,31 +53,32 @@ _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add
 Messages = list[dict[str, Any]]
 
 
-def messages_of(row: Row, ours: str) -> Messages:
+def read_messages(row: Row, ours: str) -> Messages:
     """The messages of a column; raises BadRow where there are none.
 
-    A turn of CALLS goes on with what the assistant just said: text or other calls, which are parallel ones then.
+    A turn of CALLS continues what the assistant just said: text or other calls, which are parallel ones then.
     """
     where = row.name(ours)
     messages: Messages = []
-    for index, one in enumerate(list_of(row.take(ours), where)):
-        read = messages_in(one, f"{where}[{index}]", row)
+    for index, value in enumerate(list_of(row.take(ours), where)):
+        message = read_message(value, f"{where}[{index}]", row)
         last = messages[-1] if messages else {}
-        goes_on = one.get("role", one.get("from")) in CALLS and read[0].keys() == {"role", "content", "tool_calls"}
-        if goes_on and last.get("role") == "assistant" and "weight" not in last:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *read[0]["tool_calls"]]
+        continues = value.get("role", value.get("from")) in CALLS and message.keys() == {
+            "role",
+            "content",
+            "tool_calls",
+        }
+        if continues and last.get("role") == "assistant" and "weight" not in last:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         else:
-            messages += read
+            messages.append(message)
     if not messages:
         raise BadRow("empty", "there are no messages", where)
     return messages
 
 
-def messages_in(value: Any, where: str, row: Row) -> Messages:
-    """One message of the file: as one, or where its parts hold results of tools as several.
-
-    Keys that are null are left out, as apply_chat_template does. Raises BadRow naming the field.
-    """
+def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
+    """One message of the file. Keys that are null are left out, as by apply_chat_template. Raises BadRow naming the field."""
     if not isinstance(value, dict):
         raise wrong_type("an object", value, where)
     message, said = {key: part for key, part in value.items() if part is not None}, "content"
@@ -96,25 +96,27 @@ def messages_in(value: Any, where: str, row: Row) -> Messages:
         raise wrong_type("a string", role, f"{where}.role")
     if role in CALLS and said in value:
         message.pop("content", None)
-        message |= {"role": "assistant", **calls_in(value[said], f"{where}.{said}")}
+        message |= {"role": "assistant", **read_calls(value[said], f"{where}.{said}")}
     elif role in RESULTS and role not in row.named:
         message["role"] = "tool"
     elif role not in row.named and STAND_INS.get(role) in row.named:
         message["role"] = STAND_INS[role]
     _check_role(message["role"], row.named, f"{where}.role")
-    if isinstance(message.get("content"), list) and said == "content":
-        return [_message(one, where, said) for one in _of_parts(message, where)]
-    return [_message(message, where, said)]
+    if isinstance(message.get("content"), list):
+        message = _join_parts(message, f"{where}.{said}")
+    return _complete(message, where, said)
 
 
-def _message(message: dict[str, Any], where: str, said: str) -> dict[str, Any]:
+def _complete(message: dict[str, Any], where: str, said: str) -> dict[str, Any]:
     """A message with text as its content; `said` is the file's word for that."""
     _set_weight(message, where)
     calls = message.pop("tool_calls", None)
     if calls := _tool_calls(calls, f"{where}.tool_calls") if calls else []:
         message["tool_calls"] = calls
     wordless = bool(calls) or bool(message.keys() & set(THOUGHTS))
-    message["content"] = text_of(message.get("content"), f"{where}.{said}", optional=wordless)
+    message["content"] = "" if wordless and message.get("content") is None else message.get("content")
+    if not isinstance(message["content"], str):
+        raise wrong_type("a string", message["content"], f"{where}.{said}")
     if message["role"] == "assistant":
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
@@ -151,77 +153,44 @@ def _set_thought(message: dict[str, Any], where: str) -> None:
             raise BadRow("ambiguous", f"{' and '.join(given)} differ", f"{where}.{key}", "Keep one.")
 
 
-def text_of(value: Any, where: str, *, optional: bool = False) -> str:
-    """A content as one string: a string, or parts of text; raises BadRow for anything else."""
-    if value is None and optional:
-        return ""
-    if isinstance(value, list):
-        parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(value)]
-        if strange := next((kind for kind, _ in parts if kind != "text"), None):
-            raise BadRow("not text", f"expected parts of type text, found {strange!r}", where)
-        return "".join(part for _, part in parts)
-    if not isinstance(value, str):
-        raise wrong_type("a string", value, where)
-    return value
-
-
-def _of_parts(message: dict[str, Any], where: str) -> Messages:
-    """A message whose content is a list of parts, as messages with text, thought and calls apart, and one for each result."""
-    made: Messages = []
-    turn, last = None, "reasoning"
+def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message whose content is a list of parts, with text, thought and calls under their own keys."""
+    joined = {**message, "content": ""}
+    order, last = list(PARTS), "reasoning"
     for index, part in enumerate(message["content"]):
-        kind, value = _part(part, place := f"{where}.content[{index}]")
-        if kind == "tool_result":
-            names = {key: part[key] for key in ("tool_call_id", "name") if part.get(key) is not None}
-            made.append({"role": "tool", "content": value, **names})
-            turn = None
-            continue
-        if kind != "text" and message["role"] != "assistant":
-            raise BadRow("not text", f"a part of type {kind!r} in what the {message['role']} says", place)
-        key = {"reasoning": "reasoning_content", "text": "content", "tool_call": "tool_calls"}[kind]
+        place = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise wrong_type("an object with a type", part, place)
+        kind = part.get("type")
+        if kind not in PARTS or (kind != "text" and message["role"] != "assistant"):
+            what = f"a part of type {kind!r} in what the {message['role']} says; packtrain trains on text"
+            raise BadRow("not text", f"{what}: parts of type {', '.join(PARTS)}", place)
+        key = PARTS[kind]
         if kind != "text" and key in message:
             raise BadRow("ambiguous", f"both {key!r} and a part of type {kind!r}", place, "Keep one.")
-        if turn is None:
-            keys = ("role", *WEIGHTS) if made else tuple(message)
-            turn, last = {**{key: message[key] for key in keys if key in message}, "content": ""}, "reasoning"
-            made.append(turn)
-        if ORDER.index(kind) < ORDER.index(last):
+        if order.index(kind) < order.index(last) and PARTS[last] != key:
             fix = "Write it as a message of its own."
             raise BadRow("order of parts", f"a part of type {kind!r} after one of type {last!r}", place, fix)
+        name = next((name for name in (kind, "value", "text", "content") if part.get(name) is not None), None)
+        if kind == "tool_call":
+            value = read_calls(part if name is None else part[name], place)["tool_calls"]
+        elif name is None:
+            raise BadRow("missing field", f"no 'value'; found: {', '.join(map(repr, part))}", place)
+        elif not isinstance(value := part[name], str):
+            raise wrong_type("a string", value, f"{place}.{name}")
+        joined[key] = joined[key] + value if key in joined else value
         last = kind
-        turn[key] = turn[key] + value if key in turn else value
-    return made or [{**message, "content": ""}]
+    return joined
 
 
-def _part(part: Any, where: str) -> tuple[str, Any]:
-    """Type and value of a part: text, or a list of calls; the value may be under the type's name, `value` or `content`."""
-    if not isinstance(part, dict):
-        raise wrong_type("an object with a type", part, where)
-    kind = PARTS.get(named) if isinstance(named := part.get("type"), str) else None
-    if kind is None:
-        what = f"a part of type {named!r}; packtrain trains on text: parts of type {', '.join(ORDER)}"
-        raise BadRow("not text", what, where)
-    key = next((key for key in (named, "value", "text", "content") if part.get(key) is not None), None)
-    if kind == "tool_call":
-        call = calls_in(part if key is None else part[key], where if key is None else f"{where}.{key}")["tool_calls"]
-        return kind, [{**one, "id": part["id"]} if part.get("id") else one for one in call]
-    if key is None:
-        raise BadRow("missing field", f"no 'value'; found: {', '.join(map(repr, part))}", where)
-    return kind, text_of(part[key], f"{where}.{key}")
-
-
-def calls_in(value: Any, where: str) -> dict[str, Any]:
+def read_calls(value: Any, where: str) -> dict[str, Any]:
     """What a turn of CALLS says: calls as JSON, after a thought in <think> if there is one; raises BadRow where there is no call."""
     said: dict[str, Any] = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
             said["reasoning_content"] = thought.strip()
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            what = f"expected a call of a tool as JSON, {CALL}, or a list of calls: {error}"
-            raise BadRow("not a call", what, where) from None
+        value = _parse(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow("not a call", f"an empty list; expected {CALL}", where)
@@ -238,15 +207,20 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = _function(call, CALL, place)
         arguments = function.pop("arguments", function.pop("parameters", None))
         if isinstance(arguments, str) and arguments.strip():
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise BadRow("not a call", f"the arguments are not JSON: {error}", f"{place}.arguments") from None
+            arguments = _parse(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
         if arguments and not isinstance(arguments, dict):
             raise wrong_type("an object", arguments, f"{place}.arguments")
         name = {"id": str(call["id"])} if call.get("id") else {}
         calls.append({"type": "function", **name, "function": {**function, "arguments": arguments or {}}})
     return calls
+
+
+def _parse(text: str, reason: str, what: str, where: str) -> Any:
+    """The value of JSON text; raises BadRow for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(reason, f"{what}: {error}", where) from None
 
 
 def _function(value: dict[str, Any], expected: str, where: str) -> dict[str, Any]:
@@ -257,37 +231,31 @@ def _function(value: dict[str, Any], expected: str, where: str) -> dict[str, Any
     return dict(inner)
 
 
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """The tools of the column `tools`, if any, as templates want them: {"type": "function", "function": {…}}."""
     value, where = row.optional("tools"), row.name("tools")
-    tools = list_of(value, where) if value else []
-    made = []
-    for index, tool in enumerate(tools):
-        if isinstance(tool, str):
-            try:
-                tool = json.loads(tool)
-            except (ValueError, RecursionError) as error:
-                raise BadRow("wrong type", f"expected an object or one as JSON: {error}", f"{where}[{index}]") from None
+    tools = []
+    for index, tool in enumerate(list_of(value, where) if value else []):
+        place, expected = f"{where}[{index}]", '{"name": …, "description": …, "parameters": {…}}'
+        tool = _parse(tool, "wrong type", "expected an object or one as JSON", place) if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
-            raise wrong_type("an object", tool, f"{where}[{index}]")
-        expected = '{"name": …, "description": …, "parameters": {…}}'
-        made.append({"type": "function", "function": _function(tool, expected, f"{where}[{index}]")})
-    return made or None
+            raise wrong_type("an object", tool, place)
+        tools.append({"type": "function", "function": _function(tool, expected, place)})
+    return tools or None
 
 
-def system_of(row: Row) -> Messages:
+def read_system(row: Row) -> Messages:
     """The message of the column `system`, if any."""
-    system = row.optional("system")
-    return [{"role": "system", "content": text_of(system, row.name("system"))}] if system else []
+    return [{"role": "system", "content": row.text("system")}] if row.optional("system") else []
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
     """The messages after that of the column `system`, unless they begin with the same."""
-    said = system_of(row)
+    said = read_system(row)
     return messages if said == messages[:1] else [*said, *messages]
 
 
-def variables_of(row: Row) -> dict[str, Any]:
+def read_variables(row: Row) -> dict[str, Any]:
     """Arguments for the chat template that the row brings."""
     value = row.optional("chat_template_kwargs")
     if value is None:
@@ -320,8 +288,8 @@ def _role_of_speaker(speaker: object, where: str) -> str:
     return role
 
 
-def _role_advice(found: str, allowed: list[str], meant: str | None) -> str:
-    near = difflib.get_close_matches(found.lower(), allowed, 1, cutoff=0.6)
+def _role_advice(role: str, allowed: list[str], meant: str | None) -> str:
+    near = difflib.get_close_matches(role.lower(), allowed, 1, cutoff=0.6)
     if meant is None and near:
         meant = near[0] if near[0] in ROLES else SPEAKERS[near[0]]
     return f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."

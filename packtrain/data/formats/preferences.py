@@ -1,6 +1,7 @@
-"""Parses rows of preference pairs: each becomes two examples that begin with the same prompt.
+"""Parses rows of preference pairs, and of single answers that are desirable or not.
 
-Known are, as in TRL (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
+Each pair becomes two examples that begin with the same prompt. Known are, as in TRL
+(https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
@@ -20,6 +21,9 @@ nothing (one answer, or all equal) is counted like a pair of identical answers.
 
 The prompt of two strings is their common beginning, as in TRL. Where the prompt is in a column of another name this would
 mistake common first words of the answers for it, so rows with such a column are refused.
+
+Single answers with a label, which packtrain kto trains on, are rows of prompt and completion (TRL's unpaired preference), of
+messages whose last turn is the answer (LLaMA-Factory's), or of Alpaca's columns; pairs are split into their two answers.
 """
 
 from __future__ import annotations
@@ -30,15 +34,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from packtrain.config.schema import PROMPTS, Format
-from packtrain.data.formats.columns import LISTS, Row, list_column, list_of
+from packtrain.data.formats.columns import LISTS, PAIR_FORMATS, Row, list_of, name_list_column
 from packtrain.data.formats.conversations import (
+    READERS,
     Conversation,
     PromptCompletion,
-    asked_in_columns,
+    ask_by_columns,
+    refuse_chat_columns,
     refuse_media,
-    refuse_of_chats,
 )
-from packtrain.data.formats.messages import Messages, messages_in, messages_of, tools_of, variables_of, with_system
+from packtrain.data.formats.messages import (
+    Messages,
+    read_message,
+    read_messages,
+    read_tools,
+    read_variables,
+    with_system,
+)
 from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
 
 ASKED = ("question", "query", "problem")
@@ -49,10 +61,10 @@ TEXTS = ("response", "answer", "text", "content", "completion", "output", "value
 """Keys of an answer object that may hold its text; its score or rank is another key of the object."""
 SCORES = ("overall_score", "scores", "score", "ratings", "rating", "rewards", "reward", "pm_score")
 RANKS = ("ranks", "rank", "rankings", "ranking")
-ONE, TIED = "fewer than two answers", "answers ranked equal"
+FEW_ANSWERS, TIED = "fewer than two answers", "answers ranked equal"
 _LARGEST = 3.4e38
 """Of a margin: float32 has no more."""
-INSTEAD = "Or write a row for each pair: prompt, chosen (the better answer), rejected (the worse)."
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +82,10 @@ def read_preference(row: Row, format: Format) -> PreferenceExample:
     parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
     turns = row.has("conversations") or _has_instruction(row)
     plain = not turns and all(isinstance(part, str) for part in parts)
-    return _of_strings(row) if plain else _of_messages(row)
+    return _pair_strings(row) if plain else _pair_messages(row)
 
 
-def margin_of(row: Row) -> float:
+def read_margin(row: Row) -> float:
     """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number.
 
     Numbers may be text, and an empty one is none: csv has no other.
@@ -90,11 +102,53 @@ def margin_of(row: Row) -> float:
     return number
 
 
-def prompt_of(row: Row, format: Format) -> str | Messages:
-    """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference`.
+@dataclass(frozen=True, slots=True)
+class UnpairedExample:
+    """A prompt with its answer, and whether this is one to give."""
+
+    answered: Conversation | PromptCompletion
+    desirable: bool
+
+
+def read_unpaired(row: Row, format: Format) -> list[UnpairedExample]:
+    """A row as one example, or a pair as two; raises BadRow naming the field."""
+    if format in PAIR_FORMATS:
+        pair = read_preference(row, format)
+        return [UnpairedExample(pair.chosen, True), UnpairedExample(pair.rejected, False)]
+    refuse_media(row)
+    value = row.take("label")  # as text in csv
+    label = _LABELS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    if label is None:
+        raise wrong_type("true (desirable) or false", value, row.name("label"))
+    example = READERS[format](row)
+    if isinstance(example, Conversation):
+        example = _with_answer(example)
+    assert isinstance(example, (Conversation, PromptCompletion))
+    return [UnpairedExample(example, label)]
+
+
+def _with_answer(conversation: Conversation) -> Conversation:
+    """The conversation with the place where its answer begins, by default the last turn."""
+    messages = conversation.messages
+    start = len(messages) - 1 if conversation.answer_from is None else conversation.answer_from
+    if not 0 < start < len(messages):
+        raise BadRow("no prompt", "there is nothing that is answered", f"messages[{max(start, 0)}]")
+    if (role := messages[start]["role"]) in ASKING:
+        fix = "The last turn must be what the assistant says; the label is about it."
+        raise BadRow("not an answer", f"the answer is what the {role} says", f"messages[{start}]", fix)
+    if any(message.get("weight") == 0 for message in messages[start:]):
+        raise BadRow("weight", "the answer is not to be trained; take the row out instead", f"messages[{start}].weight")
+    return replace(conversation, answer_from=start)
+
+
+def read_prompt(row: Row, format: Format) -> str | Messages:
+    """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference` or `read_unpaired`.
 
     A prompt that is the common beginning of two strings loses its last line, where the answers' common words may be.
     """
+    if format not in PAIR_FORMATS:
+        answered = read_unpaired(row, format)[0].answered
+        return answered.messages[: answered.answer_from] if isinstance(answered, Conversation) else answered.prompt
     chosen = read_preference(row, format).chosen
     if isinstance(chosen, Conversation):
         return chosen.messages[: chosen.answer_from]
@@ -102,11 +156,11 @@ def prompt_of(row: Row, format: Format) -> str | Messages:
     return before if line and not row.has("prompt") else chosen.prompt
 
 
-def _of_strings(row: Row) -> PreferenceExample:
+def _pair_strings(row: Row) -> PreferenceExample:
     chosen, rejected = row.text("chosen"), row.text("rejected")
     asked = next((name for name in ASKED if name in row.values), "")
     named = row.name("prompt") if row.has("prompt") else asked
-    refuse_of_chats(row, f"{f'Set data.columns.instruction={named}, or take' if named else 'Take'} the column out.")
+    refuse_chat_columns(row, f"{f'Set data.columns.instruction={named}, or take' if named else 'Take'} the column out.")
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
         return PreferenceExample(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
@@ -124,7 +178,7 @@ def _of_strings(row: Row) -> PreferenceExample:
     )
 
 
-def _of_messages(row: Row) -> PreferenceExample:
+def _pair_messages(row: Row) -> PreferenceExample:
     chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
     prompt = _prompt(row)
     whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
@@ -142,7 +196,7 @@ def _of_messages(row: Row) -> PreferenceExample:
             raise BadRow("not an answer", what, row.name(ours), "Both answers must follow the same prompt.")
         if any(message.get("weight") == 0 for message in answer):
             raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", row.name(ours))
-    tools, variables = tools_of(row), variables_of(row)
+    tools, variables = read_tools(row), read_variables(row)
     first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in (chosen, rejected))
     return PreferenceExample(first, second)
 
@@ -156,14 +210,14 @@ def _has_instruction(row: Row) -> bool:
 def _prompt(row: Row) -> Messages | None:
     """The messages before the answers; None if only the answers contain them."""
     if _has_instruction(row):
-        return asked_in_columns(row)
+        return ask_by_columns(row)
     if row.has("conversations"):
-        return messages_of(row, "conversations")
+        return read_messages(row, "conversations")
     if not row.has("prompt"):
         return None
     if isinstance(row.take("prompt"), str):
         return [{"role": "user", "content": row.text("prompt")}]
-    return _turns(row, "prompt")
+    return _read_turns(row, "prompt")
 
 
 def _answer(row: Row, ours: str) -> Messages:
@@ -171,13 +225,13 @@ def _answer(row: Row, ours: str) -> Messages:
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"role": "assistant", "content": row.text(ours)}]
-    return messages_in(value, row.name(ours), row) if isinstance(value, dict) else _turns(row, ours)
+    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else _read_turns(row, ours)
 
 
-def _turns(row: Row, ours: str) -> Messages:
+def _read_turns(row: Row, ours: str) -> Messages:
     if not isinstance(row.take(ours), (str, list)):
         raise wrong_type("a string or a list of messages", row.take(ours), row.name(ours))
-    return messages_of(row, ours)
+    return read_messages(row, ours)
 
 
 def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
@@ -194,64 +248,52 @@ def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 def _best_and_worst(row: Row) -> Row:
     """The row with its best answer in the column `chosen` and its worst in `rejected`; of equals the first."""
-    column = list_column(list(row.values), row.columns)
-    found = ", ".join(map(repr, row.values)) or "none"
+    column = name_list_column(list(row.values), row.columns)
+    columns = ", ".join(map(repr, row.values)) or "none"
     if column is None:
-        raise BadRow("missing column", f"no column {' or '.join(map(repr, LISTS))}; found: {found}")
+        raise BadRow("missing column", f"no column {' or '.join(map(repr, LISTS))}; found: {columns}")
     answers = list_of(row.values[column], column)
     if not any(row.has(ours) for ours in PROMPTS):  # the common beginning of answers in a list is not a prompt
         asked = next((name for name in ASKED if name in row.values), "…")
         fix = f"Set data.columns.prompt={asked}, or rename the column."
-        raise BadRow("no prompt", f"there is no prompt; found: {found}", fix=fix)
+        raise BadRow("no prompt", f"there is no prompt; found: {columns}", fix=fix)
     if len(answers) < 2:
-        raise NoPair(ONE, f"there is {'one answer' if answers else 'no answer'}", column)
-    worth = _worth(row, column, answers)
-    best, worst = (worth.index(most) for most in (max(worth), min(worth)))
+        raise NoPair(FEW_ANSWERS, f"there is {'one answer' if answers else 'no answer'}", column)
+    worth = _rank(row, column, answers)
+    best, worst = worth.index(max(worth)), worth.index(min(worth))
     if best == worst:
         raise NoPair(TIED, "all answers are ranked equal", column)
     values = dict(row.values)
     for ours, at in (("chosen", best), ("rejected", worst)):
-        values[row.name(ours)] = _text_of(answers[at], f"{column}[{at}]")
+        values[row.name(ours)] = _read_answer(answers[at], f"{column}[{at}]")
     return replace(row, values=values)
 
 
-def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
-    """A number for each answer, higher for better ones."""
-    scores = _beside(row, "scores", SCORES) or _within(column, answers, SCORES)
-    found = scores or _beside(row, "ranks", RANKS) or _within(column, answers, RANKS)
-    if found is None:
-        what = (
-            f"nothing says which answer is better: no list of {SCORES[1]} or {RANKS[0]}, nor one of them in each answer"
-        )
-        raise BadRow("not ranked", what, column, f"Name their column with data.columns.scores=…. {INSTEAD}")
-    place, numbers = found
-    if len(numbers) != len(answers):
-        raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)
-    for at, number in enumerate(numbers, 1):
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
-            raise wrong_type("a number", number, f"{place}, answer {at}")
-    return [number if scores else -number for number in numbers]
-
-
-def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] | None:
-    """Name and values of the column that has a number for each answer."""
-    for name in (row.columns.get(ours), *names):
-        value = row.values.get(name) if name else None
-        if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
-            return str(name), list_of(value, str(name))
-    return None
-
-
-def _within(column: str, answers: list[Any], names: Sequence[str]) -> tuple[str, list[Any]] | None:
-    """As `_beside`, for numbers inside the answer objects, under a key that the first one has."""
+def _rank(row: Row, column: str, answers: list[Any]) -> list[float]:
+    """A number for each answer, higher for better ones: from a column of them, or under a key that the first answer has."""
     first = answers[0] if isinstance(answers[0], dict) else {}
-    name = next((name for name in names if name in first), None)
-    if name is None:
-        return None
-    return f"{column}[…].{name}", [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
+    for ours, names, sign in (("scores", SCORES, 1), ("ranks", RANKS, -1)):
+        for name in filter(None, (row.columns.get(ours), *names)):
+            place, value = name, row.values.get(name)
+            if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
+                numbers = list_of(value, name)
+            elif name in first:
+                place = f"{column}[…].{name}"
+                numbers = [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
+            else:
+                continue
+            if len(numbers) != len(answers):
+                raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)
+            for at, number in enumerate(numbers, 1):
+                if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
+                    raise wrong_type("a number", number, f"{place}, answer {at}")
+            return [sign * float(number or 0) for number in numbers]
+    what = "nothing says which answer is better: no list of scores or ranks, nor one of them in each answer"
+    fix = "Name their column with data.columns.scores=…, or write a row for each pair: prompt, chosen, rejected."
+    raise BadRow("not ranked", what, column, fix)
 
 
-def _text_of(answer: Any, where: str) -> str:
+def _read_answer(answer: Any, where: str) -> str:
     if isinstance(answer, dict):
         name = next((name for name in TEXTS if name in answer), None)
         if name is None:

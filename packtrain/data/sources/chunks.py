@@ -15,15 +15,13 @@ import pyarrow as pa
 
 from packtrain.errors import Problem
 
-_BLANK = b" \t\r\n\v\f\xef\xbb\xbf"
-"""White space, and the mark that a line begins with where files with one were joined."""
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 SKIP_ADVICE = "data.bad_rows=skip counts and skips such rows."
 
 
 class BadRow(Exception):
-    """A row that cannot be used: it is counted under `reason`; `what` is the sentence, `field` the place in it."""
+    """A row that cannot be used: it is counted under `reason`; `what` is the sentence, `field` the place in the row."""
 
     def __init__(self, reason: str, what: str, field: str = "", fix: str = "") -> None:
         super().__init__(reason, what, field, fix)
@@ -44,7 +42,7 @@ RawRow = dict[str, Any] | BadRow
 
 @dataclass(frozen=True, slots=True)
 class LineChunk:
-    """Lines of a JSON Lines file; `first` is the number of the first one, from 1. `size` in bytes."""
+    """Lines of a JSON Lines file; `first` is the number of the first one, from 1. `size` in bytes. Blank lines are no rows."""
 
     origin: str
     first: int
@@ -52,23 +50,18 @@ class LineChunk:
     size: int
 
     def __len__(self) -> int:
-        return len(self.lines)
-
-    @property
-    def number_of_rows(self) -> int:
-        """Rows, without parsing them."""
-        return sum(1 for line in self.lines if line.strip(_BLANK))
+        return sum(1 for line in self.lines if not line.isspace())
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:
-        """Each row with its place; blank lines are not rows."""
+        """Each row with its place."""
         for number, line in enumerate(self.lines, self.first):
-            if line.strip(_BLANK):
+            if not line.isspace():
                 yield f"{self.origin}:{number}", _parse_line(line)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedChunk:
-    """Rows that the reader had to parse itself (csv, one JSON list), each with its line number. `size` in bytes."""
+    """Rows that the reader had to parse itself (csv, text, a JSON list), each with its line number. `size` in bytes."""
 
     origin: str
     numbers: list[int]
@@ -76,11 +69,6 @@ class ParsedChunk:
     size: int
 
     def __len__(self) -> int:
-        return len(self.values)
-
-    @property
-    def number_of_rows(self) -> int:
-        """Rows."""
         return len(self.values)
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:
@@ -105,82 +93,56 @@ class TableChunk:
     def __len__(self) -> int:
         return self.batch.num_rows
 
-    @property
-    def number_of_rows(self) -> int:
-        """Rows."""
-        return self.batch.num_rows
-
     def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place."""
-        try:
-            rows: list[RawRow] = self.batch.to_pylist()
-        except (ValueError, OverflowError):
-            rows = [_row_of_table(self.batch.slice(number, 1)) for number in range(len(self))]
-        for number, row in enumerate(rows, self.first):
-            if not isinstance(row, BadRow):
-                row = {name: _without_nulls(value) for name, value in row.items()}
-            yield f"{self.origin}, row {number}", row
+        for number in range(len(self)):
+            try:
+                values = self.batch.slice(number, 1).to_pylist()[0]
+                row: RawRow = {name: _without_nulls(value) for name, value in values.items()}
+            except UnicodeDecodeError as error:
+                row = not_utf8(f"the row holds the byte 0x{error.object[error.start]:02x}")
+            except (ValueError, OverflowError) as error:  # dates beyond Python's
+                row = BadRow("unreadable", f"the row cannot be read: {error}")
+            yield f"{self.origin}, row {self.first + number}", row
 
 
 Chunk = LineChunk | ParsedChunk | TableChunk
 
 
-def _row_of_table(one: pa.RecordBatch) -> RawRow:
-    """The row of a table of one row; text that is not UTF-8 and dates beyond Python's are found only by reading them."""
-    try:
-        return one.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return not_utf8(f"the row holds the byte 0x{error.object[error.start]:02x}")
-    except (ValueError, OverflowError) as error:
-        return BadRow("unreadable", f"the row cannot be read: {error}")
-
-
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and not isinstance(
-        next(iter(value), 0), (int, float, str)
-    ):  # skips long lists of token ids
+    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not long lists of token ids
         return [_without_nulls(part) for part in value]
     return value
 
 
 def _parse_line(line: bytes) -> RawRow:
-    if b"\0" in line:
-        return nul_bytes("the line")
     try:
-        row = json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n"), object_pairs_hook=each_once)
+        return check_object(json.loads(line.decode("utf-8"), object_pairs_hook=refuse_repeated_keys))
     except UnicodeDecodeError as error:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
-    except json.JSONDecodeError as error:
-        return BadRow("broken JSON", f"broken JSON at column {error.colno}: {error.msg}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested lists
-        return BadRow("broken JSON", f"broken JSON: {error}")
-    return checked_object(row)
+    except (ValueError, RecursionError) as error:
+        fix = "Write one object a line (jq -c . FILE > rows.jsonl)."
+        return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; raises ValueError for one that has a key twice, of which Python would keep the last, without a word."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ValueError for one that has a key twice, of which Python would silently keep the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+    return values
 
 
-def nul_bytes(thing: str, field: str = "") -> BadRow:
-    """The BadRow of UTF-16 that does not say so, and of damage."""
-    fix = "The file is UTF-16 (iconv -f utf-16 -t utf-8), or damaged by a crash or a bad copy: get it anew."
-    return BadRow("NUL bytes", f"{thing} holds NUL bytes", field, fix)
-
-
-def not_utf8(found: str, field: str = "") -> BadRow:
+def not_utf8(what: str, field: str = "") -> BadRow:
     """The BadRow of text in another encoding."""
-    return BadRow("not UTF-8", f"not UTF-8: {found}", field, "Convert the file (iconv -f latin1 -t utf-8).")
+    return BadRow("not UTF-8", f"not UTF-8: {what}", field, "Convert the file (iconv -f latin1 -t utf-8).")
 
 
-def checked_object(row: Any) -> RawRow:
-    """`row` if it is a JSON object."""
+def check_object(row: Any) -> RawRow:
+    """`row` if it is a JSON object, else the BadRow that says what it is."""
     if isinstance(row, dict):
         return row
     fix = "If the file is one list of rows, call it .json." if isinstance(row, list) else ""

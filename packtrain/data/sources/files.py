@@ -2,23 +2,29 @@
 
 JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
+Compressed files are unpacked while they are read; zstd comes from pyarrow, which reads several frames in one file.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
+import io
 import json
+import os
 import re
 import sys
 import zlib
 from collections.abc import Iterator
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any, BinaryIO, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packtrain.config.schema import COLUMNS, SplitText
+from packtrain.config.schema import SplitText
 from packtrain.data.sources.chunks import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -28,34 +34,86 @@ from packtrain.data.sources.chunks import (
     ParsedChunk,
     RawRow,
     TableChunk,
-    checked_object,
-    each_once,
+    check_object,
     not_utf8,
-    nul_bytes,
+    refuse_repeated_keys,
 )
-from packtrain.data.sources.opening import PACKED, lines_of, open_text
 from packtrain.errors import UserError
 
+PACKED = (".gz", ".zst")
 _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in PACKED), *_TABLES)
 READABLE = f"Readable are {', '.join(_TEXTUAL)} (also with {' or '.join(PACKED)}), {', '.join(_TABLES)}"
 LONGEST_TEXT = 1 << 25
 """Characters of a text that is tokenised as a whole, which takes up to 300 bytes for each."""
-_damaged = re.compile("[\0\udc80-\udcff]").search
-"""Finds NUL, or a byte that was not UTF-8: open_text keeps it as such a character."""
+_UTF8 = "utf-8-sig"
+_MARKS = {  # UTF-32 first: its mark begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_find_damage = re.compile("[\0\udc80-\udcff]").search
+"""Finds NUL, or a byte that is not UTF-8, which open_text keeps as such a character."""
+
+
+def check_regular(path: Path, where: str = "") -> None:
+    """Raises UserError, at `where` or the path itself, for a folder, a FIFO (read without end) or a device."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"not a regular file: {path}", where=where or str(path), fix="Put a regular file there.")
 
 
 def suffix_of(path: Path) -> str | None:
-    """The suffix of SUFFIXES that the file's name ends with; None for a file we do not read."""
+    """The suffix of SUFFIXES that the file's name ends with; None for a file that is not read."""
     name = path.name.lower()
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
 def kind_of(path: Path) -> str:
-    """The suffix of SUFFIXES without that of a compression; "" for a file that we do not read."""
+    """The suffix of SUFFIXES without that of a compression; "" for a file that is not read."""
     suffix = suffix_of(path) or ""
     return next((suffix.removesuffix(packed) for packed in PACKED if suffix.endswith(packed)), suffix)
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file, decompressed where its name ends in one of PACKED."""
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return cast(BinaryIO, gzip.open(path))
+    if name.endswith(".zst"):
+        unpacked: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        return io.BufferedReader(unpacked, 1 << 20)
+    return open(path, "rb", 1 << 20)
+
+
+def detect_encoding(path: Path) -> str:
+    """_UTF8, or the form of Unicode that the byte order mark names; raises UserError for UTF-16 without a mark."""
+    with open_bytes(path) as file:
+        head = file.read(4)
+    encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), _UTF8)
+    if encoding == _UTF8 and b"\0" in head[:2]:
+        what = "the file begins with a NUL byte, as UTF-16 without a byte order mark does"
+        fix = f"Convert it (iconv -f utf-16{'be' if head[0] == 0 else 'le'} -t utf-8), or get it anew if it is damaged."
+        raise UserError(what, where=str(path), fix=fix)
+    return encoding
+
+
+def open_text(path: Path, newline: str | None = "") -> TextIO:
+    """The file as text, `newline` as in `open`; in UTF-8, bytes that are none are kept as surrogates (\\udc80 to \\udcff)."""
+    encoding = detect_encoding(path)
+    return io.TextIOWrapper(open_bytes(path), encoding, "surrogateescape" if encoding == _UTF8 else "strict", newline)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Lines in UTF-8, each with the \\n that ends it."""
+    encoding = detect_encoding(path)
+    with open_bytes(path) as file:
+        if encoding == _UTF8:
+            yield from filter(None, [file.readline().removeprefix(codecs.BOM_UTF8)])
+            yield from file
+        else:
+            yield from (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
 
 
 def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]:
@@ -70,54 +128,23 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
         elif kind in (".csv", ".tsv"):
             yield from _in_chunks(path, _csv(path, "\t" if kind == ".tsv" else None))
         elif kind == ".txt":
-            yield from _in_chunks(path, texts(path, split_text))
-        elif kind == ".json" and _first_character(path) == "[":
+            yield from _in_chunks(path, read_texts(path, split_text))
+        elif kind == ".json" and _is_list(path):
             yield from _in_chunks(path, _json_list(path))
-        elif kind == ".json" and (wrong := _one_object(path)):
-            raise wrong
         else:
             yield from _json_lines(path)
     except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the file: {error}", where=str(path), fix="Check or renew the file.") from error
 
 
-def _first_character(path: Path) -> str:
+def _is_list(path: Path) -> bool:
     with open_text(path) as file:
-        return file.read(1 << 16).lstrip()[:1]
-
-
-def _one_object(path: Path) -> UserError | None:
-    """What is wrong with a .json file of one object around the rows, or of objects that have several lines each."""
-    with open_text(path) as file:
-        line = next((line for line in file if not line.isspace()), "")
-        try:
-            value = json.loads(line)
-            if file.read(1 << 16).strip():
-                return None  # an object a line
-        except (ValueError, RecursionError):
-            try:
-                value, _ = json.JSONDecoder().raw_decode((line + file.read(LONGEST_TEXT)).lstrip())
-            except (ValueError, RecursionError):
-                return None  # read line by line it is named, or skipped
-            line = ""
-    if not isinstance(value, dict) or not value:
-        return None
-    if all(isinstance(part, dict) for part in value.values()):
-        what, fix = "the rows are spread inside an object", 'With pandas: to_json(PATH, orient="records", lines=True).'
-        return UserError(what, where=str(path), fix=fix)
-    lists = [name for name, part in value.items() if isinstance(part, list) and not value.keys() & set(COLUMNS)]
-    if not lists and line:
-        return None
-    what, fix = "an object of several lines", f"Write an object a line: jq -c . {path.name} > rows.jsonl."
-    if lists:
-        what = f"the rows are inside an object, most likely under {lists[0]!r}"
-        fix = f"Take them out: jq '.\"{lists[0]}\"' {path.name} > rows.json."
-    return UserError(what, where=str(path), fix=fix)
+        return file.read(1 << 16).lstrip().startswith("[")
 
 
 def _json_lines(path: Path) -> Iterator[Chunk]:
     first, lines, size = 1, [], 0
-    for number, line in enumerate(lines_of(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         lines.append(line)
         size += len(line)
         if len(lines) >= CHUNK_ROWS or size >= CHUNK_BYTES:
@@ -148,9 +175,7 @@ def _table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
     for batch in batches:
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             rows = range(start, min(start + CHUNK_ROWS, batch.num_rows))
-            part = (
-                batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
-            )  # a slice is pickled with the rest
+            part = batch.take(pa.array(rows))  # a slice is pickled with the rest
             yield TableChunk(str(path), first, part, part.num_rows)
             first += part.num_rows
 
@@ -171,39 +196,38 @@ def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
             yield from pa.ipc.open_stream(mapped)
 
 
-def texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
-    """Each text with the line that it begins on and its length: the file, its lines, or what blank lines part.
+def read_texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
+    """Each text with the line that it begins on and its length: the file, its lines, or what blank lines separate.
 
     Blank ones are no rows; a text has no line end before or after it.
     """
     with open_text(path, newline=None) as file:
-        read = iter(lambda: file.readline(LONGEST_TEXT + 1), "")
-        lines = enumerate((line.removeprefix("\ufeff") for line in read), 1)  # files with a mark, joined
+        lines = enumerate(iter(lambda: file.readline(LONGEST_TEXT + 1), ""), 1)
         if split == "paragraph":
             groups = (group for blank, group in groupby(lines, lambda line: line[1].isspace()) if not blank)
         else:
             groups = [lines] if split == "document" else ([line] for line in lines)
         for group in groups:
-            first, held, size = 0, [], 0
+            first, parts, size = 0, [], 0
             for number, line in group:
                 first, size = first or number, size + len(line)
                 if size > LONGEST_TEXT:
                     what = f"a {split} of more than {LONGEST_TEXT / 1e6:.0f} million characters is too long to be tokenised"
                     fix = "Set data.split_text to line or paragraph, or cut the file into several."
                     raise UserError(what, where=f"{path}:{first}", fix=fix)
-                held.append(line)
-            text = "".join(held).strip("\n")
+                parts.append(line)
+            text = "".join(parts).strip("\n")
             if text and not text.isspace():
-                yield first, _damage(text, split) or {"text": text}, size
+                yield first, _refuse_damage(text, split) or {"text": text}, size
 
 
-def _damage(text: str, thing: str, field: str = "") -> BadRow | None:
-    """Why a `thing` of a text file cannot be used, if so."""
-    if (found := _damaged(text)) is None:
+def _refuse_damage(text: str, thing: str, field: str = "") -> BadRow | None:
+    """The BadRow of a `thing` of a text file with NUL or bytes that are not UTF-8; None for one without."""
+    if (damage := _find_damage(text)) is None:
         return None
-    line = f" (its line {1 + text.count(chr(10), 0, found.start())})" if "\n" in text else ""
-    if found[0] == "\0":
-        return nul_bytes(f"the {thing}{line}", field)
+    line = f" (its line {1 + text.count(chr(10), 0, damage.start())})" if "\n" in text else ""
+    if damage[0] == "\0":
+        return BadRow("NUL bytes", f"the {thing}{line} holds NUL bytes", field, "The file is damaged: get it anew.")
     return not_utf8(f"the {thing}{line} holds bytes that are not", field)
 
 
@@ -230,9 +254,9 @@ def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]
                 return
             if not header:
                 header = fields
-                if twice := [name for name in header if header.count(name) > 1]:
+                if repeated := [name for name in header if header.count(name) > 1]:
                     fix = "Give each column its own name."
-                    raise UserError(f"two columns are called {twice[0]!r}", where=f"{path}:{line}", fix=fix)
+                    raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:{line}", fix=fix)
             elif fields:
                 yield line, _csv_row(header, fields), sum(map(len, fields)) + len(fields)
 
@@ -240,10 +264,8 @@ def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]
 def _csv_row(header: list[str], fields: list[str]) -> RawRow:
     if len(fields) != len(header):
         return BadRow("broken csv", f"{len(fields)} fields, but the header names {len(header)}: {', '.join(header)}")
-    for name, field in zip(header, fields, strict=True):
-        if bad := _damage(field, "field", name):
-            return bad
-    return dict(zip(header, fields, strict=True))
+    damage = (_refuse_damage(field, "field", name) for name, field in zip(header, fields, strict=True))
+    return next(filter(None, damage), None) or dict(zip(header, fields, strict=True))
 
 
 def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
@@ -253,36 +275,20 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
     """
     with open_text(path) as file:
         text = file.read()
-    decoder, after_space = json.JSONDecoder(object_pairs_hook=each_once), re.compile(r"[ \t\r\n]*")
-
-    def after(at: int) -> int:
-        """The place of the next character from `at` on that is not white space."""
-        found = after_space.match(text, at)
-        assert found is not None
-        return found.end()
-
-    def broken(what: str, at: int) -> UserError:
-        fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
-        line = 1 + text.count("\n", 0, at)
-        return UserError(what, where=f"{path}:{line}", fix=fix)
-
-    at = after(text.index("[") + 1)
-    line = 1 + text.count("\n", 0, at)
-    while text[at : at + 1] != "]":
-        try:
+    decoder = json.JSONDecoder(object_pairs_hook=refuse_repeated_keys)
+    space, comma = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*|(?=\]))")
+    start, line, end = 0, 1, text.index("[") + 1
+    at = cast("re.Match[str]", space.match(text, end)).end()
+    try:
+        while not text.startswith("]", at):
+            line += text.count("\n", start, at)
             value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            raise broken(f"broken JSON: {error}", getattr(error, "pos", at)) from error
-        read = text[at:end]
-        row = _damage(read, "element") or checked_object(value)
-        yield line, row, len(read)
-        following = after(end)
-        if text.startswith(",", following):
-            following = after(following + 1)
-        elif not text.startswith("]", following):
-            found = text[following : following + 1] or "the end of the file"
-            raise broken(f"expected ',' or ']' after an element, found {found!r}", following)
-        line += text.count("\n", at, following)
-        at = following
-    if after(at + 1) < len(text):
-        raise broken("there is more after the list's closing ]", after(at + 1))
+            yield line, _refuse_damage(text[at:end], "element") or check_object(value), end - at
+            if (following := comma.match(text, end)) is None:
+                raise ValueError(f"expected ',' or ']' after an element, found {text[end : end + 1]!r}")
+            start, at = at, following.end()
+        if text[at + 1 :].strip():
+            raise ValueError("there is more after the list's closing ]")
+    except (ValueError, RecursionError) as error:
+        fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
+        raise UserError(f"broken JSON: {error}", where=f"{path}:{line}", fix=fix) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,17 +20,18 @@ from packtrain.config.fields import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
-from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
+from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, TableChunk
+from packtrain.data.sources.files import READABLE, kind_of, read_file, read_texts, suffix_of
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
-from packtrain.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import datasets
 
-_ASIDE = re.compile(r"(readme|licen[sc]e|notice)\b.*|dataset_(info|infos|dict)\.json|cache-.*\.arrow", re.I).fullmatch
+_is_about_data = re.compile(
+    r"(readme|licen[sc]e|notice)\b.*|dataset_(info|infos|dict)\.json|cache-.*\.arrow", re.I
+).fullmatch
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -45,13 +46,13 @@ _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
 class Files:
     """Files of SUFFIXES, read in the order given; `split_text` is for those of running text, `size` in bytes.
 
-    They are a split of a folder that holds `of` files, where that is not 0.
+    They are a split of a folder that holds `all_files`, where that is not 0.
     """
 
     name: str
     paths: tuple[Path, ...]
     split_text: SplitText = "document"
-    of: int = 0
+    all_files: int = 0
 
     @property
     def size(self) -> int:
@@ -68,20 +69,17 @@ class Files:
             yield from read_file(path, self.split_text)
 
     def remark(self) -> str:
-        """What was decided about them; "" for nothing."""
-        part = f"{self.name}: {len(self.paths)} of {self.of} files, by their names" if self.of else ""
-        return "; ".join(filter(None, (part, self._of_text())))
-
-    def _of_text(self) -> str:
-        """What was taken for a row of running text; "" where there is none."""
-        if not any(map(_is_text, self.paths)):
-            return ""
-        if self.split_text != "document":
-            return f"{self.name}: each {self.split_text} is a row"
-        if len(self.paths) > 1:
-            return f"{self.name}: each .txt file is a row (with data.split_text=line each line)"
-        lines = sum(1 for path in self.paths for _ in texts(path, "line"))
-        return f"{self.name}: the file is 1 row (data.split_text=line would make {lines:,})"
+        """What was decided about them, and what was taken for a row of running text; "" for nothing."""
+        remarks = (
+            [f"{self.name}: {len(self.paths)} of {self.all_files} files, by their names"] if self.all_files else []
+        )
+        if any(map(_is_text, self.paths)):
+            text = f"each {self.split_text} is a row"
+            if self.split_text == "document":
+                lines = sum(1 for path in self.paths if _is_text(path) for _ in read_texts(path, "line"))
+                text = f"each .txt file is a row (data.split_text=line would make {lines:,})"
+            remarks.append(f"{self.name}: {text}")
+        return "; ".join(remarks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +133,10 @@ class Quickstart:
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        rows: list[RawRow] = list(_QUICKSTART[self.objective](self.split, self.seed, None))
+        rows = _QUICKSTART[self.objective](self.split, self.seed, None)
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]
-            yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), part, len(part))
+            yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), [*part], len(part))
 
 
 Source = Files | Table | Quickstart
@@ -159,44 +157,41 @@ def locate(
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
-    path = source.path
+    path, where = source.path, f"data.{role}"
     if path == "quickstart":
-        return _quickstart(source, role, seed, objective)
-    local, where = Path(path).expanduser(), f"data.{role}"
+        if (
+            source.split not in ("train", "eval")
+            or source.subset is not None
+            or (role, source.split) == ("eval", "train")
+        ):
+            what = f"quickstart has no {f'subset {source.subset!r}' if source.subset else f'split {source.split!r}'} for {where}"
+            raise UserError(
+                what, where=where, fix="Take split train or eval to train on, eval to evaluate on; no subset."
+            )
+        return Quickstart(path, source.split, seed, objective)
+    local = Path(path).expanduser()
     if (local / "state.json").exists():
-        return Table(str(local), _saved(local, source))
+        return Table(str(local), _load_saved(local, source))
     if (local / "dataset_dict.json").exists():
-        return Table(f"{local} [{source.split}]", _saved(local, source))
-    if local.is_dir():  # without hidden files: copies that editors, notebooks and macOS keep
-        found = glob.glob(f"{glob.escape(str(local))}/**", recursive=True)
-        found = _without_runs(local, map(Path, found))
-    elif local.exists():
-        found = [local]
-    elif any(sign in path for sign in "*?["):
-        found = glob.glob(str(local), recursive=True)
-    elif looks_local(path):
+        return Table(f"{local} [{source.split}]", _load_saved(local, source))
+    if not (local.exists() or any(sign in path for sign in "*?[")):
+        if not looks_local(path):
+            return Table(f"{path} [{source.split}]", _load_from_hub(source, role))
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
-    else:
-        return Table(f"{path} [{source.split}]", _from_hub(source, role))
-    files = [one for one in sorted(map(Path, found)) if suffix_of(one) and one.is_file()]
-    if files != [local]:
-        files = _without_asides(files, where)
+    files = _list_files(local)
     if not files:
-        what = "it is not a kind of file that is read" if found == [local] else "there is nothing to read in it"
-        raise UserError(f"{path!r}: {what}", where=where, fix=f"{_READABLE} Rename a file that is one of these.")
-    splits = _splits(local, files) if local.is_dir() else {}
+        fix = f"{_READABLE} Rename a file that is one of these."
+        raise UserError(f"{path!r}: there is nothing to read in it", where=where, fix=fix)
+    splits = _group_by_split(local, files) if local.is_dir() else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
         raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
     if len(splits) < 2:
         return Files(str(local), tuple(files), split_text)
     if (wanted := _SPLITS.get(source.split, source.split)) not in splits:
-        what, fix = (
-            f"no file is of the split {source.split!r}",
-            f"Give split, one of {', '.join(splits)}; or name files.",
-        )
-        raise UserError(what, where=str(local), fix=fix)
+        fix = f"Give split, one of {', '.join(splits)}; or name files."
+        raise UserError(f"no file is of the split {source.split!r}", where=str(local), fix=fix)
     return Files(f"{local} [{wanted}]", tuple(splits[wanted]), split_text, len(files))
 
 
@@ -204,26 +199,17 @@ def _is_text(path: Path) -> bool:
     return kind_of(path) == ".txt"
 
 
-def _without_runs(folder: Path, files: Iterable[Path]) -> list[Path]:
-    """The files but for those that runs of packtrain write, into `folder` itself or below it."""
-    marks = glob.glob(f"{glob.escape(str(folder))}/**/{RunFolder(folder).mark.name}", recursive=True)
-    written = {entry for mark in marks for entry in RunFolder(Path(mark).parent).entries()}
-    return [one for one in files if written.isdisjoint((one, *one.parents))]
+def _list_files(local: Path) -> list[Path]:
+    """The file itself, or the files of a folder or a glob that are data: neither hidden nor about the data, as readmes."""
+    if local.is_file():
+        return [local] if suffix_of(local) else []
+    pattern = f"{glob.escape(str(local))}/**" if local.is_dir() else str(local)
+    files = sorted(map(Path, glob.glob(pattern, recursive=True)))
+    return [file for file in files if suffix_of(file) and file.is_file() and not _is_about_data(file.name)]
 
 
-def _without_asides(files: list[Path], where: str) -> list[Path]:
-    """The files of a folder that are data, not about it. Raises UserError where texts stand among rows: either may be notes."""
-    rest = [one for one in files if not _ASIDE(one.name)]
-    text = [one for one in rest if _is_text(one)]
-    if text and len(text) < len(rest):
-        other = next(one for one in rest if not _is_text(one))
-        what = f"running text and rows in one folder: {text[0]} and {other}"
-        raise UserError(what, where=where, fix=f"Name which, e.g. {other.parent / '*'}{suffix_of(other)}.")
-    return rest
-
-
-def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """The files of each split that their names (or folders') speak of, as `datasets` reads them: "train-0001.parquet"."""
+def _group_by_split(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+    """The files of each split that their names (or folders') contain, as `datasets` reads them: "train-0001.parquet"."""
     splits: dict[str, list[Path]] = {}
     for path in files:
         words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
@@ -238,17 +224,7 @@ def looks_local(path: str) -> bool:
     return is_local(path, DATA_SUFFIXES) or (Path(first).is_dir() if slash else "." in first)
 
 
-def _quickstart(source: DataSource, role: Split, seed: int, objective: ObjectiveKind) -> Quickstart:
-    if source.split not in ("train", "eval") or source.subset is not None or (role, source.split) == ("eval", "train"):
-        what = f"quickstart has no split {source.split!r} for data.{role}"
-        fix = "Take train or eval to train on, eval to evaluate on."
-        if source.subset is not None:
-            what, fix = f"quickstart has no subset {source.subset!r}, and no others", "Take subset away."
-        raise UserError(what, where=f"data.{role}", fix=fix)
-    return Quickstart(source.path, source.split, seed, objective)
-
-
-def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
+def _load_saved(folder: Path, source: DataSource) -> datasets.Dataset:
     import datasets
 
     try:
@@ -263,7 +239,7 @@ def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
     return loaded[source.split]
 
 
-def _from_hub(source: DataSource, role: Split) -> datasets.Dataset:
+def _load_from_hub(source: DataSource, role: Split) -> datasets.Dataset:
     import datasets
 
     with offline_unless_reachable() as online:

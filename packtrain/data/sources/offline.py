@@ -1,8 +1,8 @@
 """Checks once whether the Hugging Face hub answers, before libraries retry it many times.
 
 Without a network huggingface_hub tries each of its many requests six times, with waits of up to 8 s between them: half a
-minute of warnings before an error. Here one request decides. If it is not answered, the libraries are set to work
-offline, as with HF_HUB_OFFLINE=1: their caches are still used, and anything not cached fails at once.
+minute of warnings before an error. Here one request decides. If it is not answered, the libraries work offline, as with
+HF_HUB_OFFLINE=1: their caches are still used, and anything not cached fails at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ OFFLINE_ADVICE = (
 
 
 @lru_cache
-def reachable() -> bool:
-    """Whether the hub answers within ANSWER_S seconds, name look-up included; also False if HF_HUB_OFFLINE is set.
-
-    Cached for the life of the process.
-    """
+def is_reachable() -> bool:
+    """Whether the hub answers within ANSWER_S seconds, also False if HF_HUB_OFFLINE is set; asked once in a process."""
     from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE:
-        return False
     answered = threading.Event()
 
     def ask() -> None:
@@ -38,9 +33,9 @@ def reachable() -> bool:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
             answered.set()
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()  # a name look-up has no timeout
-    asking.join(ANSWER_S)
+    if not constants.HF_HUB_OFFLINE:
+        threading.Thread(target=ask, daemon=True).start()  # a name look-up has no timeout
+        answered.wait(ANSWER_S)
     return answered.is_set()
 
 
@@ -52,7 +47,7 @@ def offline_unless_reachable() -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    online = reachable()
+    online = is_reachable()
     modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     before = [module.HF_HUB_OFFLINE for module in modules]
     try:

@@ -57,7 +57,7 @@ COUNTRIES = {  # capital, continent
     "Senegal": ("Dakar", "Africa"), "Peru": ("Lima", "South America"), "Chile": ("Santiago", "South America"),
     "Cuba": ("Havana", "North America"), "Canada": ("Ottawa", "North America"),
 }  # fmt: skip
-OF_ANIMALS = {  # what is said of them, and how to ask for it
+ANIMAL_FACTS = {  # what is said of them, and how to ask for it
     "A young {0} is called a {1}.": (
         "What is a young {0} called?",
         "What do you call the young of a {0}?",
@@ -71,7 +71,7 @@ OF_ANIMALS = {  # what is said of them, and how to ask for it
         "On how many legs does a {0} walk?",
     ),
 }
-OF_COUNTRIES = {
+COUNTRY_FACTS = {
     "The capital of {0} is {1}.": (
         "What is the capital of {0}?",
         "Which city is the capital of {0}?",
@@ -216,13 +216,13 @@ def _spell(rng: random.Random) -> Exercise:
 
 def _list(rng: random.Random) -> Exercise:
     words = rng.sample(WORDS, _few(rng, 2, len(WORDS)))
-    listed = ", ".join(words)
+    word_list = ", ".join(words)
     kind = rng.choice(("number", "first", "last"))
     if kind == "number":
-        asked = (f"Number these words: {listed}", f"Make a numbered list of {listed}")
+        asked = (f"Number these words: {word_list}", f"Make a numbered list of {word_list}")
         return [(rng.choice(asked), "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1)))]
     word = words[0] if kind == "first" else words[-1]
-    asked = (f"Which word is {kind}: {listed}?", f"Give the {kind} word of {listed}.")
+    asked = (f"Which word is {kind}: {word_list}?", f"Give the {kind} word of {word_list}.")
     return [(rng.choice(asked), f"The {kind} word is {word}.")]
 
 
@@ -245,7 +245,7 @@ def _shop(rng: random.Random) -> Exercise:
 
 
 TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
-    partial(_fact, ANIMALS, OF_ANIMALS), partial(_fact, COUNTRIES, OF_COUNTRIES), _sum, _day, _count, _spell, _list, _table, _shop
+    partial(_fact, ANIMALS, ANIMAL_FACTS), partial(_fact, COUNTRIES, COUNTRY_FACTS), _sum, _day, _count, _spell, _list, _table, _shop
 )  # fmt: skip
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
@@ -267,59 +267,54 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
     The same arguments give the same rows on every machine, and the first rows do not depend on `count`. No question of
     eval is asked in train, neither here nor in the quickstart's conversations.
     """
-    rng = random.Random(f"pairs-{split}-{seed}")
-    rows = []
-    for _ in range(PAIR_COUNTS[split] if count is None else count):
-        *prompt, answer = conversation(split, rng)
-        rejected = [{"role": "assistant", "content": _wrong(answer["content"], rng)}]
-        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
-    return rows
+    return _pairs("pairs", split, seed, count, _change_item)
 
 
 def relevance(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
     """As `preferences`, but the rejected answer is one to another question."""
-    rng = random.Random(f"relevance-{split}-{seed}")
-    rows = []
-    for _ in range(PAIR_COUNTS[split] if count is None else count):
-        *prompt, answer = conversation(split, rng)
-        rejected = [{"role": "assistant", "content": _of_another(answer["content"], split, rng)}]
-        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
-    return rows
+    return _pairs("relevance", split, seed, count, partial(_take_other_answer, split))
 
 
 def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """`count` rows (4,000 for train, 200 for eval) of the form {"prompt", "completion", "label"}, the first two lists of messages.
-
-    Half of the answers are to another question (`label` false). What is said of the rows of `preferences` is true here too.
-    """
-    rng = random.Random(f"labels-{split}-{seed}")
-    rows = []
+    """As `preferences`, of the form {"prompt", "completion", "label"}; half of the answers are to another question."""
+    rng, rows = random.Random(f"labels-{split}-{seed}"), []
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
         right = rng.random() < 0.5
-        content = answer["content"] if right else _of_another(answer["content"], split, rng)
+        content = answer["content"] if right else _take_other_answer(split, answer["content"], rng)
         rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": content}], "label": right})
     return rows
 
 
-def _of_another(answer: str, split: Split, rng: random.Random) -> str:
+def _pairs(
+    kind: str, split: Split, seed: int, count: int | None, reject: Callable[[str, random.Random], str]
+) -> list[dict[str, Any]]:
+    rng, rows = random.Random(f"{kind}-{split}-{seed}"), []
+    for _ in range(PAIR_COUNTS[split] if count is None else count):
+        *prompt, answer = conversation(split, rng)
+        rejected = [{"role": "assistant", "content": reject(answer["content"], rng)}]
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
+    return rows
+
+
+def _take_other_answer(split: Split, answer: str, rng: random.Random) -> str:
     """An answer that ends another conversation, and is not `answer`."""
     while (other := conversation(split, rng)[-1]["content"]) == answer:
         pass
     return other
 
 
-def _wrong(answer: str, rng: random.Random) -> str:
+def _change_item(answer: str, rng: random.Random) -> str:
     """`answer` with one item replaced."""
     if SPELT.fullmatch(answer):
         at = 2 * rng.randrange(len(answer) // 2 + 1)
-        letter = rng.choice([one for one in "abcdefghijklmnopqrstuvwxyz" if one != answer[at]])
+        letter = rng.choice([other for other in "abcdefghijklmnopqrstuvwxyz" if other != answer[at]])
         return answer[:at] + letter + answer[at + 1 :]
     item = rng.choice(list(ITEM.finditer(answer)))
-    return answer[: item.start()] + _other(item[0], rng) + answer[item.end() :]
+    return answer[: item.start()] + _swap_item(item[0], rng) + answer[item.end() :]
 
 
-def _other(item: str, rng: random.Random) -> str:
+def _swap_item(item: str, rng: random.Random) -> str:
     """Another item of the same kind."""
     if item.isdigit():
         return str(rng.choice([near for step in (-2, -1, 1, 2) if (near := int(item) + step) > 0]))

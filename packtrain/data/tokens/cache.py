@@ -43,7 +43,7 @@ TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
 README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
 
-Nothing here is removed automatically, and everything can be rebuilt. To make room:
+Nothing here is removed automatically, and everything can be rebuilt. To free the disk:
     rm -r THIS_FOLDER                                      while no run uses it, or
     find THIS_FOLDER -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {} +    for what is older than 30 days.
 """
@@ -76,9 +76,10 @@ class StoreWriter:
         self._reasons = {"": 0}
 
     def add(self, documents: Documents, fates: list[Fate]) -> None:
-        """Append documents, and the fates of the rows they came from."""
-        numbered = (fate._replace(dropped=self._reason(fate.dropped)) for fate in fates)
-        self._fates.append(np.array(list(map(tuple, numbered)), FATES))
+        """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
+        numbers: list[Any] = [self._reasons.setdefault(fate.dropped, len(self._reasons)) for fate in fates]
+        rows = [tuple(fate._replace(dropped=number)) for fate, number in zip(fates, numbers, strict=True)]
+        self._fates.append(np.array(rows, FATES))
         if len(documents.lengths):
             for name, values in ((TOKENS, documents.ids), (MASK, documents.mask)):
                 with open(self.folder / name, "ab") as file:
@@ -86,10 +87,6 @@ class StoreWriter:
             starts = np.cumsum(documents.lengths, dtype=np.int64) - documents.lengths
             self._lengths.append(documents.lengths)
             self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
-
-    def _reason(self, reason: str) -> Any:
-        """The number that stands for a reason on disk."""
-        return self._reasons.setdefault(reason, len(self._reasons))
 
     @property
     def counts(self) -> RowCounts:
@@ -147,13 +144,9 @@ class Store:
 
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32[T] and mask bool[T] of documents `first` to `end` - 1, end to end: read, so that no page stays mapped."""
-        start, stop = int(self._borders[first]), int(self._borders[end])
-        return self.read_ids(first, end), np.fromfile(self.folder / MASK, bool, stop - start, offset=start)
-
-    def read_ids(self, first: int, end: int) -> np.ndarray:
-        """The ids that `read` gives."""
-        start, stop = int(self._borders[first]), int(self._borders[end])
-        return np.fromfile(self.folder / TOKENS, np.int32, stop - start, offset=4 * start)
+        start, count = int(self._borders[first]), int(self._borders[end] - self._borders[first])
+        ids = np.fromfile(self.folder / TOKENS, np.int32, count, offset=4 * start)
+        return ids, np.fromfile(self.folder / MASK, bool, count, offset=start)
 
     def __getitem__(self, index: int) -> Document:
         """Document number `index`, from 0."""
@@ -166,8 +159,8 @@ def _verified(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():
-            if (found := (folder / name).stat().st_size) != size:
-                raise DamagedStore(f"{name} has {found} bytes, the manifest says {size}")
+            if (actual := (folder / name).stat().st_size) != size:
+                raise DamagedStore(f"{name} has {actual} bytes, the manifest says {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedStore(f"{type(error).__name__}: {error}") from error
     return manifest
@@ -220,20 +213,20 @@ def open_or_build(
     Raises PeerFailed if another process builds it and writes nothing for STALLED_S seconds, UserError on a full disk.
     """
     final, building = folder / key, folder / f"{key}.building"
-    if (found := _whole(final, say)) is not None:
-        return found, False
+    if (store := _open_whole(final, say)) is not None:
+        return store, False
     if not os.access(folder, os.W_OK):
         what = f"this data is not in {folder} yet, and nothing can be written there"
         raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
-    with _only_one(folder, key, say):
-        if (found := _whole(final, say)) is not None:
-            return found, False
-        if not (folder / "README.txt").exists():  # it may be the user's: he names the folder
+    with _lock(folder, key, say):
+        if (store := _open_whole(final, say)) is not None:
+            return store, False
+        if not (folder / "README.txt").exists():  # it may be the user's, who names the folder
             with suppress(FileNotFoundError):  # another process has just written it
                 write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)))
-        for left in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
-            if left == building or time.time() - _newest(left) > STALLED_S:  # too old to be in use
-                shutil.rmtree(left, ignore_errors=True)
+        for remains in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
+            if remains == building or time.time() - _time_last_write(remains) > STALLED_S:  # too old to be in use
+                shutil.rmtree(remains, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         building.mkdir()
         try:
@@ -243,47 +236,43 @@ def open_or_build(
             shutil.rmtree(building, ignore_errors=True)
             if isinstance(error, OSError):
                 what = f"the tokenised data cannot be kept: {error}"
-                raise UserError(what, where=str(folder), fix="Make room there, or set data.cache_dir.") from error
+                raise UserError(what, where=str(folder), fix="Make space there, or set data.cache_dir.") from error
             raise
     return Store(final), True
 
 
-def _whole(folder: Path, say: Callable[[str], None]) -> Store | None:
-    if not folder.is_dir():
-        return None
+def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
     try:
-        return Store(folder)
+        return Store(folder) if folder.is_dir() else None
     except DamagedStore as error:
         say(f"the tokenised data in {folder} is damaged ({error}): it is made anew")
         return None
 
 
 @contextmanager
-def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
+def _lock(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of `key`; raises PeerFailed if the process that holds it stalls."""
     lock, building = FileLock(folder / f"{key}.lock"), folder / f"{key}.building"
-    still_since, seen = time.monotonic(), -1.0
+    waiting_since, written = time.time(), 0.0
     while True:
-        try:
+        with suppress(Timeout):
             lock.acquire(timeout=POLL_S)
             break
-        except Timeout:
-            progress()  # the watchdog need not act: this loop has its own time limit
-        if seen < 0:
+        progress()  # the watchdog need not act: this loop has its own time limit
+        if not written:
             say("another process is tokenising this data; waiting for it")
-        if (now := _newest(building)) != seen:
-            seen, still_since = now, time.monotonic()
-        elif time.monotonic() - still_since > STALLED_S:
+        written = max(waiting_since, _time_last_write(building))
+        if time.time() - written > STALLED_S:
             what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"
-            raise PeerFailed(what, where=str(building), fix="Look whether it hangs, end it, and start again.")
+            raise PeerFailed(what, where=str(building), fix="See whether it hangs, end it, and start again.")
     try:
         yield
     finally:
         lock.release()
 
 
-def _newest(folder: Path) -> float:
-    """Time of the last write in the folder."""
+def _time_last_write(folder: Path) -> float:
+    """Time of the last write in the folder, 0 for one that is not there."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:

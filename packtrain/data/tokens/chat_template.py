@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
-from packtrain.data.sources.regular import check_regular
+from packtrain.data.sources.files import check_regular
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Template:
 
     def for_tools(self) -> Template:
         """The variant for conversations with tools (tokenizers with several named templates have one)."""
-        return Template(self.tools_text, _twin(self.tools_text), name=self.name) if self.tools_text else self
+        return Template(self.tools_text, _find_twin(self.tools_text), name=self.name) if self.tools_text else self
 
     @property
     def content(self) -> str:
@@ -82,23 +82,22 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
         texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
-        for one in texts.values():
-            if not isinstance(one, str):
-                what = f"the chat template of the tokenizer is no text: {one!r}"
-                raise UserError(what, where="model.tokenizer", fix=f"Mend its tokenizer_config.json. {ADVICE}")
+        if odd := [text for text in texts.values() if not isinstance(text, str)]:
+            what = f"the chat template of the tokenizer is no text: {odd[0]!r}"
+            raise UserError(what, where="model.tokenizer", fix=f"Mend its tokenizer_config.json. {ADVICE}")
         text = texts.get("default") or next(iter(texts.values()), None)
-        return _checked(text, OWN, texts.get("tool_use")) if text else None
+        return _make_template(text, OWN, texts.get("tool_use")) if text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         check_regular(path, "data.chat_template")
         try:
-            return _checked(path.read_text(encoding="utf-8"), str(path))
+            return _make_template(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
             what = f"cannot read the chat template: {error}"
             raise UserError(what, where="data.chat_template", fix=ADVICE) from error
     if (key := as_name(name)) not in template_names():
         raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=ADVICE)
-    return _checked(CHATML if key == "chatml" else _shipped(key), key)
+    return _make_template(CHATML if key == "chatml" else _read_shipped(key), key)
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -112,30 +111,27 @@ def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         tokenizer.chat_template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", unmarked)
 
 
-def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
+def _make_template(text: str, name: str, tools_text: str | None = None) -> Template:
+    """The template with its twin; raises UserError for text that jinja2 cannot parse."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for one in filter(None, (text, tools_text)):
+    for source in filter(None, (text, tools_text)):
         try:
-            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
+            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
         except TemplateSyntaxError as error:
             place = f"{name}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
         except Exception:
             continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
-    return Template(text, _twin(text), tools_text, name)
+    return Template(text, _find_twin(text), tools_text, name)
 
 
-def _shipped(name: str) -> str:
+def _read_shipped(name: str) -> str:
     return template_files()[name].read_text(encoding="utf-8")
 
 
-def _twin(text: str) -> str | None:
-    if has_marks(text):
-        return None
-    known = template_names()
-    for name in known:
-        if f"{name}_training" in known and _shipped(name).strip() == text.strip():
-            return _shipped(f"{name}_training")
-    return None
+def _find_twin(text: str) -> str | None:
+    names = () if has_marks(text) else template_names()
+    pairs = ((name, f"{name}_training") for name in names if f"{name}_training" in names)
+    return next((_read_shipped(twin) for name, twin in pairs if _read_shipped(name).strip() == text.strip()), None)

@@ -25,33 +25,32 @@ tokens of each document (TRL's `keep_start`), or loses the beginning of the prom
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from packtrain.config.fields import ObjectiveKind
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, content_of, number_of
+from packtrain.data.formats.columns import Row, hash_content, hash_row
 from packtrain.data.formats.conversations import (
     Conversation,
+    Example,
     PromptCompletion,
     Text,
     Tokens,
-    alpaca_as_text,
-    in_file,
+    locate_in_file,
     read_row,
 )
-from packtrain.data.formats.preferences import margin_of, prompt_of, read_preference
-from packtrain.data.formats.unpaired import asked_in, read_unpaired
+from packtrain.data.formats.preferences import read_margin, read_preference, read_prompt, read_unpaired
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
-from packtrain.data.tokens.text_faults import TextFaults
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
@@ -61,11 +60,10 @@ UNTRAINED_ONCE_CUT = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers"
 SAME_ONCE_CUT = "identical answers within data.max_length"
-NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
+NO_PROMPT = "an answer leaves no room for its prompt within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-AS_TEXT = (
-    "the model has no chat template, so alpaca rows become plain text: Below is an instruction that describes a task …"
-)
+_find_garbled = re.compile("\ufffd|Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€[\x80-\x9d™˜œ“”¢¦]").search
+"""Finds a replacement character, or the letters that UTF-8 becomes when it is read as latin-1 or Windows-1252."""
 Flags = dict[str, Any]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
@@ -97,6 +95,7 @@ class Encoder:
     tokenizer: PlainTokenizer
     template: Template | None
     data: Data
+    hashes_prompts: ClassVar[bool] = False
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Every row of the chunk, in order."""
@@ -106,7 +105,7 @@ class Encoder:
         for where, row in chunk.rows():
             content = self._content(row, format)
             try:
-                documents, flags = self._tokens(row, format)
+                documents, flags = self._encode_row(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error" and not isinstance(bad, NoPair):
@@ -117,7 +116,7 @@ class Encoder:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
                 problems.append(Problem(what, where, fix))
-            parts, fate = self._fitted(documents, Fate(content)._replace(**flags), format)
+            parts, fate = self._fit(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
         joined = Documents(
@@ -129,26 +128,25 @@ class Encoder:
 
     def documents_of(self, row: RawRow, format: Format) -> list[IdsAndMask]:
         """The documents of one row before data.max_length; raises BadRow where it cannot be used."""
-        return self._tokens(row, format)[0]
-
-    def as_text(self, format: str) -> bool:
-        """Whether rows of the format become the plain text of Stanford Alpaca, for lack of a chat template."""
-        return format == "alpaca" and self.template is None
+        return self._encode_row(row, format)[0]
 
     def check(self, format: Format, where: str) -> None:
         """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
-        if format in ("messages", "sharegpt") and self.template is None:
+        if format in ("messages", "sharegpt", "alpaca", "xlam") and self.template is None:
             raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
-        if (self.as_text(format) or format in ("text", "prompt_completion")) and tokenizer.eos_id is None:
+        if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
 
     def _content(self, row: RawRow, format: Format) -> int:
-        """The hash of the row's content: equal rows have equal hashes."""
-        return content_of(row, format, self.data.columns)
+        """The hash of the row, or of its prompt alone, so that all answers to it are trained, or all held out."""
+        if self.hashes_prompts and isinstance(row, dict):
+            with suppress(BadRow):
+                return hash_content(read_prompt(self._row(row), format))
+        return hash_row(row, format, self.data.columns)
 
     def _row(self, values: dict[str, Any]) -> Row:
         return Row(values, self.data.columns, self._named_roles)
@@ -166,10 +164,34 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
-    def _faults(self) -> TextFaults:
-        tokenizer = self.tokenizer
-        end = "" if tokenizer.eos_id is None else tokenizer.text_of(tokenizer.eos_id)
-        return TextFaults(tokenizer.control_texts, end, self.template is not None and self._chat.drops_system)
+    def _end(self) -> str:
+        return "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
+
+    @cached_property
+    def _markers(self) -> re.Pattern[str]:
+        """Finds a text that becomes a control token."""
+        return re.compile("|".join(map(re.escape, self.tokenizer.control_texts)) or "(?!)")
+
+    def _find_faults(self, *examples: Example) -> Flags:
+        """Faults that can be seen only in the text, for `packtrain inspect`; see Fate."""
+        found: Flags = {}
+        for example in examples:
+            if isinstance(example, Conversation):
+                texts = [message["content"] for message in example.messages]
+                if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
+                    found["unsaid"] = True
+            elif isinstance(example, Tokens):
+                continue
+            else:
+                texts = (
+                    [example.prompt, example.completion] if isinstance(example, PromptCompletion) else [example.text]
+                )
+                texts[-1] = texts[-1].rstrip().removesuffix(self._end)  # an end that the file writes itself
+            if any(map(self._markers.search, texts)):
+                found["marker"] = True
+            if any(not text.isascii() and _find_garbled(text) for text in texts):
+                found["garbled"] = True
+        return found
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -178,7 +200,7 @@ class Encoder:
             return None
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
-    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[IdsAndMask], Flags]:
+    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[IdsAndMask], Flags]:
         """The documents of a conversation: one, or where no template gives an exact mask for all of it one for each question."""
         try:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
@@ -190,7 +212,7 @@ class Encoder:
                 with suppress(BadRow):
                     ids, mask, apart = self._training.encode(conversation, loss_on)
                     return [(ids, mask)], {"apart": apart, "retold": True}
-            questions = _questions(conversation) if loss_on == "assistant" else []
+            questions = _split_at_questions(conversation) if loss_on == "assistant" else []
             if len(questions) > 1:
                 with suppress(BadRow):
                     encoded = [self._chat.encode(asked, "completion") for asked in questions]
@@ -198,7 +220,7 @@ class Encoder:
                     return documents, {"apart": any(apart for *_, apart in encoded), "unrolled": True}
             raise
 
-    def _tokens(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
+    def _encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
         """The row's documents, and what is to be counted of it."""
         if isinstance(row, BadRow):
             raise row
@@ -213,27 +235,27 @@ class Encoder:
         return documents, flags
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        example = alpaca_as_text(row) if self.as_text(format) else read_row(row, format)
+        example = read_row(row, format)
         loss_on = self.data.loss_on
         apart = False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             try:
-                documents, flags = self._chatted(example, default if loss_on == "auto" else loss_on)
-                return documents, flags | self._faults.of(example)
+                documents, flags = self._encode_chat(example, default if loss_on == "auto" else loss_on)
+                return documents, flags | self._find_faults(example)
             except BadRow as bad:
-                raise in_file(bad, row, format) from bad
+                raise locate_in_file(bad, row, format) from bad
         if isinstance(example, PromptCompletion):
-            ids, prompt_tokens, apart = self._pair(example)
+            ids, prompt_tokens, apart = self._encode_pair(example)
             mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
         elif isinstance(example, Text):
-            ids = self._ended(self._whole(example.text))
+            ids = self._with_eos(self._encode_whole(example.text))
             mask = np.ones(len(ids), dtype=bool)
         else:
-            ids, mask = self._given(example)
-        return [(ids, mask)], {"apart": apart, **self._faults.of(example)}
+            ids, mask = self._check_tokens(example)
+        return [(ids, mask)], {"apart": apart, **self._find_faults(example)}
 
-    def _given(self, tokens: Tokens) -> IdsAndMask:
+    def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
         if len(outside := np.flatnonzero((ids < 0) | (ids >= self.tokenizer.vocabulary))):
             what = f"token {ids[outside[0]]} is not in the vocabulary of {self.tokenizer.vocabulary}"
@@ -244,55 +266,55 @@ class Encoder:
             raise BadRow("no mask", what, "input_ids", "Add labels or a mask, or set data.loss_on to all or auto.")
         return ids, np.ones(len(ids), dtype=bool) if mask is None or loss_on == "all" else mask
 
-    def _prompt(self, text: str) -> np.ndarray:
+    def _encode_prompt(self, text: str) -> np.ndarray:
         """Ids of a prompt alone, without the EOS of tokenizers that end every text."""
-        ids = self._whole(text)
+        ids = self._encode_whole(text)
         return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
 
-    def _whole(self, text: str) -> np.ndarray:
+    def _encode_whole(self, text: str) -> np.ndarray:
         return self.tokenizer.ids(text, special=True)
 
-    def _ended(self, ids: np.ndarray) -> np.ndarray:
+    def _with_eos(self, ids: np.ndarray) -> np.ndarray:
         """`ids` with EOS after them, unless it is there."""
         eos = self.tokenizer.eos_id
         return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
-    def _pair(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
+    def _encode_pair(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
         """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether both were tokenised separately."""
-        prompt = self._prompt(pair.prompt)
-        whole = self._whole(pair.prompt + pair.completion)
+        prompt = self._encode_prompt(pair.prompt)
+        whole = self._encode_whole(pair.prompt + pair.completion)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
-            return self._ended(whole), len(prompt), False
+            return self._with_eos(whole), len(prompt), False
         completion = self.tokenizer.ids(pair.completion)
-        return self._ended(np.concatenate([prompt, completion])), len(prompt), True
+        return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _answered(self, *answers: Conversation | PromptCompletion) -> list[np.ndarray]:
+    def _encode_answers(self, *answers: Conversation | PromptCompletion) -> list[np.ndarray]:
         """Ids of the prompt, and of the prompt with each of its answers, as TRL's trainers of preferences make them."""
-        if chats := [one for one in answers if isinstance(one, Conversation)]:
+        if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             return self._chat.encode_answers(*chats)
-        texts = [one for one in answers if isinstance(one, PromptCompletion)]
+        texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if self.tokenizer.eos_id is None:
             raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        whole = (self._whole(one.prompt + one.completion) for one in texts)
-        return [self._prompt(texts[0].prompt), *map(self._ended, whole)]
+        whole = (self._encode_whole(text.prompt + text.completion) for text in texts)
+        return [self._encode_prompt(texts[0].prompt), *map(self._with_eos, whole)]
 
-    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token, and the updated `fate`."""
-        fitted = [self._fitted_alone(document, fate, format) for document in documents]
+        fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
-        fates = [of_one for parts, of_one in fitted if parts]
+        fates = [own for parts, own in fitted if parts]
         if len(documents) == 1 or not fates:
             return kept, fitted[0][1] if fitted else fate._replace(dropped=UNTRAINED)
         return kept, fate._replace(
             documents=len(kept),
-            cut_tokens=sum(one.cut_tokens for one in fates),
-            dropped_chunks=sum(one.dropped_chunks for one in fates) + len(documents) - len(fates),
-            truncated=any(one.truncated for one in fates),
-            split=any(one.split for one in fates),
+            cut_tokens=sum(own.cut_tokens for own in fates),
+            dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
+            truncated=any(own.truncated for own in fates),
+            split=any(own.split for own in fates),
         )
 
-    def _fitted_alone(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """As `_fitted`, of one document."""
+    def _fit_document(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+        """As `_fit`, of one document."""
         ids, mask = document
         limit = self.data.max_length or len(ids)
         if not mask.any():
@@ -320,34 +342,19 @@ class Encoder:
 class PairEncoder(Encoder):
     """Turns chunks of preference pairs into documents, two for each row that is kept."""
 
-    def _content(self, row: RawRow, format: Format) -> int:
-        """The hash of the prompt alone, so that all answers to it are trained, or all held out."""
-        if isinstance(row, dict):
-            with suppress(BadRow):
-                return number_of(prompt_of(self._row(row), format))
-        return super()._content(row, format)
+    hashes_prompts = True
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         choice = read_preference(row, format)
-        prompt, *answered = self._answered(choice.chosen, choice.rejected)
-        border = min(_common(prompt, ids) for ids in answered)
-        flags = {"apart": border < len(prompt), **self._faults.of(choice.chosen, choice.rejected)}
-        if self._is_prefix(*sorted(answered, key=len)):
-            flags["prefix"] = True
+        prompt, *answered = self._encode_answers(choice.chosen, choice.rejected)
+        border = min(_count_common(prompt, ids) for ids in answered)
+        flags = {"apart": border < len(prompt), **self._find_faults(choice.chosen, choice.rejected)}
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
 
-    def _is_prefix(self, shorter: np.ndarray, longer: np.ndarray) -> bool:
-        """Whether `longer` begins with all of `shorter` but its end: control tokens, and a line end after one."""
-        special = [
-            at for at in range(max(0, len(shorter) - 2), len(shorter)) if shorter[at] in self.tokenizer.special_ids
-        ]
-        common = _common(shorter, longer)
-        return common >= min(special, default=len(shorter)) and common < len(longer)
-
-    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """Both documents or none, and the updated `fate`."""
         kept, limit = documents, self.data.max_length
-        if _same(documents):
+        if _are_equal(documents):
             return [], fate._replace(dropped=SAME)
         if not all(mask.any() for _, mask in documents):
             return [], fate._replace(dropped=UNTRAINED)
@@ -358,13 +365,13 @@ class PairEncoder(Encoder):
             return [], fate._replace(dropped=TOO_LONG)
         if self.data.overlong == "keep_end":
             if excess >= int(np.argmax(documents[0][1])):
-                return [], fate._replace(dropped=NO_ROOM)
+                return [], fate._replace(dropped=NO_PROMPT)
             kept = [(ids[excess:], mask[excess:]) for ids, mask in documents]
         else:
             kept = [(ids[:limit], mask[:limit]) for ids, mask in documents]
             if not all(mask.any() for _, mask in kept):
                 return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-            if _same(kept):
+            if _are_equal(kept):
                 return [], fate._replace(dropped=SAME_ONCE_CUT)
         lost = sum(len(ids) for ids, _ in documents) - sum(len(ids) for ids, _ in kept)
         return kept, fate._replace(documents=2, truncated=True, cut_tokens=lost)
@@ -376,35 +383,30 @@ class MarginEncoder(PairEncoder):
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         documents, flags = super()._documents(row, format)
-        return documents, {**flags, "margin": margin_of(row)}
+        return documents, {**flags, "margin": read_margin(row)}
 
 
 @dataclass(frozen=True)
 class UnpairedEncoder(Encoder):
     """Turns chunks of answers with labels into documents: one for each answer, with the ids and targets of TRL's KTOTrainer."""
 
-    def _content(self, row: RawRow, format: Format) -> int:
-        """The hash of the prompt alone, so that all answers to it are trained, or all held out."""
-        if isinstance(row, dict):
-            with suppress(BadRow):
-                return number_of(asked_in(self._row(row), format))
-        return super()._content(row, format)
+    hashes_prompts = True
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        examples = read_unpaired(row, format, as_text=self.as_text(format))
+        examples = read_unpaired(row, format)
         documents, apart = [], False
-        for one in examples:
-            prompt, ids = self._answered(one.answered)
-            border = _common(prompt, ids)
+        for example in examples:
+            prompt, ids = self._encode_answers(example.answered)
+            border = _count_common(prompt, ids)
             documents.append((ids, np.arange(len(ids)) >= border))
             apart |= border < len(prompt)
-        faults = self._faults.of(*(one.answered for one in examples))
+        faults = self._find_faults(*(example.answered for example in examples))
         return documents, {"apart": apart, "desirable": examples[0].desirable, **faults}
 
-    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        kept, fitted = super()._fitted(documents, fate, format)
-        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be left
-            chosen, _ = self._fitted_alone(documents[0], fate, format)
+    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+        kept, fitted = super()._fit(documents, fate, format)
+        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be kept
+            chosen, _ = self._fit_document(documents[0], fate, format)
             fitted = fitted._replace(desirable=bool(chosen))
         return kept, fitted
 
@@ -418,7 +420,7 @@ ENCODERS: dict[ObjectiveKind, type[Encoder]] = {
 """What makes documents of the rows of each objective."""
 
 
-def _questions(conversation: Conversation) -> list[Conversation]:
+def _split_at_questions(conversation: Conversation) -> list[Conversation]:
     """The conversation up to each question that the assistant answers, whose answers begin at `answer_from`."""
     messages = conversation.messages
     asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
@@ -426,15 +428,17 @@ def _questions(conversation: Conversation) -> list[Conversation]:
         replace(conversation, messages=messages[:end], answer_from=start + 1)
         for start, end in pairwise([*asked, len(messages)])
     ]
-    return [part for part in parts if any(one["role"] == "assistant" for one in part.messages[part.answer_from :])]
+    return [
+        part for part in parts if any(message["role"] == "assistant" for message in part.messages[part.answer_from :])
+    ]
 
 
-def _common(first: np.ndarray, second: np.ndarray) -> int:
+def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     """Number of leading tokens that both share."""
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]
     return int(np.argmax(differs)) if differs.any() else shortest
 
 
-def _same(documents: list[IdsAndMask]) -> bool:
+def _are_equal(documents: list[IdsAndMask]) -> bool:
     return np.array_equal(documents[0][0], documents[1][0])

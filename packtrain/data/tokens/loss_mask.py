@@ -2,14 +2,14 @@
 
 The conversation is rendered to text once and tokenised once. The model's turns are found as spans of characters and mapped
 to tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before
-it ends), the texts on both sides are tokenised apart, as they are when the model is asked. Three ways find the spans:
+it ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused; encode.py then takes TRL's version for training). The turn is what lies between, through
-   its end-of-turn token. Of templates that provably write message by message (turn_by_turn.py) one rendering shows this.
+   its end-of-turn token.
 
 Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
 are not trained, and marks over turns of the user or the system are refused.
@@ -25,41 +25,27 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.formats.messages import THOUGHTS
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks
 from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
-from packtrain.data.tokens.turn_by_turn import turn_by_turn
 from packtrain.wording import first_line
 
 Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
 REFUSED = "loss mask cannot be verified"
-FOR_TOOLS = {
-    "<|im_end|>": ("qwen3_instruct_2507", "qwen3_training"),
-    "<|eot_id|>": ("llama3_1",),
-    "<|call|>": ("gptoss",),
-}
-"""Templates with tools by the control token that ends a turn, the last one for thoughts."""
+TEMPLATE_ADVICE = (
+    "Set data.chat_template=qwen3_instruct_2507 (tools) or qwen3_training (and thoughts) where turns end in <|im_end|>, "
+    "llama3_1 (tools) where in <|eot_id|>, gptoss where in <|call|>; or take them out of the data."
+)
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
-
-
-class Rendered(NamedTuple):
-    """A conversation as text, the spans between generation marks, and the generation prompt and the places of the messages
-    where the template is known to write them one by one."""
-
-    text: str
-    marks: list[Span]
-    prompt: str = ""
-    begins: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,15 +56,14 @@ class ChatEncoder:
     template: Template
 
     def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
-        """ids int32[n], the trained targets bool[n], and whether the text was tokenised apart at a border of a turn.
+        """ids int32[n], the trained targets bool[n], and whether the text was tokenised separately at a border of a turn.
 
         `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
         when ids or targets are uncertain.
         """
         template = self.template.for_tools() if conversation.tools else self.template
         given, conversation = conversation, in_dialect_of(template.text, conversation)
-        rendered = self._render(template.text, conversation, conversation.messages)
-        text = rendered.text
+        text, marks = self._render(template.text, conversation, conversation.messages)
         if given.tools:
             self._check_tools(template, given, text)
         encoded = self.tokenizer.encode(text)
@@ -97,17 +82,17 @@ class ChatEncoder:
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
-        spans, whole = self._spans(template, conversation, rendered, turns, wanted)
+        spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
         self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
-        encoded, apart = self._apart(encoded, text, spans, wanted)
+        encoded, separated = self._separate_at_borders(encoded, text, spans, wanted)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         parts = [((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0] for start, end in spans]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             mask[self._through_its_end(part, following, encoded, text, whole)] = True
-        return encoded.ids, mask, apart
+        return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
         """ids int32[n] of the prompt with the generation prompt, and of each conversation.
@@ -118,9 +103,9 @@ class ChatEncoder:
         template = self.template.for_tools() if first.tools else self.template
         prompt = first.messages[: first.answer_from]
         asked = in_dialect_of(template.text, replace(first, messages=prompt))
-        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True).text]
+        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
         for side in answered:
-            text = self._whole(template, side)
+            text = self._render_whole(template, side)
             if side.tools:
                 self._check_tools(template, side, text)
             turns = range(side.answer_from or 0, len(side.messages))
@@ -133,36 +118,32 @@ class ChatEncoder:
         self,
         template: Template,
         conversation: Conversation,
-        rendered: Rendered,
+        text: str,
+        marks: list[Span],
         turns: list[int],
         wanted: list[int],
     ) -> tuple[list[Span], bool]:
         """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
-        text, marks = rendered.text, rendered.marks
         if not template.has_marks and template.marked is not None:
-            twin = self._render(template.marked, conversation, conversation.messages)
-            marks = twin.marks if twin.text == text else []
+            twin_text, twin_marks = self._render(template.marked, conversation, conversation.messages)
+            marks = twin_marks if twin_text == text else []
         marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._prefix_span(template.text, conversation, rendered, turn) for turn in wanted], True
+        return [self._prefix_span(template.text, conversation, text, turn) for turn in wanted], True
 
-    def _prefix_span(self, template: str, conversation: Conversation, rendered: Rendered, turn: int) -> Span:
-        messages, place, text, begins = conversation.messages, f"messages[{turn}]", rendered.text, rendered.begins
-        if begins is not None and turn and text.startswith(rendered.prompt, begins[turn]):
-            start, end = begins[turn] + len(rendered.prompt), begins[turn + 1]
-            if start < end:
-                return start, start + len(text[start:end].rstrip())
+    def _prefix_span(self, template: str, conversation: Conversation, text: str, turn: int) -> Span:
+        messages, place = conversation.messages, f"messages[{turn}]"
         try:
-            before = self._render(template, conversation, messages[:turn], generation_prompt=True).text
+            before = self._render(template, conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(REFUSED, what, place, ADVICE) from bad
         if not text.startswith(before):
             raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
-        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1]).text
+        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1])[0]
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
             raise BadRow(REFUSED, what, place, ADVICE)
@@ -185,22 +166,22 @@ class ChatEncoder:
         """
         question = Conversation([{"role": "user", "content": "question"}])
         try:
-            plain = self._render(self.template.text, question, question.messages).text
-            asked = self._render(self.template.text, question, question.messages, generation_prompt=True).text
+            plain = self._render(self.template.text, question, question.messages)[0]
+            asked = self._render(self.template.text, question, question.messages, generation_prompt=True)[0]
         except BadRow:  # the template requires more than a question
             return ""
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
-    def text(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation) -> str:
         """The conversation as the template renders it; raises BadRow when the template refuses."""
-        return self._whole(self.template, conversation)
+        return self._render_whole(self.template, conversation)
 
     @cached_property
     def drops_system(self) -> bool:
         """Whether the template leaves out what the system says, without an error."""
         asked = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}]
         try:
-            text = self._whole(self.template, Conversation([*asked, {"role": "assistant", "content": "answer"}]))
+            text = self._render_whole(self.template, Conversation([*asked, {"role": "assistant", "content": "answer"}]))
         except BadRow:
             return False
         return "SYSTEM" not in text
@@ -211,7 +192,7 @@ class ChatEncoder:
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
         try:
-            text = self._render(self.template.text, probe, probe.messages).text
+            text = self._render(self.template.text, probe, probe.messages)[0]
         except BadRow:
             return frozenset(ends)
         _, answer, rest = text.rpartition("ANSWER")
@@ -224,20 +205,10 @@ class ChatEncoder:
         """Raise BadRow if the text is the same without the tools."""
         without = ""
         with suppress(BadRow):  # some templates are for tools only
-            without = self._whole(template, replace(conversation, tools=None))
+            without = self._render_whole(template, replace(conversation, tools=None))
         if without == text:
             what = f"the chat template ({template.name}) leaves out the tools"
-            fix = f"{self._better(conversation)}, or take the tools out of the data."
-            raise BadRow("tools left out", what, "tools", fix)
-
-    def _better(self, conversation: Conversation) -> str:
-        """The advice to take a template with tools (and thoughts) whose end of a turn is a control token here."""
-        thinks = any(_thought(message) for message in conversation.messages if message["role"] == "assistant")
-        for end, names in FOR_TOOLS.items():
-            ids = self.tokenizer.encode(end).ids.tolist()
-            if len(ids) == 1 and ids[0] in self.tokenizer.special_ids and not (thinks and names[-1] == "llama3_1"):
-                return f"Set data.chat_template={names[-1] if thinks else names[0]}"
-        return f"Set data.chat_template to one that has {'thoughts' if thinks else 'tools'}"
+            raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
     def _check_said(
         self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
@@ -246,41 +217,45 @@ class ChatEncoder:
 
         Thoughts must follow each other, so that one does not stand for another.
         """
-        _check_content(conversation, turns, answers)
-        seen = found = 0
+        position = 0
         for turn in turns:
-            message = conversation.messages[turn]
-            thought = _thought(message)
-            if thought and (found := others.find(thought, seen)) < 0:
-                what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
-                fix = f"{self._better(conversation)}, or take the thoughts out of the data."
-                if len(turns) > 1 and _thought(conversation.messages[turns[-1]]) in others:
-                    fix = "It keeps those of the last turn: set data.loss_on=completion, or take the others out of the data."
-                raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
-            seen = found + len(thought) if thought else seen
-            calls, place = _called(message), f"messages[{turn}].tool_calls"
-            if lost := next((name for name in calls if name not in others), None):
-                what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
-                raise BadRow(REFUSED, what, place, f"{self._better(conversation)}.")
+            message, place = conversation.messages[turn], f"messages[{turn}]"
+            # templates for images drop content that is a string, some for tools what is said beside a call
+            answer = message["content"].rsplit("</think>", 1)[-1].strip()
+            if answer not in answers:
+                what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
+                raise BadRow(REFUSED, what, f"{place}.content", "Set data.chat_template to another template.")
+            if thought := _find_thought(message):
+                if (position := others.find(thought, position)) < 0:
+                    what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
+                    fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
+                    raise BadRow(REFUSED, what, f"{place}.reasoning_content", fix)
+                position += len(thought)
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            lost = next((name for name in calls if name not in others), None)
             unsure = len(calls) > 1 or (calls and template.has_marks)
-            if unsure and not self._tells_last_call(template, conversation, turn):
-                what = f"the chat template ({template.name}) leaves out the call of {calls[-1]!r}, the last one of the turn"
-                fix = "Write it as a turn of its own." if len(calls) > 1 else f"{self._better(conversation)}."
-                raise BadRow(REFUSED, what, place, fix)
+            if lost is None and unsure and not self._depends_on_last_call(template, conversation, turn):
+                lost = calls[-1]
+            if lost is not None:
+                what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
+                fix = f"Write parallel calls as turns of their own, or: {TEMPLATE_ADVICE}"
+                raise BadRow(REFUSED, what, f"{place}.tool_calls", fix)
 
-    def _tells_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
+    def _depends_on_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
         """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
         until = conversation.messages[: turn + 1]
         fewer = {**until[turn], "tool_calls": until[turn]["tool_calls"][:-1]}
         if not fewer["tool_calls"]:
             del fewer["tool_calls"]
         try:
-            without = self._whole(template, replace(conversation, messages=[*until[:-1], fewer]))
+            without = self._render_whole(template, replace(conversation, messages=[*until[:-1], fewer]))
         except BadRow:
             return True
-        return without != self._whole(template, replace(conversation, messages=until))
+        return without != self._render_whole(template, replace(conversation, messages=until))
 
-    def _apart(self, encoded: Encoded, text: str, spans: list[Span], turns: list[int]) -> tuple[Encoded, bool]:
+    def _separate_at_borders(
+        self, encoded: Encoded, text: str, spans: list[Span], turns: list[int]
+    ) -> tuple[Encoded, bool]:
         """The tokens of `text` with none across a border of `spans` (those of `turns`), and whether that changed them.
 
         Raises BadRow for a tokenizer whose tokens of parts are not those of a text.
@@ -288,7 +263,7 @@ class ChatEncoder:
         cuts: set[int] = set()
         while True:
             crossed = [_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans]
-            if not (found := {border for borders in crossed for border in borders}):
+            if not (borders_crossed := {border for borders in crossed for border in borders}):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
                 first = next(number for number, borders in enumerate(crossed) if borders)
@@ -296,15 +271,15 @@ class ChatEncoder:
                 at = crossed[first][0]
                 near = text[max(0, at - 12) : at + 12]
                 what = f"the border of an assistant's turn falls inside a token, in {near!r}, and this tokenizer cannot"
-                what += " tokenise the texts on both sides apart: it puts a space before each text"
+                what += " tokenise the texts on both sides separately: it puts a space before each text"
                 raise BadRow(REFUSED, what, place, f"Trim the white space at the turn's ends. {ADVICE}")
-            cuts |= found
+            cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
-    def _whole(self, template: Template, conversation: Conversation) -> str:
+    def _render_whole(self, template: Template, conversation: Conversation) -> str:
         """The text of the whole conversation."""
         conversation = in_dialect_of(template.text, conversation)
-        return self._render(template.text, conversation, conversation.messages).text
+        return self._render(template.text, conversation, conversation.messages)[0]
 
     def _through_its_end(
         self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
@@ -340,30 +315,24 @@ class ChatEncoder:
         messages: list[dict[str, Any]],
         *,
         generation_prompt: bool = False,
-    ) -> Rendered:
-        """The text of `messages`, which are those of the conversation or the first of them."""
-        marked, variables = has_marks(template), {**self.tokenizer.special_tokens, **conversation.variables}
-        # transformers gives thoughts and tools to templates under further names
-        plain = not (conversation.tools or any(message.keys() & THOUGHTS for message in messages))
+    ) -> tuple[str, list[Span]]:
+        """The text of `messages`, those of the conversation or the first of them, and the spans between generation marks."""
+        marked = has_marks(template)
         try:
-            if plain and not (marked or generation_prompt) and (by_turn := turn_by_turn(template)):
-                text, begins = by_turn.render(messages, variables)
-                whole = len(begins) == len(messages)
-                return Rendered(text, [], by_turn.prompt, [*begins, len(text)] if whole else None)
             texts, spans = render_jinja_template(
                 [messages],
                 tools=cast(Any, conversation.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **variables,
+                **{**self.tokenizer.special_tokens, **conversation.variables},
             )
         except Exception as error:  # a template is a program and may raise anything
             if is_ours(error):
                 raise
             what = f"the chat template refuses the conversation: {first_line(error)}"
             raise BadRow("chat template refuses", what, "messages") from error
-        return Rendered(texts[0], cast("list[list[Span]]", spans)[0] if marked else [])
+        return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
 
 
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
@@ -379,27 +348,10 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(REFUSED, what, f"messages[{turn}].content", fix)
 
 
-def _check_content(conversation: Conversation, turns: list[int], text: str) -> None:
-    """Raise BadRow if the answer of one of the turns is not in `text`.
-
-    Templates for images drop content that is a string without a word, some for tools what is said beside a call.
-    """
-    for turn in turns:
-        answer = conversation.messages[turn]["content"].rsplit("</think>", 1)[-1].strip()
-        if answer not in text:
-            what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
-            raise BadRow(REFUSED, what, f"messages[{turn}].content", "Set data.chat_template to another template.")
-
-
-def _thought(message: dict[str, Any]) -> str:
+def _find_thought(message: dict[str, Any]) -> str:
     """What an assistant thinks, empty where it does not."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
-
-
-def _called(message: dict[str, Any]) -> list[str]:
-    """The names of the functions that a message calls."""
-    return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
 def _crossed(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:

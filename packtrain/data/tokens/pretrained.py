@@ -1,7 +1,8 @@
-"""The tokenizer of a model: from a hub id, a folder or a .gguf file, without the model."""
+"""Where a model is (a hub id, a folder or a .gguf file), what is wrong with its files, and its tokenizer without the model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
+from packtrain.data.sources.files import check_regular
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
-from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
 
@@ -19,6 +20,38 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 QUICKSTART = "quickstart"
+_READ = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt", ".py")
+_OBJECTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "adapter_config.json")
+_MOST_PARSED = 1 << 20
+"""Bytes: a large tokenizer.json takes a fourth of a second to parse, and its library says where it is broken."""
+_LFS = b"version https://git-lfs.github.com/"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises UserError for what is no regular file, a pointer of Git LFS, or JSON that is no object; hub ids are no folders.
+
+    Libraries would say "header too large".
+    """
+    inside = folder.is_dir()
+    for file in sorted(folder.iterdir()) if inside else [folder]:
+        if (inside and file.suffix not in _READ) or not file.exists():
+            continue
+        check_regular(file)
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."
+                raise UserError("it is a pointer of Git LFS, not the file", where=str(file), fix=fix)
+        index = file.name.endswith(".safetensors.index.json")
+        if (index or file.name in _OBJECTS) and file.stat().st_size <= _MOST_PARSED:
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"it is not valid JSON: {error}", where=str(file), fix="Mend it, or get it anew."
+                ) from error
+            if not isinstance(content, dict):
+                what = f"expected an object of settings, found {json.dumps(content)[:40]}"
+                raise UserError(what, where=str(file), fix="Mend it, or get it anew.")
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:

@@ -1,8 +1,8 @@
 """Text to token ids with the place of every token in the text.
 
-A PlainTokenizer is the part of a transformers tokenizer that tokenising processes need: it pickles as JSON, calls the Rust tokenizer
-directly, word by word (words.py), and never truncates or pads. Tokenizers written in
-Python are refused: they give no offsets of their tokens, which an exact loss mask needs.
+A PlainTokenizer is the part of a transformers tokenizer that tokenising processes need: it pickles as JSON, calls the Rust
+tokenizer directly, and never truncates or pads. Tokenizers written in Python are refused: they give no offsets of their
+tokens, which an exact loss mask needs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from packtrain.data.tokens.words import Words
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,20 +51,27 @@ class PlainTokenizer:
     name: str = field(default="tokenizer", compare=False)
 
     @cached_property
-    def _words(self) -> Words:
+    def _rust(self) -> Tokenizer:
         rust = Tokenizer.from_str(self.backend)
         rust.encode_special_tokens = self.encode_special_tokens
-        return Words(rust)
+        return rust
 
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "_words"}
+        return {key: value for key, value in self.__dict__.items() if key != "_rust"}
 
     def ids(self, text: str, *, special: bool = False) -> np.ndarray:
         """`text` as ids int32[n]; with `special`, also what the tokenizer itself adds around a text (e.g. BOS).
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
-        return self._tokens(text, special)[0]
+        return np.array(self._encode(text, special).ids, np.int32)
+
+    def _encode(self, text: str, special: bool = False) -> Encoding:
+        try:
+            return self._rust.encode(text, add_special_tokens=special)
+        except TypeError:
+            text.encode()  # the Rust side raises TypeError for lone surrogates
+            raise
 
     def encode(self, text: str, cuts: Sequence[int] = ()) -> Encoded:
         """`text` as tokens with their places, tokenised in parts that end at the characters `cuts` (ascending).
@@ -78,35 +84,26 @@ class PlainTokenizer:
             ids = np.concatenate([part.ids for _, part in parts])
             starts = np.concatenate([part.starts + start for start, part in parts])
             return Encoded(ids, starts, np.concatenate([part.ends + start for start, part in parts]))
-        ids, starts, ends = self._tokens(text)
+        encoding = self._encode(text)
+        starts, ends = np.array(encoding.offsets, np.int32).reshape(-1, 2).T.copy()
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
-        return Encoded(ids, starts, ends)
+        return Encoded(np.array(encoding.ids, np.int32), starts, ends)
 
     @cached_property
     def joins(self) -> bool:
         """Whether the tokens of two texts make one text: not where a space is put before each, as in Llama 2's tokenizer."""
-        rust = Tokenizer.from_str(self.backend)
-        return rust.decode(2 * self.ids("a").tolist()) == rust.decode(self.ids("aa").tolist())
-
-    def _tokens(self, text: str, special: bool = False) -> np.ndarray:
-        """As Words.of: int32[3, n]."""
-        try:
-            return self._words.of(text, special=special)
-        except TypeError:
-            text.encode()  # the Rust side raises TypeError for lone surrogates
-            raise
+        return self._rust.decode(2 * self.ids("a").tolist()) == self._rust.decode(self.ids("aa").tolist())
 
     def text_of(self, token: int) -> str:
         """What stands for the token in the tokenizer's file; "" for none."""
-        return Tokenizer.from_str(self.backend).id_to_token(token) or ""
+        return self._rust.id_to_token(token) or ""
 
     @cached_property
     def control_texts(self) -> frozenset[str]:
         """What a text must hold to get a control token: none where control tokens in texts are split like other words."""
-        rust = Tokenizer.from_str(self.backend)
-        texts = {rust.id_to_token(token) or "" for token in self.special_ids}
-        return frozenset() if self.encode_special_tokens else frozenset(texts - {""})
+        texts = set() if self.encode_special_tokens else set(map(self.text_of, self.special_ids))
+        return frozenset(texts - {""})
 
     @cached_property
     def content(self) -> str:
@@ -126,7 +123,7 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
     return PlainTokenizer(
-        backend=_json(rust),
+        backend=_serialise(rust),
         special_tokens=dict(tokenizer.special_tokens_map),
         special_ids=frozenset(special | set(tokenizer.all_special_ids)),
         bos_id=cast("int | None", tokenizer.bos_token_id),
@@ -137,7 +134,7 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
     )
 
 
-def _json(rust: Tokenizer) -> str:
+def _serialise(rust: Tokenizer) -> str:
     """The tokenizer without its padding and truncation, which change whenever it is called."""
     if rust.truncation is None and rust.padding is None:
         return rust.to_str()

@@ -22,7 +22,6 @@ import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.data import prepare as module
 from packtrain.data.prepare import PreparedData, prepare
-from packtrain.data.sources import quickstart
 from packtrain.data.tokens import cache
 from packtrain.data.tokens.encode import Encoder
 from packtrain.errors import UserError
@@ -230,7 +229,7 @@ def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(t
     Path(bad).write_text("\n".join([*lines[:650], '{"text": 5}', *lines[650:]]))
     alone = go(tmp_path / "alone", path).train
     monkeypatch.setattr(module, "FEW_ROWS", 100)
-    monkeypatch.setattr(module, "tokenising_processes", lambda: 2)
+    monkeypatch.setattr(module, "count_tokenising_processes", lambda: 2)
     with pytest.raises(UserError, match=r"bad.jsonl:651, text: expected a string, found a number: 5"):
         go(tmp_path / "parallel", [path, bad])
     parallel = go(tmp_path / "parallel", path).train
@@ -263,12 +262,6 @@ def test_a_weight_is_how_often_each_document_appears(tmp_path, weight, total):
         assert go(tmp_path, sources, seed=1).train.fingerprint != train.fingerprint
 
 
-def test_eval_can_be_a_source_of_its_own(tmp_path):
-    prepared = go(tmp_path, write(tmp_path / "train.jsonl", 5), eval=write(tmp_path / "eval.jsonl", 2, first=100))
-    assert prepared.eval is not None
-    assert (len(prepared.train), len(prepared.eval)) == (5, 2)
-
-
 def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
     path = write(tmp_path / "train.jsonl", 5)
     os.utime(path, (1, 1))
@@ -286,24 +279,10 @@ def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeyp
         go(tmp_path, path, max_length=5)
 
 
-def test_the_cache_says_how_it_is_emptied(tmp_path):
-    go(tmp_path, write(tmp_path / "train.jsonl", 5))
-    assert f"rm -r {tmp_path / 'cache'}" in (tmp_path / "cache" / "README.txt").read_text()
-
-
 def test_a_weight_that_takes_nothing_is_an_error_that_names_its_source(tmp_path):
     sources = [DataSource(path=write(tmp_path / "train.jsonl", 10), weight=1e-3), write(tmp_path / "other.jsonl", 10)]
     with pytest.raises(UserError, match=r"data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"):
         go(tmp_path, sources)
-
-
-def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path, monkeypatch):
-    monkeypatch.setitem(quickstart.COUNTS, "train", 500)
-    prepared = go(tmp_path, "quickstart", eval="quickstart", max_length=512)
-    assert prepared.eval is not None
-    assert prepared.train.report.format == "messages"
-    assert len(prepared.train) > len(prepared.eval) > 0
-    assert prepared.train.fingerprint != prepared.eval.fingerprint
 
 
 def test_a_folder_of_the_users_is_no_less_for_being_the_cache(tmp_path, monkeypatch):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
+from data_tokenizers import shipped, tokenizer_for
 
 from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
@@ -114,7 +113,7 @@ def test_parallel_calls_are_one_turn_and_their_results_are_not_trained(name):
     "name, words",
     [
         ("llama3_1", "refuses the conversation: This model only supports single tool-calls at once!"),
-        ("gptoss", r"chat template \(the tokenizer's own\) leaves out the call of 'weather', the last one of the turn"),
+        ("gptoss", r"chat template \(the tokenizer's own\) leaves out the call of 'weather'"),
     ],
 )
 def test_a_template_for_one_call_refuses_two(name, words):
@@ -154,21 +153,13 @@ def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_a
     assert "data.loss_on=completion" in caught.value.fix
 
 
-def test_only_a_template_that_keeps_the_last_thought_is_said_to_keep_it():
-    """DeepSeek V3's keeps none, nor those within the content."""
-    for thinking in ({"reasoning_content": "Hm."}, {"content": f"<think>Hm.</think>{END['content']}"}):
-        with pytest.raises(BadRow, match="leaves out the thought") as caught:
-            trained("deepseekv3", Conversation([ASK, {**END, **thinking}] * 2))
-        assert caught.value.fix.startswith("Set data.chat_template to one that has thoughts, or")
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "hermes", "mistral_v3", "qwen3_instruct_2507"])
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 def test_thoughts_that_the_template_leaves_out_are_refused(name, loss_on):
     with pytest.raises(BadRow, match=r"leaves out the thought 'Hm, Paris.'") as caught:
         trained(name, Conversation([ASK, {**END, "reasoning_content": "Hm, Paris."}], TOOLS), loss_on)
     assert caught.value.field == "messages[1].reasoning_content"
-    assert ("qwen3_training" in caught.value.fix) == (name not in ("llama3_1", "mistral_v3"))
+    assert "qwen3_training" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "hermes", "mistral_v3"])
@@ -221,14 +212,6 @@ def test_arguments_are_text_where_the_template_strings_them_together():
     assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
 
 
-def test_mistral_moves_the_tools_to_the_last_question_so_only_the_last_answer_is_sure():
-    messages = [ASK, calls("Paris"), result(), END, {**ASK, "content": "And Rome?"}, calls("Rome"), result(), END]
-    with pytest.raises(BadRow, match="rewrites what comes before this turn") as caught:
-        trained("mistral_v3", Conversation(messages, TOOLS))
-    assert caught.value.field == "messages[1]" and "data.loss_on=completion" in caught.value.fix
-    assert trained("mistral_v3", Conversation(messages, TOOLS), "completion") == [" It is sunny.<EOS>"]
-
-
 def test_so_each_question_becomes_a_document_that_is_asked_as_the_model_will_be(tmp_path):
     tokenizer = tokenizer_for(text_of("mistral_v3"))
     again, unanswered = {**ASK, "content": "And Rome?"}, {**ASK, "content": "Bye"}
@@ -262,21 +245,3 @@ def test_so_each_question_becomes_a_document_that_is_asked_as_the_model_will_be(
     cut = replace(Data(train=str(path), cache_dir=str(tmp_path / "cache")), max_length=len(asked), overlong="drop")
     report = prepare(cut, tokenizer, seed=0).train.report
     assert (report.kept, report.documents, report.dropped_chunks, report.dropped) == (2, 2, 1, {})
-
-
-@pytest.mark.parametrize("style, thought", [("smollm", False), ("smollm", True), ("llama3", False)])
-def test_the_template_that_the_error_names_trains_what_was_left_out(style, thought):
-    more = {"reasoning_content": "Hm."} if thought else {}
-    conversation = Conversation([ASK, calls("Paris", **more), result(), {**END, **more}], TOOLS)
-    tokenizer = plain_tokenizer(tokenizer_of(style))
-    own = choose_template(None, tokenizer_of(style))
-    assert own is not None
-    with pytest.raises(BadRow, match="leaves out the tools") as caught:
-        ChatEncoder(tokenizer, own).encode(conversation, "assistant")
-    (name,) = re.findall(r"data\.chat_template=(\w+)", caught.value.fix)
-    named = choose_template(name, tokenizer_of(style))
-    assert named is not None
-    ids, mask, _ = ChatEncoder(tokenizer, named).encode(conversation, "assistant")
-    found = tokenizer_of(style).decode(ids[mask])
-    assert found.count("Paris") == 1 and found.count("Hm.") == 2 * thought and "25 degrees" not in found
-    assert found.rstrip().endswith(STYLES[style].end)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
+from data_tokenizers import SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
 from tokenizers import normalizers
 from transformers import CanineTokenizer
 
@@ -36,7 +36,6 @@ WITH_TOOLS = [
     {"role": "tool", "content": "25 degrees"},
     {"role": "assistant", "content": "It is sunny."},
 ]
-CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
 
 
 def encoder(style: str, template: Template | None = None) -> ChatEncoder:
@@ -149,11 +148,6 @@ def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on
         assert loss_on == "completion" and found == [f"assistant{SECOND}<|im_end|>"]
 
 
-def test_a_user_may_say_what_the_assistant_says():
-    echo = [{"role": role, "content": "Say it again."} for role in ("user", "assistant")]
-    assert trained("smollm", Conversation(echo), Template(CHATML, None)) == ["Say it again.<|im_end|>"]
-
-
 def test_tools_that_the_template_leaves_out_are_refused():
     with pytest.raises(BadRow, match=r"the chat template \(the tokenizer's own\) leaves out the tools") as caught:
         trained("smollm", Conversation(TURNS, tools=TOOLS))
@@ -182,17 +176,6 @@ def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_ov
     )
     with pytest.raises(BadRow, match="would not learn to stop"):
         trained("smollm", Conversation(TURNS), Template(endless, None))
-
-
-@pytest.mark.parametrize("messages", [[SYSTEM, *WITH_TOOLS], WITH_TOOLS], ids=["system", "no system"])
-def test_tool_calls_are_trained_and_tool_answers_are_not(messages):
-    found = trained("qwen2_5", Conversation(messages, tools=TOOLS))
-    assert found == [CALL_TEXT, "It is sunny.<|im_end|>"]
-
-
-def test_qwen3_single_turn_trains_its_thought():
-    messages = [TURNS[0], {**TURNS[1], "reasoning_content": "Answer with care."}]
-    assert trained("qwen3", Conversation(messages)) == [f"<think>\nAnswer with care.\n</think>\n\n{FIRST}<|im_end|>"]
 
 
 @pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])
@@ -277,20 +260,6 @@ def test_the_last_message_may_be_the_users():
     assert trained("smollm", Conversation(TURNS[:3])) == WANTED["smollm"][:1]
 
 
-def test_without_an_assistant_nothing_is_trained():
-    assert trained("smollm", Conversation(TURNS[:1])) == []
-
-
-def test_a_roles_error_of_the_template_is_told():
-    with pytest.raises(BadRow, match="System role not supported"):
-        trained("gemma", Conversation([SYSTEM, *TURNS]))
-
-
-@pytest.mark.parametrize("text", [SMOLLM, MISTRAL])
-def test_unknown_templates_have_no_twin(text):
-    assert chat_template._twin(text) is None
-
-
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(SMOLLM)
@@ -298,10 +267,6 @@ def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     assert template is not None and template.text == SMOLLM
     with pytest.raises(UserError, match="llama3"):
         choose_template("lama3", tokenizer_of("llama3"))
-
-
-def test_every_name_is_a_template_that_compiles():
-    assert all(choose_template(name, tokenizer_of("llama3")) for name in template_names())
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "chatml", "gptoss_training"])

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
@@ -131,14 +129,10 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         of(
             parts("user", ("text", ASK["content"])),
             parts("assistant", ("reasoning", "Hm."), ("tool_call", json.dumps(PARIS)), ("tool_call", ROME)),
-            parts("tool", ("tool_result", "25"), ("tool_result", "30")),
+            parts("tool", ("text", "25")),
             parts("assistant", ("reasoning", "Hm."), ("text", "It is"), ("text", " sunny.")),
         ),
         [THOUGHT + TWO, f"{THOUGHT}It is sunny.<|im_end|>"],
-    ),
-    "parts, results within": (
-        of(ASK, parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))),
-        [NO_THOUGHT + ONE, SUNNY],
     ),
     "parts under their own names": (
         of(
@@ -184,22 +178,6 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
     assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
 
 
-def test_turns_of_sharegpt_have_weights_and_thoughts_too(tmp_path):
-    row = turns(HUMAN, GPT, HUMAN, GPT)
-    row["conversations"][1]["train"] = False
-    row["conversations"][3]["reasoning"] = "Hm."
-    assert trained(write(tmp_path, row)) == [f"{THOUGHT}It is sunny.<|im_end|>"]
-
-
-def test_a_table_gives_each_call_its_own_arguments_and_no_nulls(tmp_path):
-    first, second = of(ASK, called(PARIS), RESULT, END), of(ASK, called({"name": "f", "arguments": {"n": 1}}))
-    rows = [row | {"tools": json.dumps(TOOLS)} for row in (first, second)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    train = prepare(Data(train=str(tmp_path / "train.parquet"), cache_dir=str(tmp_path)), TOKENIZER, seed=0).train
-    assert '{"name": "f", "arguments": {"n": 1}}' in TOKENIZER.decode(train[1].input_ids)
-    assert '"arguments": {"city": "Paris 中"}}' in TOKENIZER.decode(train[0].input_ids)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "broken JSON": (turns(HUMAN, ("function_call", '{"name": ')), "conversations[1].value: expected a call of a tool as JSON"),
     "no JSON": (turns(HUMAN, ("function_call", "weather(Paris)")), "conversations[1].value: expected a call of a tool"),
@@ -217,7 +195,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without a name": (of(ASK, END, tools=[{"type": "function"}]), "tools[0]: expected a function with a name"),
     "a list in a list": (of(ASK, [END]), "messages[1]: expected an object, found a list"),
     "a part of words": (of(ASK, {**END, "content": ["words"]}), "messages[1].content[0]: expected an object with a type, found"),
-    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]: a part of type 'image_url'; packt"),
+    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]: a part of type 'image_url'"),
+    "a result": (of(ASK, parts("assistant", ("tool_result", "25"))), "messages[1].content[0]: a part of type 'tool_result'"),
     "a user who thinks": (of(parts("user", ("reasoning", "Hm.")), END), "messages[0].content[0]: a part of type 'reasoning'"),
     "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]: no 'value'; found"),
     "words after a call": (
@@ -310,9 +289,9 @@ def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role
 def test_what_the_template_leaves_out_is_named_by_its_place_in_the_file(tmp_path):
     plain = tokenizer_for(shipped("qwen2_5"))
     thinks = {"from": "gpt", "value": "It is sunny.", "thinking": "Hm."}
-    results = parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))
+    call = {"role": "tool_call", "content": json.dumps(PARIS)}
     rows = {
-        "train.jsonl:1, messages[2].reasoning_content": of(ASK, results, {**END, "thinking": "Hm."}),
+        "train.jsonl:1, messages[4].reasoning_content": of(ASK, call, call, RESULT, {**END, "thinking": "Hm."}),
         "train.jsonl:1, conversations[1].reasoning_content": {
             "conversations": [turns(HUMAN)["conversations"][0], thinks],
             "system": "Answer with care.",

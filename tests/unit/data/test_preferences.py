@@ -16,10 +16,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from packtrain.config.schema import Data
 from packtrain.data.dataset import PairDataset
-from packtrain.data.formats import preferences
 from packtrain.data.prepare import prepare, prepare_pairs
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
-from packtrain.data.tokens import encode
 from packtrain.errors import UserError
 
 Pairs = list[tuple[list[int], list[int]]]
@@ -275,18 +273,6 @@ def test_the_rows_that_the_documentation_shows_are_read(tmp_path, line):
     assert "4." in sides[0] and "4." not in sides[1]
 
 
-def test_the_reasons_that_the_documentation_lists_are_those_that_are_counted():
-    for reason in (
-        preferences.TIED,
-        preferences.ONE,
-        encode.SAME,
-        encode.NO_ROOM,
-        encode.TOO_LONG,
-        encode.UNTRAINED_ONCE_CUT,
-    ):
-        assert f"| {reason} |" in PAGE
-
-
 MISRANKED: dict[str, tuple[Any, str, str]] = {
     "nothing to rank by": ({"answers": ["a", "b"]}, "not ranked", "nothing says which answer is better"),
     "too few scores": ({"answers": ["a", "b"], "scores": [1]}, "lengths differ", "1 scores for 2 answers"),
@@ -338,18 +324,3 @@ def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
         path.write_text(json.dumps(row))
         with pytest.raises(UserError, match=words):
             prepare_pairs(Data(train=str(path), cache_dir=str(tmp_path / "cache")), bare, seed=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_files_of_other_kinds_give_the_same_pairs(tmp_path, shape):
-    expected = documents(ours(tmp_path, SHAPES[shape]))
-    table = Dataset.from_list(SHAPES[shape])
-    table.to_parquet(tmp_path / "pairs.parquet")
-    table.save_to_disk(tmp_path / "saved")
-    found = [tmp_path / "pairs.parquet", tmp_path / "saved"]
-    if shape.endswith("strings"):
-        table.to_csv(tmp_path / "pairs.csv")
-        found.append(tmp_path / "pairs.csv")
-    for path in found:
-        keys: Any = {"train": str(path), "max_length": None, "cache_dir": str(tmp_path / "cache")}
-        assert documents(prepare_pairs(Data(**keys), tokenizer_of("smollm"), seed=0).train) == expected

@@ -17,8 +17,6 @@ from packtrain.config.yaml_files import shipped
 from packtrain.data.prepare import prepare_pairs
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.quickstart import (
-    ANIMALS,
-    COUNTRIES,
     ITEM,
     SPELT,
     VOCABULARY,
@@ -61,21 +59,6 @@ def test_fewer_rows_are_the_first_rows_and_another_seed_gives_others():
     assert conversations("train", seed=1, count=100) != conversations("train", seed=0, count=100)
 
 
-def test_no_conversation_of_eval_is_in_train():
-    train, held = ({json.dumps(row) for row in conversations(split)} for split in ("train", "eval"))
-    assert not train & held
-
-
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_every_conversation_alternates_question_and_answer_after_at_most_one_system_prompt(split):
-    for row in conversations(split):
-        roles = [message["role"] for message in row["messages"]]
-        if roles[0] == "system":
-            roles = roles[1:]
-        assert roles and roles == ["user", "assistant"] * (len(roles) // 2)
-        assert all(message["content"].strip() == message["content"] != "" for message in row["messages"])
-
-
 def test_lengths_have_a_long_tail_that_packing_is_for():
     lengths = np.array([len(encoded(row["messages"])[0]) for row in conversations("train", count=3_000)])
     assert np.percentile(lengths, 95) / np.median(lengths) > 4
@@ -98,18 +81,6 @@ def test_sums_and_days_are_right():
                 assert answer["content"].endswith(f"It is {days[(days.index(words[6]) + distance) % 7]}.")
                 checked += 1
     assert checked > 200
-
-
-@pytest.mark.parametrize(
-    "text", ["12 + 7 = 19", "A young goose is called a gosling.", "é 漢字 \U0001f642\n\n| a | b |", " x  y "]
-)
-def test_the_tokenizer_gives_any_text_back(text):
-    assert tokenizer().decode(tokenizer()(text)["input_ids"]) == text
-
-
-def test_every_digit_is_a_token_of_its_own():
-    tokens = tokenizer().convert_ids_to_tokens(tokenizer()("From 1234 to 56")["input_ids"])
-    assert [token for token in tokens if any(c.isdigit() for c in token)] == ["Ġ1", "2", "3", "4", "Ġ5", "6"]
 
 
 def test_the_vocabulary_has_the_special_tokens_and_no_more_than_it_says():
@@ -140,13 +111,6 @@ def test_the_trained_tokens_are_exactly_the_answers_with_their_end_tokens():
         trained = tokenizer().decode([token for token, marked in zip(ids, mask, strict=True) if marked])
         answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert trained == "".join(answer + END for answer in answers)
-
-
-def test_a_generation_prompt_is_what_stands_before_an_answer_in_training():
-    messages = conversations("train", count=1)[0]["messages"][:2]
-    prompt = tokenizer().apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer().apply_chat_template(messages, tokenize=False)
-    assert whole == prompt + messages[1]["content"] + END + "\n"
 
 
 @pytest.mark.parametrize("recipe", ["quickstart-sft", "quickstart-dpo"])
@@ -181,28 +145,6 @@ def test_a_wrong_answer_differs_from_the_right_one_in_one_item_of_the_same_kind(
         assert ITEM.sub("…", right) == ITEM.sub("…", wrong)
         changed = [pair for pair in zip(ITEM.findall(right), ITEM.findall(wrong), strict=True) if pair[0] != pair[1]]
         assert len(changed) == 1 and changed[0][0].isdigit() == changed[0][1].isdigit()
-
-
-def test_a_wrong_answer_is_wrong():
-    for row in PAIRS:
-        question, (right, wrong) = row["prompt"][-1]["content"], answers(row)
-        if right.startswith("A young "):
-            name = right.split()[2]
-            assert wrong != f"A young {name} is called a {ANIMALS[name][0]}."
-        if right.startswith("The capital of "):
-            name = next(name for name in COUNTRIES if name in question)
-            assert wrong != f"The capital of {name} is {COUNTRIES[name][0]}." and COUNTRIES[name][0] in right
-
-
-def test_length_does_not_tell_which_answer_is_right():
-    lengths = np.array([[len(ids) for ids in tokenizer()(list(answers(row)))["input_ids"]] for row in PAIRS])
-    longer, shorter = (lengths[:, 0] > lengths[:, 1]).mean(), (lengths[:, 0] < lengths[:, 1]).mean()
-    assert abs(longer - shorter) < 0.1 and (lengths[:, 0] == lengths[:, 1]).mean() > 0.5
-
-
-def test_the_same_arguments_give_the_same_pairs_and_another_seed_others():
-    assert preferences("train", count=100) == PAIRS[:100]
-    assert preferences("train", seed=1, count=100) != PAIRS[:100]
 
 
 def test_no_question_of_eval_is_asked_in_train():

@@ -86,11 +86,3 @@ def test_margins_of_csv_are_text(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\nd,e,f,\ng,h,i,-2\n")
     data = Data(train=str(tmp_path / "rows.csv"), cache_dir=str(tmp_path / "cache"))
     assert sorted(prepare_with_margins(data, tokenizer(), seed=0).train.margins) == [-2, 0, 0.5]
-
-
-def test_a_pair_that_is_too_long_is_what_overlong_says(tmp_path: Path) -> None:
-    longest = max(len(ids) for row in CHATS for ids in tokenizer()([json.dumps(row)])["input_ids"])
-    kept = of(tmp_path, CHATS, max_length=longest, overlong="drop").train
-    most = int(kept.documents.lengths.max())
-    assert len(of(tmp_path, CHATS, max_length=most - 1, overlong="drop").train) < len(kept)  # as TRL does
-    assert of(tmp_path, CHATS, max_length=most - 1).train.report.truncated >= 1

@@ -27,7 +27,6 @@ from packtrain.data.sources import locate as sources
 from packtrain.data.sources import offline as hub
 from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
-from packtrain.run_folder import RunFolder
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -64,7 +63,7 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
         ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: maximum recursion depth"),
         ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json:2: not UTF-8: the element holds bytes"),
         ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
-        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16-le"), "x.jsonl:1: the line holds NUL bytes"),
+        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16-le"), "x.jsonl: the file begins with a NUL byte"),
         ("x.csv", 'text\nfine\n"open\nlost\nlost too\n', "x.csv:3: broken csv: unexpected end of data"),
         ("x.csv", 'text\n"a"b\nfine\n', "x.csv:2: broken csv"),
         ("x.csv", "text,id,text\na,1,b\n", "x.csv:1: two columns are called 'text'"),
@@ -78,14 +77,6 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, name, content
     with pytest.raises(UserError) as caught:
         go(tmp_path, tmp_path / name)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("arguments", [DEEP, LONG_NUMBER, "{"], ids=["deep", "long", "broken"])
-def test_arguments_of_a_tool_call_that_are_not_json_are_a_bad_row(tmp_path, arguments):
-    call = {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, call]}))
-    with pytest.raises(UserError, match=r"tool_calls\[0\].arguments: the arguments are not JSON"):
-        go(tmp_path, tmp_path / "x.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -129,21 +120,6 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
     assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
-CALL_LEFT_OUT = r"messages\[1\].tool_calls: the chat template \(.*\) leaves out the call of 'weather'"
-TOOLS_LEFT_OUT = r"x.jsonl:1, tools: the chat template \(the tokenizer's own\) leaves out the tools"
-
-
-@pytest.mark.parametrize(  # lfm2 lists the tools, and has a twin with marks
-    "template, with_tools, words",
-    [(None, False, CALL_LEFT_OUT), ("lfm2", True, CALL_LEFT_OUT), (None, True, TOOLS_LEFT_OUT)],
-)
-def test_a_template_that_leaves_out_tools_or_a_call_is_refused(tmp_path, template, with_tools, words):
-    row = called("weather", city="Paris")
-    (tmp_path / "x.jsonl").write_text(json.dumps(row if with_tools else {"messages": row["messages"]}))
-    with pytest.raises(UserError, match=words):
-        go(tmp_path, tmp_path / "x.jsonl", chat_template=template)
-
-
 @pytest.mark.parametrize(
     "body", ["{{ 1 // 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
 )
@@ -161,35 +137,12 @@ def test_a_broken_template_is_named_with_its_line_and_no_row(tmp_path):
         go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"), bad_rows="skip")
 
 
-@pytest.mark.parametrize("name", ["x" * 3000, "~nobody-here/x.jinja"])
-def test_a_template_that_cannot_be_there_is_an_error(tmp_path, name):
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
-    with pytest.raises(UserError, match="chat template"):
-        go(tmp_path, tmp_path / "x.jsonl", chat_template=name)
-
-
 def test_hidden_files_of_a_folder_are_not_read(tmp_path):
     folder = tmp_path / ".data" / "train"
     (folder / ".ipynb_checkpoints").mkdir(parents=True)
     for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl"):
         (folder / name).write_text('{"text": "Hello there!"}\n')
     assert len(go(tmp_path, folder).train) == 1
-
-
-@pytest.mark.parametrize("place", ["", "out"])
-def test_what_runs_wrote_into_a_folder_of_data_is_not_read(tmp_path, place):
-    run = RunFolder(tmp_path / "data" / place)
-    run.open_attempt("auto")
-    for file in (tmp_path / "data" / "rows.jsonl", run.metrics, run.final / "config.json", run.attempt.environment):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text('{"text": "Hello there!"}\n')
-    assert len(go(tmp_path, tmp_path / "data").train) == 1
-
-
-def test_a_folder_among_the_matches_of_a_glob_is_passed_over(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "Hello there!"}\n')
-    (tmp_path / "b.jsonl").mkdir()
-    assert len(go(tmp_path, str(tmp_path / "*.jsonl")).train) == 1
 
 
 @pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
@@ -218,19 +171,19 @@ def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
     program = f"""
         import signal, sys
         sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
+        from concurrent.futures import ProcessPoolExecutor
         from data_tokenizers import tokenizer_of
         from packtrain.config.schema import Data
         from packtrain.data import prepare as module
 
-        def started(workers):
-            pool = start(workers)
-            workers._ready.result()
-            print(signal.SIGINT in pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
-            return pool
+        class Pool(ProcessPoolExecutor):
+            def shutdown(self, **given):
+                print(signal.SIGINT in self.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
+                super().shutdown(**given)
 
         if __name__ == "__main__":
-            start, module._Workers._started, module.FEW_ROWS = module._Workers._started, started, 10
-            module.tokenising_processes = lambda: 2
+            module.ProcessPoolExecutor, module.FEW_ROWS = Pool, 10
+            module.count_tokenising_processes = lambda: 2
             module.prepare(Data(train="x.jsonl", cache_dir="cache"), tokenizer_of("smollm"), seed=0)
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
@@ -242,7 +195,7 @@ def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
 
 def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp_path):
     (tmp_path / "big.jinja").write_text("{# " + "x" * 300_000 + " #}")  # more than a pipe holds
-    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 200_000)  # not done before workers start
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 100)
     program = f"""
         import os, sys
         if __name__ != "__main__":
@@ -251,7 +204,7 @@ def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp
         from data_tokenizers import tokenizer_of
         from packtrain.config.schema import Data
         from packtrain.data import prepare as module
-        module.FEW_ROWS, module.tokenising_processes = 10, lambda: 2
+        module.FEW_ROWS, module.count_tokenising_processes = 10, lambda: 2
         data = Data(train="x.jsonl", cache_dir="cache", chat_template="big.jinja")
         try:
             module.prepare(data, tokenizer_of("smollm"), seed=0)
@@ -268,7 +221,7 @@ def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp
 @pytest.fixture
 def no_hub(monkeypatch):
     """No path may be asked for at the hub."""
-    monkeypatch.setattr(sources, "_from_hub", lambda source, role: pytest.fail(f"{source.path} is no hub id"))
+    monkeypatch.setattr(sources, "_load_from_hub", lambda source, role: pytest.fail(f"{source.path} is no hub id"))
 
 
 @pytest.mark.parametrize("name", ["chats.docx", "chats.zip", "data/chats.xlsx", "chats.unheard"])
@@ -297,9 +250,9 @@ def test_hub_ids_are_asked_for_at_the_hub(name):
 @pytest.fixture
 def unasked():
     """The hub as if nobody had asked it yet."""
-    hub.reachable.cache_clear()
+    hub.is_reachable.cache_clear()
     yield
-    hub.reachable.cache_clear()
+    hub.is_reachable.cache_clear()
 
 
 class Silent:
@@ -321,16 +274,6 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     assert "cannot load 'owner/name'" in message and "taken for a hub id" in message
     assert "give a local path" in message and "HF_HUB_OFFLINE=1" in message
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
-
-
-def test_a_hub_that_answers_is_left_as_it_is(monkeypatch, unasked):
-    class Answers:
-        def head(self, *_: Any, **__: Any) -> None: ...
-
-    monkeypatch.setattr(huggingface_hub, "get_session", lambda: Answers())
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with hub.offline_unless_reachable() as online:
-        assert online and not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,6 @@ def test_truncated_answers_are_those_of_trl_and_prompts_that_fill_the_length_are
         assert len(data) + sum(data.report.dropped.values()) == 3
 
 
-def test_where_every_prompt_fills_the_length_the_keys_that_help_are_named(tmp_path):
-    with pytest.raises(UserError, match="no document is left") as caught:
-        ours(tmp_path, CHATS, "quickstart", max_length=2)
-    assert caught.value.problems[0].fix == "See data.format, data.max_length, data.overlong."
-
-
 def test_of_a_pair_with_one_answer_that_is_too_long_the_other_is_kept_with_its_label(tmp_path):
     long = said("I am fine. " * 90)
     for side, label in (("chosen", False), ("rejected", True)):
@@ -138,13 +132,6 @@ SAME: dict[str, Any] = {
 @pytest.mark.parametrize("shape", SAME)
 def test_every_shape_of_a_row_is_the_same_answer(tmp_path, shape):
     assert answers(ours(tmp_path, [SAME[shape]])) == answers(ours(tmp_path, CHATS[:1]))
-
-
-def test_columns_may_have_other_names(tmp_path):
-    row = {"question": "Hello there!", "reply": " I am fine.", "thumbs_up": 0}
-    columns = {"prompt": "question", "completion": "reply", "label": "thumbs_up"}
-    (found,) = answers(ours(tmp_path, [row], columns=columns))
-    assert found == (*answers(ours(tmp_path, STRINGS[:1]))[0][:2], False)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +194,3 @@ def test_a_label_changes_the_fingerprint_and_a_weight_repeats_it(tmp_path):
         seed=0,
     ).train
     assert twice.labels.tolist() == other.labels.tolist() * 2
-
-
-def test_the_quickstart_has_right_and_wrong_answers_to_questions_that_are_not_held_out(tmp_path):
-    made = prepare_unpaired(
-        Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), quickstart.tokenizer(), seed=0
-    )
-    assert (len(made.train), made.eval and len(made.eval)) == (4000, 200)
-    assert 0.45 < made.train.labels.mean() < 0.55
-    rows = [quickstart.labelled(split) for split in ("train", "eval")]
-    asked = [{str(row["prompt"]) for row in part} for part in rows]
-    assert rows[0] == quickstart.labelled("train") and not asked[0] & asked[1]

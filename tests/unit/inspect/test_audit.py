@@ -28,7 +28,6 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     rows = clean(150)
     planted = {
         5: chat("Is this the end? <|im_end|> No.", "Yes it is a marker."),
-        9: chat("What is the answer to this?", " What is the answer to this?"),
         12: chat("Where is the caf\ufffd?", "There it is."),
         14: chat("Where is the cafÃ©?", "There it is, too."),
         20: {
@@ -38,7 +37,6 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
             ]
         },
         30: chat("Say it twice.", "Said." + END),
-        41: chat("What is it?", "Это большой зелёный крокодил, и живёт он в тёплой воде далеко отсюда."),
     }
     for line, row in planted.items():
         rows[line - 1] = row
@@ -46,11 +44,9 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     lines = {name: one["where"] for name, one in audit.items()}
     assert lines == {
         "marker_in_content": ["chats.jsonl:5", "chats.jsonl:30"],
-        "answer_is_prompt": ["chats.jsonl:9"],
         "broken_encoding": ["chats.jsonl:12", "chats.jsonl:14"],
         "no_trained_token": ["chats.jsonl:20"],
         "end_trained_twice": ["chats.jsonl:30"],
-        "other_script": ["chats.jsonl:41"],
     }
     assert audit["broken_encoding"]["count"] == 2
     assert audit["broken_encoding"]["share"] == pytest.approx(2 / 150, abs=1e-6)
@@ -64,11 +60,9 @@ def test_blank_lines_and_files_before_it_do_not_shift_a_place(tmp_path: Path) ->
     assert audit["broken_encoding"]["where"] == ["b.jsonl:3"]
 
 
-def test_answers_that_are_cut_and_outliers_are_found(tmp_path: Path, rng: random.Random) -> None:
-    rows = [*clean(300), chat("Tell me a lot.", sentence(rng, 1000)), chat("And more.", sentence(rng, 900))]
+def test_answers_that_are_cut_are_found(tmp_path: Path, rng: random.Random) -> None:
+    rows = [*clean(20), chat("Tell me a lot.", sentence(rng, 1000)), chat("And more.", sentence(rng, 900))]
     write(tmp_path, rows)
-    audit = found(tmp_path, "data.train=chats.jsonl", "data.max_length=null")
-    assert audit["length_outliers"]["where"] == ["chats.jsonl:301", "chats.jsonl:302"]
     cut = report(tmp_path, "data.train=chats.jsonl", "data.max_length=512")
     assert {one["name"]: one["count"] for one in cut["audit"]}["answer_cut"] == 2
     assert cut["truncated"] == 2
@@ -144,16 +138,14 @@ def _of(folder: Path) -> tuple[str, ...]:
     return ("model.init=random", f"model.tokenizer={folder}/tokenizer", "model.config={model_type: llama}")
 
 
-def test_pairs_with_the_same_answers_or_one_in_the_other_are_found(tmp_path: Path) -> None:
+def test_pairs_with_the_same_answers_are_found(tmp_path: Path) -> None:
     pairs = [(" ".join(WORDS[n : n + 5]), " ".join(WORDS[n + 1 : n + 7])) for n in range(20)]
     rows = [{"prompt": f"{n}?", "chosen": f" {one}.", "rejected": f" {other}."} for n, (one, other) in enumerate(pairs)]
     rows[3] |= {"rejected": rows[3]["chosen"]}
-    rows[6] |= {"rejected": rows[6]["chosen"] + " And more."}
     write(tmp_path, [*rows, rows[8]])
     audit = found(tmp_path, "objective.kind=dpo", "data.train=chats.jsonl", "data.max_length=512")
     assert {name: (one["where"], one["unit"]) for name, one in audit.items()} == {
         "identical_answers": (["chats.jsonl:4"], "rows"),
-        "prefix_answers": (["chats.jsonl:7"], "rows"),
         "exact_duplicates": (["chats.jsonl:21 (as line 9)"], "pairs"),
     }
 
@@ -173,7 +165,7 @@ def test_of_very_many_similar_documents_a_sample_is_compared(tmp_path: Path, mon
     for number in range(30):
         words = rows[number]["messages"][1]["content"].split()
         rows[number + 30] = chat(rows[number]["messages"][0]["content"], " ".join([*words[:40], "other", *words[41:]]))
-    monkeypatch.setattr("packtrain.inspect.scan.duplicates.MOST_CHECKED", 5)
+    monkeypatch.setattr("packtrain.inspect.audit.MOST_CHECKED", 5)
     similar = found(tmp_path, f"data.train={write(tmp_path, rows)}")["near_duplicates"]
     assert 27 <= similar["count"] <= 30
     assert len(similar["where"]) == 3

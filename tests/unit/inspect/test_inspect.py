@@ -9,8 +9,8 @@ import pytest
 from inspecting import MODEL, chat, clean, inspect, report, write
 
 from packtrain.config.compose import load_config
-from packtrain.inspect.laid_out import step_laid_out
 from packtrain.inspect.mode_costs import attention_cost
+from packtrain.inspect.show_data import lay_out_step
 from packtrain.inspect.summary import inspection
 
 TRAIN = "data.train=chats.jsonl"
@@ -59,7 +59,7 @@ def test_a_page_is_not_written_over_data(folder: Path) -> None:
     before = (folder / "pairs.jsonl").read_bytes()
     done = inspect(folder, TRAIN, "--html", "pairs.jsonl")
     assert done.returncode == 2
-    assert "is left alone" in done.stderr
+    assert "is not overwritten" in done.stderr
     assert (folder / "pairs.jsonl").read_bytes() == before
     assert [inspect(folder, TRAIN, "--html", "twice.html").returncode for _ in range(2)] == [0, 0]
 
@@ -71,7 +71,7 @@ def test_what_each_mode_costs_is_what_its_steps_come_to(folder: Path) -> None:
     summary = found.summary()["modes"]
     lengths = found.corpus.train.lengths
     for step in (1, 3):
-        step_laid_out(found, step)
+        lay_out_step(found, step)
     assert summary["padding"]["rows"] == len(lengths)
     assert summary["padding_free"]["slots"] == lengths.sum()
     assert summary["packed"]["micro_batches"] == [1, 1]
@@ -97,7 +97,7 @@ def test_a_step_is_laid_out_as_training_does(folder: Path) -> None:
     schedule = make_schedule(
         found.corpus.train.lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost
     )
-    step = step_laid_out(found, 2)
+    step = lay_out_step(found, 2)
     for rank, parts in zip(step["ranks"], schedule.layout(1, 2), strict=True):
         for batch, part in zip(rank["micro_batches"], parts, strict=True):
             assert [one["where"] for one in batch["shown"]] == [f"{folder}/chats.jsonl:{at + 1}" for at in part]
@@ -182,7 +182,7 @@ def test_a_row_that_was_left_out_is_shown_with_the_reason(folder: Path) -> None:
     rows[1]["messages"][1]["weight"] = 0
     write(folder, rows, "weights.jsonl")
     said = inspect(folder, "data.train=weights.jsonl", "--source", "weights.jsonl:2").stdout
-    assert "left out: no trained token" in said
+    assert "dropped: no trained token" in said
     assert "Never." in said
 
 
@@ -197,4 +197,4 @@ def test_documents_count_as_often_as_they_are_trained_on(folder: Path) -> None:
 def test_what_was_decided_about_a_source_is_told(folder: Path) -> None:
     (folder / "lines.txt").write_text("One line of a text.\nAnother line of it.\n")
     said = inspect(folder, "data.train=lines.txt").stdout
-    assert "the file is 1 row (data.split_text=line would make 2)" in said
+    assert "each .txt file is a row (data.split_text=line would make 2)" in said

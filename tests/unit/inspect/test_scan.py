@@ -1,4 +1,4 @@
-"""The pass over the tokens: who says them in real templates, which documents are alike, and what scripts they are in."""
+"""The pass over the tokens: who says them in real templates, and which documents are alike."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from packtrain.data.formats.conversations import Conversation
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
-from packtrain.inspect.scan.near_duplicates import (
-    Signatures,
-    candidates,
-    common_grams,
-    grams,
-    signatures_of,
-    similarity,
-)
-from packtrain.inspect.scan.roles import headers_of
-from packtrain.inspect.scan.vocabulary import SCRIPTS, Vocabulary
+from packtrain.inspect.duplicates import compare, find_candidates, find_common_grams, sign
+from packtrain.inspect.roles import learn_headers
 
 TURNS = ("user", "assistant", "user", "assistant")
 
@@ -28,9 +20,9 @@ TURNS = ("user", "assistant", "user", "assistant")
 def test_turns_are_found_by_the_headers_of_real_templates(name: str) -> None:
     tokenizer = tokenizer_of(name)
     chat = ChatEncoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer))
-    headers = headers_of(chat)
+    headers = learn_headers(chat)
     said = [f"what is it {turn}" for turn in range(4)]
-    text = chat.text(Conversation([{"role": r, "content": c} for r, c in zip(TURNS, said, strict=True)]))
+    text = chat.render(Conversation([{"role": r, "content": c} for r, c in zip(TURNS, said, strict=True)]))
     encoded = chat.tokenizer.encode(text)
     places, roles = headers.find(encoded.ids)
     names = [headers.names[role] for role in roles]
@@ -48,48 +40,29 @@ def test_a_document_and_its_changed_copy_are_candidates_and_others_are_not() -> 
     for number in range(100):  # one token of 120 is changed: 116 of 117 + 4 n-grams are in both
         documents[300 + number] = documents[number].copy()
         documents[300 + number][60] = 5001
-    best, alike = candidates(_signatures(documents), np.arange(400), np.arange(400))
+    best, alike = find_candidates(signatures(documents))
     assert (best[300:] == np.arange(100)).mean() > 0.97
     assert (best[:300] == -1).mean() > 0.97
     assert alike[300:].mean() == pytest.approx(113 / 121, abs=0.03)
-    none = np.zeros(1 << 18, bool)
-    assert similarity(documents[0], documents[300], none) == pytest.approx(113 / 121)
-    assert similarity(documents[0], documents[1], none) == 0
+    none = find_common_grams([])
+    assert compare(documents[0], documents[300], none) == pytest.approx(113 / 121)
+    assert compare(documents[0], documents[1], none) == 0
 
 
 def test_what_all_documents_share_does_not_make_them_alike() -> None:
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, 5000, 400)
     documents = [np.concatenate([prompt, rng.integers(0, 5000, 60)]) for _ in range(100)]
-    common = common_grams(documents)
-    assert similarity(documents[0], documents[1], np.zeros_like(common)) > 0.7
-    assert similarity(documents[0], documents[1], common) < 0.1
-    best, _ = candidates(_signatures(documents, common), np.arange(100), np.arange(100))
+    common = find_common_grams(documents)
+    assert compare(documents[0], documents[1], np.zeros_like(common)) > 0.7
+    assert compare(documents[0], documents[1], common) < 0.1
+    best, _ = find_candidates(signatures(documents, common))
     assert (best == -1).mean() > 0.97
 
 
-def _signatures(documents: list[np.ndarray], common: np.ndarray | None = None) -> Signatures:
-    lengths = np.array([len(one) for one in documents])
-    found = Signatures(np.zeros((len(documents), 24), np.uint32), np.zeros(len(documents), bool))
-    common = np.zeros(1 << 18, bool) if common is None else common
-    signatures_of(grams(np.concatenate(documents)), lengths, common, found.values, found.compared)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("text", "script"),
-    [
-        ("weather", "Latin"),
-        ("погода", "Cyrillic"),
-        ("καιρός", "Greek"),
-        ("天气", "Chinese"),
-        ("날씨", "Hangul"),
-        ("طقس", "Arabic"),
-    ],
-)
-def test_the_script_of_tokens_that_are_parts_of_characters_is_known(text: str, script: str) -> None:
-    plain = plain_tokenizer(tokenizer_of("qwen3"))  # of these only Latin has tokens of whole letters
-    vocabulary = Vocabulary(plain)
-    numbers = vocabulary.scripts[plain.ids(text)]
-    assert SCRIPTS[np.bincount(numbers[numbers > 0]).argmax()] == script
-    assert b"".join(vocabulary.texts[one] for one in plain.ids(text)).decode() == text
+def signatures(documents: list[np.ndarray], common: np.ndarray | None = None) -> np.ndarray:
+    lengths = np.array([len(document) for document in documents])
+    values, compared = np.zeros((len(documents), 24), np.uint32), np.zeros(len(documents), bool)
+    sign(np.concatenate(documents), lengths, find_common_grams([]) if common is None else common, values, compared)
+    assert compared.all()
+    return values
