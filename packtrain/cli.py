@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -130,14 +130,20 @@ def reward(arguments: Arguments = None, dry_run: DryRun = False) -> None:
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0, help="Plan for GPUs of this size.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
 
     def work() -> int:
+        from packtrain.plan.memory import GIB
         from packtrain.plan.view.screen import plan_json, print_plan
 
         run, launch = _config_and_plan(arguments)
+        if gpu_memory is not None:
+            launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
         _note_if_refused(run, arguments)
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))

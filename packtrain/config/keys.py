@@ -43,7 +43,7 @@ _OTHER_NAMES = {
     "packing.mode": ("padding_free", "sample_packing"),
     "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
     "objective.beta": ("pref_beta", "rl_beta"),
-    "objective.loss_type": ("pref_loss",),
+    "objective.loss": ("loss_type", "pref_loss"),
     "trainer.resume": ("resume_from_checkpoint",),
     "trainer.checkpoint_every": ("save_steps",),
     "trainer.keep_checkpoints": ("save_total_limit",),

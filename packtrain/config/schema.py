@@ -44,8 +44,7 @@ LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "al
 """The formats that it may be beside."""
 COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL, LABEL)))
 """All of packtrain's names of columns."""
-SaveDtype = Literal["auto", "float32", "bfloat16"]
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
@@ -191,26 +190,22 @@ class Optim:
     beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
     beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
-    master_weights: Literal["auto"] | bool = key(
+    bf16_rounding: Rounding = key(
         "auto",
-        "Keep a float32 copy of each trained bfloat16 weight, which takes the updates (docs/precision.md); auto does, unless "
-        "optim.rounding is stochastic. DeepSpeed always does.",
-    )
-    rounding: Rounding = key(
-        "nearest",
-        "How results in float32 become bfloat16 weights: the nearest number, or one of its two neighbours by chance (from "
-        "trainer.seed), right in the mean and without memory for copies.",
+        "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
+        "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16. Without masters, "
+        "at each update: stochastic (right in the mean) or nearest (loses updates).",
     )
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether trained bfloat16 weights have float32 copies, but for DeepSpeed, which keeps its own."""
-        return self.rounding == "nearest" if self.master_weights == "auto" else self.master_weights
+        """Whether trained bfloat16 weights have float32 masters; DeepSpeed keeps its own in any case."""
+        return self.bf16_rounding not in ("stochastic", "nearest")
 
     @property
     def steps_in_float32(self) -> bool:
         """Whether the updates of trained bfloat16 weights are made in float32; else the optimizer rounds them as it does."""
-        return self.keeps_masters or self.rounding == "stochastic"
+        return self.bf16_rounding != "nearest"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -267,11 +262,6 @@ class Trainer:
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
     )
     log_every: int = key(1, "Steps between logged lines.", minimum=1)
-    save_dtype: SaveDtype = key(
-        "auto",
-        "Number format of the weights in final/ (adapters stay float32); auto is that of the model. float32 keeps what "
-        "optim.master_weights learned.",
-    )
     mixed_precision: Literal["auto", "no", "bf16", "fast"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
@@ -343,7 +333,6 @@ class Topology:
         "Most seconds that a checkpoint may take while it is being written, less a tenth; the others wait so long.",
         minimum=10,
     )
-    gpu_memory: float | None = key(None, "GiB of a GPU, for plans made elsewhere; none for what is found.", above=0)
     environment: dict[str, Any] = key(
         {}, "Environment variables of every process; they win over those that packtrain chooses."
     )

@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, suggest, words
-from packtrain.config.removed_keys import REMOVED, says_nothing
+from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys_of, members, suggest, words
+from packtrain.config.removed_keys import REMOVED, without_old_defaults
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -89,9 +89,7 @@ def _unresolved(error: Exception, path: str) -> Fault:
 def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault]) -> Any:
     known = keys_of(cls, prefix)
     made: dict[str, Any] = {}
-    for name, value in values.items():
-        if says_nothing(f"{prefix}{name}", value):
-            continue
+    for name, value in without_old_defaults(prefix.rstrip("."), values).items():
         if name not in known:
             faults.append(_unknown(f"{prefix}{name}", None if cls in groups().values() else known))
             continue
@@ -182,9 +180,6 @@ def _refused(value: Any, key: Key) -> Fault:
     fix = f"Allowed: {describe(key)}."
     known = choices(key.type)
     hint = suggest(value, known) if isinstance(value, str) else ""
-    of_others = [one for one in keys().values() if one.objectives and value in choices(one.type)]
-    if of_others and value not in known:  # losses have other keys in other objectives
-        return Fault((key.path,), f"found {_found(value)}", f"{fix} Did you mean {of_others[0].path}={value}?")
     if str(value).lower() == "off" and "no" in known:  # in a YAML file `off` is false, and so is `no`
         hint = "Did you mean no?"
     if value in known:

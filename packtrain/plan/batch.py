@@ -108,4 +108,4 @@ def _check_whole(objective: Objective, batch: Batch, processes: int, micro_batch
     if processes == 1:
         where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
     what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
-    raise UserError(what, where="objective.loss_type", fix=f"{fix}, or choose another loss.")
+    raise UserError(what, where="objective.loss", fix=f"{fix}, or choose another loss.")

@@ -138,10 +138,8 @@ class _Model:
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
     """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to estimate it.
 
-    topology.gpu_memory (GiB) overrides `device_bytes`; without either the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
+    Without `device_bytes` the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
     """
-    if config.topology.gpu_memory is not None:
-        device_bytes = int(config.topology.gpu_memory * GIB)
     try:
         model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
         decided, _ = planned(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packtrain.config.objective import Objective
 from packtrain.config.rules.resume_keys import KEPT, is_fixed, is_free
 from packtrain.errors import Problem, UserError
 from packtrain.plan.agreement import shared_values
@@ -50,6 +51,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
     facts[_OPTIONS] = json.dumps(options, sort_keys=True)
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
+    facts["objective.loss"] = Objective(**config["objective"]).losses
     facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
     return facts
@@ -172,7 +174,7 @@ def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> b
 def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:
     """Whether the optimizer of this run keeps what that of `checkpoint` did."""
     written = origin_in(checkpoint)
-    return all(written[name] == origin[name] for name in ("model.dtype", "optim.master_weights", "optim.rounding"))
+    return all(written[name] == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
 
 
 def _allowed(origin: dict[str, Any]) -> set[str]:

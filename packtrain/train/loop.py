@@ -192,13 +192,11 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         optim, coarse = self.settings.optim, any(map(loses_updates, self.model.parameters()))
         coarse = coarse and not self.is_deepspeed_enabled
         self.lost.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
-        asked = optim.master_weights is True or optim.rounding == "stochastic"
+        asked = optim.bf16_rounding in ("stochastic", "nearest")
         if asked and not coarse and not self.is_deepspeed_enabled:  # of dtype auto config/rules/ cannot know
-            self.settings.say(
-                "optim.master_weights and optim.rounding have nothing to do: no trained weight is bfloat16"
-            )
+            self.settings.say("optim.bf16_rounding has nothing to do: no trained weight is bfloat16")
         if coarse and optim.steps_in_float32:
-            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
+            how: Any = {"masters": optim.keeps_masters, "rounding": optim.bf16_rounding, "seed": self.args.seed}
             self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
         with making():
             optimizer = super().create_optimizer(model)

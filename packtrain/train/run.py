@@ -509,8 +509,8 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     if summary.early:
         trainer.load_best_weights()
     kept = {
-        "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
-        "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
+        "dtype": format_of(config.optim.bf16_rounding, base_model(run.model).dtype),
+        "seed": None,
         "scores": config.objective.traits.scores,
     }
     saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)

@@ -70,7 +70,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
         [],
         ["peft=lora", "model.dtype=bfloat16", "optim.name=adamw_torch"],
         ["model.dtype=bfloat16"],
-        ["model.dtype=bfloat16", "optim.rounding=stochastic"],
+        ["model.dtype=bfloat16", "optim.bf16_rounding=stochastic"],
     ],
 )
 def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp_path: Path) -> None:

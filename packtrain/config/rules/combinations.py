@@ -9,9 +9,8 @@ import os
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.keys import Fault, keys, suggest
-from packtrain.config.rules.answer_keys import answer_rules, kto_rules
-from packtrain.config.rules.dpo_losses import dpo_rules
+from packtrain.config.keys import Fault, suggest
+from packtrain.config.rules.objectives import check_objective
 from packtrain.config.rules.resume_keys import resume_rules
 from packtrain.config.rules.schedules import schedule_rules
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, RunConfig, Topology, sources
@@ -29,11 +28,11 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_data(config, given),
         *_batch(config),
         *schedule_rules(config.optim),
-        *_rounding(config, given),
+        *_rounding(config),
         *_trainer(config, given),
         *resume_rules(config.trainer),
-        *_objective(config, given),
-        *_adapted(config),
+        *check_objective(config, given),
+        *_peft(config, given),
         *_topology(config.topology),
         *check_strategy(config),
     ]
@@ -139,42 +138,26 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
 
 
-def _adapted(config: RunConfig) -> Iterator[Fault]:
-    """Names of layers that can match none."""
-    targets = config.peft.target_modules
-    if not targets:
-        yield Fault(("peft.target_modules",), "it names no layer", "all-linear means every linear layer.")
-    try:
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as error:
-        what = f"{shortened(targets)} is no regular expression: {error}"
-        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
-    for key in ("target_modules", "modules_to_save"):
-        value = getattr(config.peft, key)
-        if isinstance(value, list) and any(not name.strip() for name in value):
-            yield Fault((f"peft.{key}",), "a layer without a name", "Write the names of layers, e.g. q_proj.")
-
-
-def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """trainer.save_dtype, optim.master_weights and optim.rounding where there is nothing for them to do."""
-    lora, save_dtype = config.peft.kind == "lora", config.trainer.save_dtype
-    in_full = bool(config.peft.modules_to_save) or config.objective.traits.scores  # the head of a reward model
-    beside = config.peft.merge or in_full or not config.model.is_base_for_adapters
-    if lora and save_dtype != "auto" and not beside:
-        what = "final/ has the adapters alone, which stay float32"
-        yield Fault(
-            ("trainer.save_dtype", "peft.merge"), what, "Take it away, or set peft.merge=true.", because="peft.kind"
-        )
-    adapters, key = lora and not in_full, "peft.kind"
-    if not adapters and (config.model.dtype != "float32" or save_dtype == "bfloat16"):
+def _rounding(config: RunConfig) -> Iterator[Fault]:
+    """optim.bf16_rounding where it has nothing to do, or would do something else than it says."""
+    rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
+    if rounding == "auto":
         return
-    if not adapters:
-        key = "model.dtype"
-    set_to = {"optim.master_weights": config.optim.master_weights is True}
-    set_to["optim.rounding"] = config.optim.rounding == "stochastic"
-    for one in [one for one, useless in set_to.items() if useless and one in given]:
-        what = f"{'adapters' if adapters else 'the weights'} are float32, so no update of theirs is rounded"
-        yield Fault((one, key), what, "Take it away: it is for trained weights in bfloat16.", because=key)
+    trained = (
+        bool(config.peft.modules_to_save) or config.objective.traits.scores
+    )  # beside adapters: a reward model's head
+    whole = config.peft.merge or not config.model.is_base_for_adapters
+    where, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
+    fix = "Take it away."
+    if lora and not trained and (at_updates or not whole):
+        what = "adapters are float32, in training and in final/"
+        yield Fault((where, "peft.kind"), what, fix, because="peft.kind")
+    elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
+        what = "the weights are float32, so none is rounded"
+        yield Fault((where, "model.dtype"), what, fix, because="model.dtype")
+    elif at_updates and name.startswith("zero"):
+        what = f"DeepSpeed, and so {name}, keeps float32 copies of the weights, which take the updates"
+        yield Fault((where, "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
 
 
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -218,29 +201,24 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("trainer.output_dir",), "the name is too long for a file system", "Name a shorter one.")
 
 
-def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Keys that do nothing without adapters, and names of layers that can match none."""
     for key in sorted(given) if config.peft.kind == "none" else ():
         if key.startswith("peft."):
             what = "it does nothing without adapters (peft.kind is none)"
             yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
-    objective = config.objective
-    for path, key in keys().items():
-        if path in given and key.objectives and objective.kind not in key.objectives:
-            other = key.objectives[0]
-            fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
-            yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
-    if config.packing.share_prefix is not None and not objective.traits.pairs:
-        what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
-        yield Fault(("packing.share_prefix",), what, "Take the key away.")
-    if objective.traits.scores and config.trainer.samples:
-        what = "a reward model does not answer: it scores answers"
-        yield Fault(("trainer.samples",), what, "Take the key away.")
-    if objective.kind != "sft":
-        yield from answer_rules(config, given)
-    if objective.kind == "dpo":
-        yield from dpo_rules(objective)
-    if objective.kind == "kto":
-        yield from kto_rules(config)
+    targets = config.peft.target_modules
+    if not targets:
+        yield Fault(("peft.target_modules",), "it names no layer", "all-linear means every linear layer.")
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        what = f"{shortened(targets)} is no regular expression: {error}"
+        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
+    for key in ("target_modules", "modules_to_save"):
+        value = getattr(config.peft, key)
+        if isinstance(value, list) and any(not name.strip() for name in value):
+            yield Fault((f"peft.{key}",), "a layer without a name", "Write the names of layers, e.g. q_proj.")
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:
@@ -252,12 +230,6 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
     elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
         what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
-    if name.startswith("zero") and config.optim.master_weights is False:
-        what = f"DeepSpeed, and so {name}, always keeps float32 copies of the weights"
-        yield Fault(("optim.master_weights", "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
-    if name.startswith("zero") and config.optim.rounding == "stochastic":
-        what = f"DeepSpeed, and so {name}, rounds its float32 copies of the weights to the nearest number"
-        yield Fault(("optim.rounding", "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
     if name != "ddp" and config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."

@@ -32,7 +32,7 @@ def memory_head(memory: Memory) -> str:
     if memory.fits is not None:
         said += ": fits" if memory.fits else f": DOES NOT FIT, {memory.advice}"
     elif not on_gpu:
-        said += "; no GPU to compare with (topology.gpu_memory=80 names one)"
+        said += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
     if memory.host:
         said += f"; and {amount(memory.host)} {unit} of the machine's own memory per process"
     return said

@@ -50,12 +50,12 @@ def of_estimate(
 ) -> Iterator[str]:
     """Whether kto would refuse the data: `each` and `steps` are those of `steps_of`."""
     examples = batch.examples_per_step
-    if objective.kind != "kto" or objective.kto_loss != "kto" or size is None or not examples:
+    if objective.losses != ["kto"] or size is None or not examples:
         return
     if size.documents % examples == 1 and (steps or 0) >= (each or 0):
         yield (
             f"of {counted(size.documents, 'answers')} the last step of an epoch has a single one, and the KL estimate is made "
-            "of two or more: the run will refuse it; take another batch.examples_per_step, or objective.kto_loss=apo_zero_unpaired"
+            "of two or more: the run will refuse it; take another batch.examples_per_step, or objective.loss=apo_zero_unpaired"
         )
 
 
@@ -77,9 +77,9 @@ def of_training(
         yield "optim.learning_rate=0 trains nothing"
     elif rate >= spoilt and model.init == "pretrained" and optim.name.startswith(("adam", "paged_adam")):
         yield f"optim.learning_rate={rate:g} is large for a trained model; 1e-5 to 1e-4 is usual, with adapters ten times that"
-    plain = optim.rounding == "nearest" and optim.master_weights is False and model.dtype == "bfloat16"
+    plain = optim.bf16_rounding == "nearest" and model.dtype == "bfloat16"
     if plain and peft.kind == "none" and not deepspeed:
-        yield "bfloat16 weights without masters lose most updates in rounding (optim.master_weights=auto)"
+        yield "bfloat16 weights without masters lose most updates in rounding (optim.bf16_rounding=auto)"
 
 
 def of_lengths(model: Model, data: Data, size: DataSize | None) -> Iterator[str]:

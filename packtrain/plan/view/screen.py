@@ -75,7 +75,7 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
     """Name and text of each line above the commands, wrapped."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory)
     size = recall(config.model, config.data, config.objective.kind, config.trainer.seed)
-    gpu = launch.gpus > 0 or config.topology.gpu_memory is not None
+    gpu = launch.gpus > 0 or launch.gpu_memory is not None
     yield from _wrapped("model", _model(config, memory), width)
     yield from _wrapped("data", _data(config.data, size, launch.batch.unit), width)
     strategy = f", {config.strategy.name}" if launch.num_processes > 1 else ""

@@ -63,7 +63,7 @@ class KTO(OfReference):
     def longest_document(self, data: UnpairedDataset) -> int:
         """Tokens of the longest prompt with an answer, its own or another one's."""
         longest = int(data.lengths.max())
-        if self.objective.kto_loss != "kto":
+        if self.objective.losses != ["kto"]:
             return longest
         mismatched = int((data.lengths - data.trained).max()) + int(data.trained.max())
         return max(longest, mismatched if self._max_length is None else min(mismatched, self._max_length))
@@ -86,7 +86,7 @@ class KTO(OfReference):
     def steps(self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        estimates = self.objective.kto_loss == "kto"
+        estimates = self.objective.losses == ["kto"]
         return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates)
 
     def trainer(
@@ -98,7 +98,7 @@ class KTO(OfReference):
         if settings.evaluation is not None:
             of_whole_set: Any = replace(cast(UnpairedSteps, settings.evaluation), one=True)
             given["settings"] = replace(settings, evaluation=of_whole_set)
-        if self.objective.kto_loss == "kto":
+        if self.objective.losses == ["kto"]:
             check_sizes(settings)
         return PackedKTOTrainer(
             model, on_one_gpu(KTOConfig, **{**arguments, **own}), tokenizer, reference=self._reference_model, **given
@@ -140,7 +140,7 @@ class KTO(OfReference):
         depends = (steps.data.fingerprint, self.identity, (precision.weights, precision.autocast), rows)
         place = self._cache / cache_key("kto", *depends)
         steps = replace(steps, reference=precompute(place, (len(steps.data),), steps.first_pass(), ranks, logps))
-        if self.objective.kto_loss != "kto":
+        if self.objective.losses != ["kto"]:
             return steps
         every = (schedule.settings, schedule.total_steps, steps.max_length, steps.one)
         place, pairs = self._cache / cache_key("kto", *depends, every), steps.mismatched()
@@ -153,7 +153,7 @@ def check_sizes(settings: LoopSettings) -> None:
 
     Of steps of a number of tokens that is not known beforehand.
     """
-    fix = "take another number, or objective.kto_loss=apo_zero_unpaired, which has no KL estimate"
+    fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
     evaluation, schedule, count = settings.evaluation, settings.steps.schedule, len(settings.steps.data)
     each = schedule.examples_per_step
     if (
@@ -168,7 +168,7 @@ def check_sizes(settings: LoopSettings) -> None:
     if evaluation is not None and len(evaluation.data) == 1:
         what = "a single answer is held out, and the KL estimate is made of two or more"
         raise UserError(
-            what, where="data.eval", fix="give more, or set objective.kto_loss=apo_zero_unpaired, which has none"
+            what, where="data.eval", fix="give more, or set objective.loss=apo_zero_unpaired, which has none"
         )
 
 
@@ -181,14 +181,17 @@ def balance(labels: LabelFigures, objective: Objective) -> str | None:
     if not (desirable and undesirable):
         kind = "desirable" if desirable else "undesirable"
         return f"all answers are {kind}: nothing says what the others would be like"
-    gains, losses = desirable * objective.desirable_weight, undesirable * objective.undesirable_weight
+    gains, losses = (
+        desirable * objective.option("desirable_weight"),
+        undesirable * objective.option("undesirable_weight"),
+    )
     ratio = gains / losses if losses else math.inf
     if 0.9 <= ratio <= 1.5:  # what chance leaves of a balance is none of the weights' business
         return None
     side, least = "desirable", losses / desirable
     if ratio > 1:
         side, least = "undesirable", gains / undesirable * 3 / 4
-    wanted = f"objective.{side}_weight={least:.3g} to {least * 4 / 3:.3g}"
+    wanted = f"objective.options.{side}_weight={least:.3g} to {least * 4 / 3:.3g}"
     return (
         f"{desirable:,} desirable and {undesirable:,} undesirable answers, by their weights {ratio:.2g} to 1: the KTO paper "
         f"advises 1 to 4/3, here {wanted}"

@@ -65,7 +65,7 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
         if routers is not None:  # TRL turns them on for its own auxiliary loss, which is not used
             text_config.output_router_logits = routers
         base = base_model(self.model)
-        self.routers = router_loss(base, objective.router_aux_coef)
+        self.routers = router_loss(base, None)
         autocast = self.autocast_of_forward(settings)
         head = patch_forward(base, documents=objective, autocast=autocast, backend=settings.backend)
         self.head = cast(Head, head)

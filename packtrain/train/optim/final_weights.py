@@ -1,4 +1,4 @@
-"""The weights of final/ in the format of trainer.save_dtype, from float32 masters where there are some."""
+"""The weights of final/ in the format of optim.bf16_rounding, from float32 masters where there are some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peft import set_peft_model_state_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.config.schema import SaveDtype
+from packtrain.config.schema import Rounding
 from packtrain.model.load import base_model
 from packtrain.train.optim.float32_step import MASTER, round_to
 from packtrain.train.optim.lost_updates import optimizer_inside
@@ -23,9 +23,9 @@ Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """The whole float32 tensor that the optimizer keeps of a trained weight, None if it keeps none. Called by all processes together."""
 
 
-def format_of(save_dtype: SaveDtype, loaded: torch.dtype) -> torch.dtype:
+def format_of(rounding: Rounding, loaded: torch.dtype) -> torch.dtype:
     """The format of the saved weights; `loaded` is that of the model."""
-    return {"auto": loaded, "float32": torch.float32, "bfloat16": torch.bfloat16}[save_dtype]
+    return {"never": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
 
 
 def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adapted: bool) -> torch.dtype | None:

@@ -235,23 +235,27 @@ def _modes(
         if kto.reference.at_start:
             layout = "padding" if padded else "flat"
             start = start_on_random_pairs(trainer, backend, layout, precomputed=kto.reference.kind == "precomputed")
-        return Head(objective.loss), compare_unpaired(trainer, backend), start
+        return Head(objective.token_loss), compare_unpaired(trainer, backend), start
     if subject.reward is not None:
         scorer = trainer_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
-        return Head(objective.loss), compare_pairs(scorer, scorer.steps, backend, shares=shares), None
+        return Head(objective.token_loss), compare_pairs(scorer, scorer.steps, backend, shares=shares), None
     if dpo is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
         add_fused_lm_head(base)
-        head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
+        head = add_loss_sum(base, loss=objective.token_loss, neftune_alpha=objective.option("neftune_noise_alpha"))
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
-        return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
+        return (
+            head,
+            compare_documents(model, backend, pad_token_id=pad, loss=objective.token_loss, autocast=autocast),
+            None,
+        )
     trainer, start = trainer_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
     if dpo.reference.at_start:
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(trainer, backend, layout, precomputed=dpo.reference.kind == "precomputed")
     split = not objective.sorting_losses
-    return Head(objective.loss), compare_preferences(trainer, backend, shares=shares, split=split), start
+    return Head(objective.token_loss), compare_preferences(trainer, backend, shares=shares, split=split), start
 
 
 def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:

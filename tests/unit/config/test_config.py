@@ -399,7 +399,7 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["data.eval='0.05'"], "data.eval", "A fraction is a number without quotes, e.g. 0.05."),
         (["data.max_length=null", "data.overlong=drop"], "data.overlong", "nothing is overlong"),
         (["data.format=text", "data.loss_on=assistant"], "data.loss_on", "plain text has no assistant part"),
-        (["objective.kind=dpo", "objective.loss_type=[]"], "objective.loss_type", "there is no loss"),
+        (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "there is no loss"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
@@ -428,12 +428,26 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
             "packing.share_prefix",
             "padded batches have a prompt for every answer",
         ),
-        (["objective.kind=dpo", "objective.loss_type=[ipo,sfft]"], "objective.loss_type[1]", "Did you mean sft?"),
-        (["objective.kind=dpo", "objective.loss_weights=[1,2]"], "objective.loss_weights", "2 weights for 1 loss"),
+        (["objective.kind=dpo", "objective.loss=[ipo,sfft]"], "objective.loss[1]", "Did you mean sft?"),
+        (
+            ["objective.kind=dpo", "objective.options.loss_weights=[1,2]"],
+            "options.loss_weights",
+            "2 weights for 1 loss",
+        ),
+        (["objective.kind=dpo", "objective.loss=kto"], "objective.loss", "use packtrain kto (objective.kind=kto)"),
+        (["objective.kind=kto", "objective.loss=[hinge]"], "objective.loss", "hinge is no loss of packtrain kto"),
+        (["objective.kind=reward", "objective.loss=nll"], "objective.loss", "nll is no loss of packtrain reward"),
+        (["objective.kind=dpo", "objective.options.ld_alfa=1"], "objective.options.ld_alfa", "Did you mean ld_alpha?"),
+        (["objective.options.label_smoothing=0.1"], "objective.options.label_smoothing", "Use packtrain dpo"),
+        (
+            ["objective.kind=kto", "objective.options={desirable_weight: 0, undesirable_weight: 0}"],
+            "objective.options",
+            "trains nothing",
+        ),
         (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
         (["+data.truncation_mode=keep_end"], "data.truncation_mode", "Did you mean data.overlong?"),
         (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
-        (["objective.kind=dpo", "objective.neftune_alpha=5"], "objective.neftune_alpha", "a key of packtrain sft"),
+        (["objective.kind=dpo", "objective.options.neftune_noise_alpha=5"], "neftune_noise_alpha", "Use packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
         (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
@@ -445,7 +459,7 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["trainer.torch_compile=true", "strategy=fsdp2"], "trainer.torch_compile", "strategy=ddp or zero2"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
-        (["objective.kind=dpo", "objective.ld_alpha=1.5"], "objective.ld_alpha", "at most 1"),
+        (["objective.kind=dpo", "objective.options.ld_alpha=1.5"], "objective.options.ld_alpha", "from 0 to 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
         (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
@@ -529,9 +543,7 @@ def test_rules_are_silent_about_what_may_work() -> None:
     assert check(config, frozenset()) == []
 
 
-@pytest.mark.parametrize(
-    "key", ["optim.master_weights=true", "optim.rounding=stochastic", "trainer.save_dtype=bfloat16"]
-)
+@pytest.mark.parametrize("key", ["optim.bf16_rounding=stochastic", "optim.bf16_rounding=final"])
 def test_the_head_of_a_reward_model_is_rounded_though_adapters_are_not(key: str) -> None:
     adapters = [*COMPLETE, "peft=lora", "model.dtype=bfloat16", key]
     assert only(None, *adapters).where
@@ -566,14 +578,19 @@ def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, adv
 
 
 def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
-    old: dict[str, dict[str, Any]] = {}
+    old: dict[str, dict[str, Any]] = {"objective": {"kind": "dpo", "loss": "nll"}}
     for path in REMOVED:
         group, _, name = path.partition(".")
         old.setdefault(group, {})[name] = None
     old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis"}
     old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest", "largest_first": "auto"}
-    old["optim"] |= {"epsilon": 1e-8}
-    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)
+    old["trainer"] |= {"save_dtype": "auto"}
+    old["optim"] |= {"epsilon": 1e-8, "master_weights": "auto", "rounding": "nearest"}
+    old["objective"] |= {"loss_type": "sigmoid", "kto_loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    old["objective"] |= {"label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5}
+    old["objective"] |= {"discopop_tau": 0.05, "use_weighting": False}
+    new = load_config(None, [*COMPLETE, "objective.kind=dpo"])
+    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == new
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:

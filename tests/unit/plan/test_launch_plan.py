@@ -240,7 +240,7 @@ def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest
 def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(
     processes: int, mode: Any, said: str | None
 ) -> None:
-    groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss_type=["sigmoid", "aot"]), Trainer()
+    groups = Batch(examples_per_step=32), mode, Objective(kind="dpo", loss=["sigmoid", "aot"]), Trainer()
     if said is None:
         assert plan_batch(*groups, processes=processes).examples_per_step == 32
         return
