@@ -53,14 +53,23 @@ app = typer.Typer(
 
 
 class ConfigCommand(TyperCommand):
-    """A verb that takes a config: its help ends with every config key."""
+    """A verb that takes a config: its help ends with every config key, or explains those that are named beside -h."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the base class; the arguments are kept for the help."""
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then the reference made from the config's dataclasses."""
         from packtrain.config.help import help_text
+        from packtrain.config.keys import keys
+        from packtrain.config.schema import groups
 
-        super().format_help(ctx, formatter)
-        formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
+        asked = [one for one in ctx.meta["arguments"] if one in groups() or one in keys()]
+        if not asked:
+            super().format_help(ctx, formatter)
+        formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120), asked) + "\n")
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

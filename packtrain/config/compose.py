@@ -21,10 +21,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from packtrain.config import rules
 from packtrain.config.keys import Fault, keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
-from packtrain.config.rules import combinations, secrets, slurm
 from packtrain.config.rules import paths_and_packages as missing
+from packtrain.config.rules import secrets, slurm
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
@@ -63,7 +64,7 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in (*secrets.notes(config.topology.setup), *combinations.notes(config)):
+    for note in (*secrets.notes(config.topology.setup), *rules.notes(config)):
         say(f"note: {note}")
     return config
 
@@ -231,7 +232,7 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     faults += _new(wrong_values, faults, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
-        *combinations.check(config, given),
+        *rules.check(config, given),
         *slurm.check(config.topology, config.trainer.resume),
         *secrets.check(asdict(config)),
         *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),

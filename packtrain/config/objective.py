@@ -1,13 +1,35 @@
-"""What is trained: the group `objective`, and what sets its kinds apart."""
+"""What is trained: the group `objective` and what sets its kinds apart; and `key`, by which every config field is declared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from packtrain.config.fields import ObjectiveKind, key
+ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    maximum: float = 10**9,
+    objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (),
+) -> Any:
+    """A config field: default, a sentence, bounds (`>= minimum`, `> above`, `< below`, `<= maximum`), the `objective`s that it is for
+    (all if none is named).
+    """
+    bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
+    objectives = (objective,) if isinstance(objective, str) else objective
+    metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
 
 TokenLoss = Literal["nll", "dft"]
 LossType = Literal[
@@ -44,35 +66,34 @@ SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An entry of objective.options: TRL's `default`, the values that are `allowed` in words, and the test for them."""
+    """An argument of another library's: its `default`, the values that are `allowed` in words, and the test for them."""
 
     default: Any
     allowed: str
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_WEIGHT = Option(1.0, "number ≥ 0", lambda value: _is_number(value) and value >= 0)
+_WEIGHT = Option(1.0, "number ≥ 0", lambda value: is_number(value) and value >= 0)
 OPTIONS: dict[ObjectiveKind, dict[str, Option]] = {
-    "sft": {"neftune_noise_alpha": Option(None, "number > 0", lambda value: _is_number(value) and value > 0)},
+    "sft": {"neftune_noise_alpha": Option(None, "number > 0", lambda value: is_number(value) and value > 0)},
     "dpo": {
         "loss_weights": Option(
             None,
             "list of numbers ≥ 0, not all 0, one for each loss",
             lambda value: isinstance(value, list) and any(value) and all(map(_WEIGHT.accepts, value)),
         ),
-        "label_smoothing": Option(
-            0.0, "number from 0, below 0.5", lambda value: _is_number(value) and 0 <= value < 0.5
-        ),
+        "label_smoothing": Option(0.0, "number from 0, below 0.5", lambda value: is_number(value) and 0 <= value < 0.5),
         "f_divergence_type": Option("reverse_kl", "|".join(_DIVERGENCES), lambda value: value in _DIVERGENCES),
-        "f_alpha_divergence_coef": Option(0.5, "number", _is_number),
-        "ld_alpha": Option(None, "number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+        "f_alpha_divergence_coef": Option(0.5, "number", is_number),
+        "ld_alpha": Option(None, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
         "use_weighting": Option(False, "true or false", lambda value: isinstance(value, bool)),
-        "discopop_tau": Option(0.05, "number > 0", lambda value: _is_number(value) and value > 0),
+        "discopop_tau": Option(0.05, "number > 0", lambda value: is_number(value) and value > 0),
     },
     "kto": {"desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT},
     "reward": {"center_rewards_coefficient": Option(None, _WEIGHT.allowed, _WEIGHT.accepts)},

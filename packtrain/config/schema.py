@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.config.fields import key
-from packtrain.config.objective import Objective
+from packtrain.config.objective import Objective, key
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
@@ -210,7 +209,7 @@ class Optim:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Batch:
-    """What one optimizer step trains on (global: independent of the number of GPUs) and what one device takes at once."""
+    """What an optimizer step trains on, over all devices, and what one device takes at once."""
 
     examples_per_step: int | None = key(
         None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
@@ -281,7 +280,7 @@ class Trainer:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Peft:
-    """Train few weights in place of all: peft=none, peft=lora."""
+    """Train few weights in place of all."""
 
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
     r: int = key(16, "Rank of the adapters.", minimum=1)
@@ -294,7 +293,7 @@ class Peft:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Strategy:
-    """How model and optimizer are spread over processes: strategy=ddp|zero1|zero2|zero3|zero3_offload|fsdp2."""
+    """How model and optimizer are spread over processes."""
 
     name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
         "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
@@ -303,7 +302,7 @@ class Strategy:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Topology:
-    """Which processes train, on which machines, and what a Slurm job asks for: topology=auto|single|local|slurm|env|manual."""
+    """Which processes train, on which machines, and what a Slurm job asks for."""
 
     kind: Literal["auto", "single", "local", "slurm", "env", "manual"] = key(
         "auto",

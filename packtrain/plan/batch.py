@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.config.objective import Objective
-from packtrain.config.rules.combinations import nearest_multiples
+from packtrain.config.rules import nearest_multiples
 from packtrain.config.schema import Batch, Trainer
 from packtrain.errors import UserError
 from packtrain.wording import counted

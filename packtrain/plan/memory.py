@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.config.rules.combinations import check_strategy
+from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.known_model.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of

@@ -1,7 +1,7 @@
 """What a resumed run must share with the run that wrote its checkpoint, and what has changed since then. Pure; no torch.
 
 Both record their facts: config keys, and what became of them (documents, weights, versions: train/checkpoint/folder.py).
-config/rules/resume_keys.py has which of them may differ.
+config/keys.py has which of them may differ.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packtrain.config.keys import RECORDED, is_fixed, is_free
 from packtrain.config.objective import Objective
-from packtrain.config.rules.resume_keys import KEPT, is_fixed, is_free
 from packtrain.errors import Problem, UserError
 from packtrain.plan.agreement import shared_values
 from packtrain.run_folder import RunFolder, object_of, text_of
@@ -39,7 +39,7 @@ _AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a run that its `config` (as plain containers) tells: its keys, secrets as digests."""
-    texts = shared_values({group: keys for group, keys in config.items() if group in KEPT})
+    texts = shared_values({group: keys for group, keys in config.items() if group in RECORDED})
     facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
     batch, held_out = config["batch"], config["data"]["eval"]
     if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents make a step
@@ -51,7 +51,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
     facts[_OPTIONS] = json.dumps(options, sort_keys=True)
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
-    facts["objective.loss"] = Objective(**config["objective"]).losses
+    facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
     return facts

@@ -15,7 +15,7 @@ from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in
 from trl import DPOTrainer
 
 from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
-from packtrain.config.rules.combinations import check
+from packtrain.config.rules import check
 from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.fields import ObjectiveKind
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, content_of, number_of
 from packtrain.data.formats.conversations import (
