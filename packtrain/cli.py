@@ -440,9 +440,8 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
-    from packtrain.config.compose import load_config
+    from packtrain.config.compose import Point, load_config, load_points
     from packtrain.config.objective import TRAITS
-    from packtrain.config.sweep import Point, load_points
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
     from packtrain.plan.known_model.model_config import check_model

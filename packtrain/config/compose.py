@@ -1,4 +1,4 @@
-"""YAML + command line → `RunConfig`, with all problems at once and the place of each.
+"""YAML + command line → `RunConfig`, with all problems at once and the place of each; or one for each point of a sweep.
 
 Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
 it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
@@ -10,10 +10,12 @@ takes `trainer.eval_every` with it. What the files alone contradict, or the comm
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config import rules
 from packtrain.config.keys import Fault, keys
-from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
+from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import paths_and_packages as missing
 from packtrain.config.rules import secrets, slurm
 from packtrain.config.schema import RunConfig, groups
@@ -31,6 +33,8 @@ from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
 from packtrain.errors import Problem, UserError
 
+MOST_POINTS = 1000
+_LONGEST_NAME = 150  # characters; file systems allow 255 bytes
 _SELF = "_self_"  # in a defaults list: the keys of the file itself
 _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 
@@ -67,6 +71,54 @@ def load_config(
     for note in (*secrets.notes(config.topology.setup), *rules.notes(config)):
         say(f"note: {note}")
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep: its `config`, and the overrides that the sweep chose for it, its run folder among them."""
+
+    config: RunConfig
+    chosen: tuple[str, ...] = ()
+
+
+def load_points(
+    config_path: str | None,
+    overrides: list[str],
+    first: Sequence[str] = (),
+    say: Callable[[str], object] = lambda line: None,
+) -> tuple[list[Point], list[str]]:
+    """The points of the sweep (`-m key=a,b`) that `overrides` describe, and the overrides that all of them share.
+
+    The grammar is Hydra's, and the last key varies fastest, as in its own sweeper. Every point gets a run folder of its own.
+    `first` are overrides that come before them in every point. `say` is given each line of load_config once.
+
+    Raises UserError where no override has several values, and with the problems of the first point that has any.
+    """
+    swept = {text: values for text in overrides if (values := values_of_sweep(text, MOST_POINTS)) is not None}
+    shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
+    if not swept or number > MOST_POINTS:
+        what = (
+            "there is nothing to sweep: no key has several values" if not swept else f"more than {MOST_POINTS:,} runs"
+        )
+        fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit mostly is 1,000 (MaxArraySize)."
+        raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
+    said: dict[str, None] = {}  # in order
+    points = [
+        Point(load_config(config_path, [*first, *shared, *chosen], said.setdefault), chosen)
+        for chosen in itertools.product(*swept.values())
+    ]
+    for line in said:
+        say(line)
+    if len({point.config.trainer.output_dir for point in points}) == number:
+        return points, shared
+    names = [re.sub(r"[^\w.=-]+", "-", "_".join(one.lstrip("+") for one in point.chosen)) for point in points]
+    names = [name[:_LONGEST_NAME] for name in names]
+    unique, named = len(set(names)) == number, []
+    for at, (point, name) in enumerate(zip(points, names, strict=True)):
+        folder = f"{point.config.trainer.output_dir}/{name if unique else f'{at}-{name}'}"
+        config = replace(point.config, trainer=replace(point.config.trainer, output_dir=folder))
+        named.append(Point(config, (*point.chosen, assignment("trainer.output_dir", folder))))
+    return named, shared
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
