@@ -148,7 +148,7 @@ def plan(
 
     def work() -> int:
         from packtrain.plan.memory import GIB
-        from packtrain.plan.view.screen import plan_json, print_plan
+        from packtrain.plan.screen import plan_json, print_plan
 
         run, launch = _config_and_plan(arguments)
         if gpu_memory is not None:
@@ -345,7 +345,7 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
     run, launch = _config_and_plan(arguments, verb)
     if dry_run:
-        from packtrain.plan.view.screen import print_plan
+        from packtrain.plan.screen import print_plan
 
         _note_if_refused(run, arguments)
         print_plan(run, launch, verb, arguments or [])
@@ -427,7 +427,7 @@ def _end(work: Callable[[], int]) -> NoReturn:
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
     """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
-    from packtrain.plan.known_model.model_config import check_model
+    from packtrain.plan.known_model import check_model
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
 
@@ -444,7 +444,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.objective import TRAITS
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
-    from packtrain.plan.known_model.model_config import check_model
+    from packtrain.plan.known_model import check_model
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."

@@ -24,9 +24,9 @@ from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
 from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.plan.known_model import plan_precision
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.mixed_precision import planned
 from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.surroundings import Surroundings, look_around
 from packtrain.redact import Redactor
@@ -155,7 +155,7 @@ def _dtype_of(config: RunConfig) -> str:
     dtype = config.model.dtype
     if dtype == "auto":
         return "bfloat16"
-    mixed, _ = planned(config, dtype, gpu=True)  # on a CPU there are no kernels to look for
+    mixed, _ = plan_precision(config, dtype, gpu=True)  # on a CPU there are no kernels to look for
     return "bfloat16" if mixed == "bf16" else dtype
 
 

@@ -24,9 +24,16 @@ from typing import Any
 from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.known_model.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
+from packtrain.plan.known_model import (
+    Layers,
+    Weights,
+    adapter_shapes,
+    is_adapted,
+    layers_of,
+    plan_precision,
+    weights_of,
+)
 from packtrain.plan.launcher_settings import BUCKET, STAGES
-from packtrain.plan.mixed_precision import planned
 from packtrain.plan.reference_choice import reference_of
 
 GIB = 2**30
@@ -57,7 +64,7 @@ CHECKED_LOGITS = 2**27
 """The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/verify/dpo_start.py)."""
 STEPPED = 2**26
 """Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
-_PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
+PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of all known parts."""
-        return sum(getattr(self, name) or 0 for name in _PARTS)
+        return sum(getattr(self, name) or 0 for name in PARTS)
 
     @property
     def fits(self) -> bool | None:
@@ -98,18 +105,18 @@ class Memory:
 
     def sentence(self) -> str:
         """The estimate in words."""
-        names = [name for name in _PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
+        names = [name for name in PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
         parts = ", ".join(
-            f"{name}{' at most' if name == 'activations' else ''} {_gib(getattr(self, name))}" for name in names
+            f"{name}{' at most' if name == 'activations' else ''} {in_gib(getattr(self, name))}" for name in names
         )
         before = f" before activations ({self.unknown})" if self.activations is None else ""
         trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
         size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
-        host = f"; and {_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
-        said = f"{_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
+        host = f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
+        said = f"{in_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
         if self.fits is False:
-            own = f"{_gib(self.outside)} of them for CUDA{' and NCCL' if self.outside > OUTSIDE else ''}"
-            said += f". That exceeds the {_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
+            own = f"{in_gib(self.outside)} of them for CUDA{' and NCCL' if self.outside > OUTSIDE else ''}"
+            said += f". That exceeds the {in_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
     """
     try:
         model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
-        decided, _ = planned(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
+        decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         found = replace(_count(config, model, processes), device=device_bytes)
     except UserError as error:
@@ -311,8 +318,10 @@ def _advice(config: RunConfig, processes: int) -> str:
     return f"try {', '.join(what for what, possible in tries.items() if possible)}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+def in_gib(size: int) -> str:
+    """Bytes in GiB, as plans show them."""
+    value = size / GIB
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 10**6 else f"{value:.1e}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ WARM = (
     "packtrain.cli",
     "packtrain.launch.execute",
     "packtrain.config.compose",
-    "packtrain.plan.view.screen",
+    "packtrain.plan.screen",
     "packtrain.launch.slurm.submit",
     "packtrain.report.run_reports",
     "packtrain.diagnose.doctor",

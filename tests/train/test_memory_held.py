@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.known_model.shapes import Layers, layers_of
+from packtrain.plan.known_model import Layers, layers_of
 from packtrain.plan.memory import FullestBatch, Memory, estimate, of_the_layers
 from tests.train import forked
 

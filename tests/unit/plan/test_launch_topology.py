@@ -11,9 +11,8 @@ from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.screen import print_plan
 from packtrain.plan.surroundings import Surroundings, allocation_of, expand, repeated
-from packtrain.plan.view import screen
-from packtrain.plan.view.screen import print_plan
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
@@ -314,7 +313,7 @@ def test_a_plan_numbers_machines_only_where_no_launcher_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
-    monkeypatch.setattr(screen, "_slurm_is_here", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     print_plan(config, plan(topology, env), "sft", ["config.yaml"])
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
     assert any("on each machine K, from 0 to 1" in line for line in shown) == by_hand
@@ -343,7 +342,9 @@ def test_what_a_plan_shows_to_type_works_where_it_is_typed(
     topology = {"nodes": 2, "gpus_per_node": 8, **topology}
     config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
     for here in (True, False):  # whether this machine has Slurm's commands
-        monkeypatch.setattr(screen, "_slurm_is_here", lambda here=here: here)
+        monkeypatch.setattr(
+            "shutil.which", lambda name, here=here: "/bin/sbatch" if here and name == "sbatch" else None
+        )
         print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
         (command,) = [line for line in capsys.readouterr().out.splitlines() if "sft 'a b.yaml'" in line]
         if slurm and (here or not by_hand):

@@ -14,7 +14,7 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
-from packtrain.plan.view.memory_bar import memory_bars
+from packtrain.plan.screen import memory_bars
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 

@@ -1,8 +1,9 @@
-"""A plan as `packtrain plan` prints it: the answer on one screen, and with --full all that it stands for."""
+"""A plan as `packtrain plan` prints it: the answer on one screen, what is odd about it, and with --full all that it stands for."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,23 +19,21 @@ from rich.text import Text
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import Data, RunConfig, sources
-from packtrain.plan import mixed_precision
+from packtrain.plan import known_model
 from packtrain.plan.data_size import DataSize, recall
-from packtrain.plan.known_model.model_config import left_to_loading
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.launcher_settings import STAGES
-from packtrain.plan.memory import Memory, estimate
-from packtrain.plan.view.memory_bar import memory_bars, memory_head
-from packtrain.plan.view.oddities import of_batch, of_estimate, of_lengths, of_machine, of_training, steps_of
+from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, visible
 
 _NAME = 11
 _WIDEST, _NARROWEST = 100, 40
-_MOST_SOURCES = 3
-_MOST_COMMANDS = 100
+_MOST_SOURCES, _MOST_COMMANDS, _MANY_STEPS = 3, 100, 1000
 _BY_COMMAND = ("topology.nodes", "topology.kind", "topology.node_rank")
 """Obstacles that the command to paste removes."""
+_LARGE_RATE = {"none": 1e-3, "lora": 1e-2}
+"""Learning rates above which a trained model, or adapters, are mostly spoilt."""
 
 
 def print_plan(
@@ -48,9 +47,8 @@ def print_plan(
     console = Console(highlight=False, soft_wrap=True)
     sized = console.is_terminal or "COLUMNS" in os.environ
     width = max(min(console.width, _WIDEST), _NARROWEST) if sized else _WIDEST
-    for name, text in _answer(config, launch, width, plain=not (console.encoding or "").lower().startswith("utf")):
-        console.print(Text.assemble((f"{name:<{_NAME}}", "bold"), text))
-    for name, text in _to_do(config, launch, verb, arguments, width):
+    plain = not (console.encoding or "").lower().startswith("utf")
+    for name, text in (*_answer(config, launch, width, plain=plain), *_to_do(config, launch, verb, arguments, width)):
         console.print(Text.assemble((f"{name:<{_NAME}}", "bold"), text))
     if not full:
         console.print(Text(f"{'':<{_NAME}}(packtrain plan --full: every setting and command behind this)", "dim"))
@@ -75,42 +73,35 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
     """Name and text of each line above the commands, wrapped."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory)
     size = recall(config.model, config.data, config.objective.kind, config.trainer.seed)
+    each, steps = _count_steps(config, size)
     gpu = launch.gpus > 0 or launch.gpu_memory is not None
-    yield from _wrapped("model", _model(config, memory), width)
-    yield from _wrapped("data", _data(config.data, size, launch.batch.unit), width)
     strategy = f", {config.strategy.name}" if launch.num_processes > 1 else ""
-    yield from _wrapped("processes", f"{launch.num_processes}{strategy}: {launch.reason}", width)
-    yield from _wrapped("batch", replace(launch.batch, steps=None).sentence(), width)
-    each, steps = steps_of(config.batch, config.trainer, size)
-    yield from _wrapped("steps", _steps(config, size, each, steps, launch.batch.unit), width)
-    yield from _wrapped("precision", mixed_precision.sentence(config, gpu=gpu), width)
-    if isinstance(memory, str):
-        yield from _wrapped("memory", memory, width)
-    else:
-        style = "bold red" if memory.fits is False else ""
-        yield from _wrapped("memory", memory_head(memory), width, style)
+    lines = {
+        "model": _model(config, memory),
+        "data": _data(config.data, size, launch.batch.unit),
+        "processes": f"{launch.num_processes}{strategy}: {launch.reason}",
+        "batch": replace(launch.batch, steps=None).sentence(),
+        "steps": _steps(config, size, each, steps, launch.batch.unit),
+        "precision": known_model.precision_in_words(config, gpu=gpu),
+        "memory": memory if isinstance(memory, str) else _memory(memory),
+    }
+    for name, text in lines.items():
+        fails = name == "memory" and isinstance(memory, Memory) and memory.fits is False
+        yield from _wrapped(name, text, width, "bold red" if fails else "")
+    if isinstance(memory, Memory):
         yield from (("", row) for row in memory_bars(memory, width - _NAME, plain=plain))
     if launch.network:
         chosen = ", ".join(f"{one.name}={one.value}" if one.value else one.name for one in launch.network)
         yield from _wrapped("network", f"{chosen} (--full says why)", width)
     yield from _wrapped("folder", _folder(config), width)
-    odd = [
-        *of_batch(config.batch, launch, size, config.packing.mode),
-        *of_estimate(config.objective, config.batch, size, each, steps),
-        *of_training(
-            config.model, config.optim, config.trainer, config.peft, steps, deepspeed=config.strategy.name in STAGES
-        ),
-        *of_lengths(config.model, config.data, size),
-        *of_machine(launch),
-    ]
-    for number, one in enumerate(odd):
-        yield from _wrapped("" if number else "odd", one, width, "yellow")
+    for number, odd in enumerate(_oddities(config, launch, size, steps)):
+        yield from _wrapped("" if number else "odd", odd, width, "yellow")
 
 
 def _model(config: RunConfig, memory: Memory | str) -> str:
     model, name = config.model, config.model.path or f"a new {config.model.config.get('model_type', 'model')}"
     name += ", new weights" if model.path and model.init == "random" else ""
-    unseen = left_to_loading(model, config.peft)
+    unseen = known_model.left_to_loading(model, config.peft)
     unseen = f"; not known before loading: {unseen}" if unseen else ""
     if isinstance(memory, str):
         return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}{unseen}"
@@ -122,10 +113,22 @@ def _data(data: Data, size: DataSize | None, unit: str) -> str:
     paths = [one.path for one in sources(data.train)]
     named = ", ".join(paths[:_MOST_SOURCES]) or "none"
     more = f" and {len(paths) - _MOST_SOURCES} more" if len(paths) > _MOST_SOURCES else ""
-    found = f": {counted(size.documents, unit)}, {size.tokens:,} tokens, the longest {size.longest:,}" if size else ""
+    counts = f": {counted(size.documents, unit)}, {size.tokens:,} tokens, the longest {size.longest:,}" if size else ""
     held = ", ".join(one.path for one in sources(data.eval, "eval")) or (f"{data.eval:g} of it" if data.eval else "")
     most = f"; cut at {data.max_length:,} tokens" if data.max_length else ""
-    return f"{named}{more}{found}{f'; held out: {held}' if held else ''}{most}"
+    return f"{named}{more}{counts}{f'; held out: {held}' if held else ''}{most}"
+
+
+def _count_steps(config: RunConfig, size: DataSize | None) -> tuple[int | None, int | None]:
+    """(steps of an epoch, steps of the run), each None if it is not known; of rows they are rounded up and may be a few more."""
+    batch, trainer, each = config.batch, config.trainer, None
+    if size is not None and batch.examples_per_step:
+        each = math.ceil(size.documents / batch.examples_per_step)
+    elif size is not None and batch.tokens_per_step:
+        each = math.ceil(size.tokens / batch.tokens_per_step)
+    if trainer.max_steps is not None:
+        return each, trainer.max_steps
+    return each, None if each is None else max(math.ceil(trainer.epochs * each - 1e-9), 1)
 
 
 def _steps(config: RunConfig, size: DataSize | None, each: int | None, steps: int | None, unit: str) -> str:
@@ -139,6 +142,44 @@ def _steps(config: RunConfig, size: DataSize | None, each: int | None, steps: in
     return f"{about}{steps:,}: {passes} epochs of {each:,} steps ({size.documents:,} {unit}, {tokens})"
 
 
+def _memory(memory: Memory) -> str:
+    """What it comes to, in one sentence; where it does not fit, what to try."""
+    amount, unit = f"{in_gib(memory.total)} GiB", "device"
+    if memory.device is not None:
+        amount, unit = f"{in_gib(memory.total + memory.outside)} of the {in_gib(memory.device)} GiB", "GPU"
+    said = f"{amount} of each {unit}"
+    if memory.activations is None:
+        said += f" before activations ({memory.unknown})"
+    if memory.device is None:
+        said += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
+    elif memory.fits is not None:
+        said += ": fits" if memory.fits else f": DOES NOT FIT, {memory.advice}"
+    return said + (f"; and {in_gib(memory.host)} GiB of the machine's own memory per process" if memory.host else "")
+
+
+def memory_bars(memory: Memory, width: int, *, plain: bool) -> Iterator[Text]:
+    """A row for each part, where the one before it ends, and one for the sum against the device, each at most `width` cells wide;
+    `plain`: of ASCII characters."""
+    full, free, over = "#.!" if plain else "█░▒"
+    parts = {name: getattr(memory, name) or 0 for name in PARTS}
+    if memory.device is not None:
+        parts["CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA"] = memory.outside
+    whole, cells, done = sum(parts.values()), max(width - 21, 8), 0
+    scale = max(whole, memory.device or 0, 1)
+    for name, size in parts.items():
+        if size:
+            first, last = min(cells * done // scale, cells - 1), cells * (done + size) // scale
+            bar = " " * first + full * max(last - first, 1)
+            most = " at most" if name == "activations" and len(bar) + 8 <= cells else ""
+            yield Text(f"{name:<11}{in_gib(size):>8} {bar}{most}")
+        done += size
+    limit = cells if memory.device is None else min(cells * memory.device // scale, cells)
+    used = cells * whole // scale
+    bar = full * min(used, limit) + over * (used - limit)
+    bar += free * (limit - used) if memory.device is not None else ""
+    yield Text(f"{'sum':<11}{in_gib(whole):>8} {bar}", "bold red" if memory.fits is False else "bold")
+
+
 def _folder(config: RunConfig) -> str:
     folder, trainer = RunFolder.of(config.trainer), config.trainer
     if folder.gives_way(trainer.resume):
@@ -147,6 +188,51 @@ def _folder(config: RunConfig) -> str:
         return f"{folder.root}: goes on from {trainer.resume}"
     goes_on = trainer.resume == "auto" and any(folder.checkpoints.glob("step-*"))
     return f"{folder.root}{': goes on from its newest checkpoint' if goes_on else ''}"
+
+
+def _oddities(config: RunConfig, launch: LaunchPlan, size: DataSize | None, steps: int | None) -> Iterator[str]:
+    """What is odd although it works: settings without effect, idle devices, steps that are not what they seem."""
+    optim, trainer, examples = config.optim, config.trainer, config.batch.examples_per_step
+    processes, unit, row = launch.num_processes, launch.batch.unit, launch.batch.tokens_per_device
+    if examples is not None and examples < processes:
+        yield f"batch.examples_per_step={examples} leaves {processes - examples} of {processes} processes without work"
+    elif examples is not None and examples % processes and examples < 8 * processes:
+        yield f"{examples} {unit} do not divide over {processes} processes: some wait for the others in every step"
+    if size is not None and examples is not None:
+        share = size.tokens / size.documents * examples / processes
+        if examples > size.documents:
+            yield f"a step of {examples:,} is more than all {counted(size.documents, unit)} of an epoch"
+        if config.packing.mode == "packed" and row and size.longest <= row and 2 * share < row:
+            yield f"a process gets about {share:,.0f} tokens a step: rows of batch.tokens_per_device={row:,} never fill"
+    if steps is not None:
+        if optim.warmup_steps >= max(steps, 1):
+            yield f"optim.warmup_steps={optim.warmup_steps:g} of {steps:,} steps: the learning rate never reaches its peak"
+        for key in ("eval_every", "checkpoint_every"):
+            if (every := getattr(trainer, key)) is not None and every > steps:
+                yield f"trainer.{key}={every} is more than the run's {steps:,} steps"
+        if trainer.checkpoint_every is None and steps >= _MANY_STEPS:
+            yield f"no checkpoints in {steps:,} steps (trainer.checkpoint_every): a run that is killed starts anew"
+    rate, adam = optim.learning_rate, optim.name.startswith(("adam", "paged_adam"))
+    if rate == 0:
+        yield "optim.learning_rate=0 trains nothing"
+    elif rate >= _LARGE_RATE[config.peft.kind] and config.model.init == "pretrained" and adam:
+        yield f"optim.learning_rate={rate:g} is large for a trained model; 1e-5 to 1e-4 is usual, with adapters ten times that"
+    plain = optim.bf16_rounding == "nearest" and config.model.dtype == "bfloat16" and config.peft.kind == "none"
+    if plain and config.strategy.name not in STAGES:
+        yield "bfloat16 weights without masters lose most updates in rounding (optim.bf16_rounding=auto)"
+    positions, most = known_model.positions_of_config(config.model), config.data.max_length
+    if positions is not None and size is not None and size.longest > positions:
+        yield (
+            f"the longest document has {size.longest:,} tokens, the model is made for {positions:,} positions: the run will "
+            f"refuse it; set data.max_length={positions}"
+        )
+    elif positions is not None and most and most > positions:
+        yield f"data.max_length={most:,} is more than the model's {positions:,} positions"
+    used = launch.gpus_per_node
+    if not launch.gpus and launch.nodes == 1 and used > 1 and launch.gpu_memory is None:
+        yield f"here, where no GPU is visible, the {used} processes would train on the CPU"
+    if launch.gpus > used and launch.role != "srun" and (not launch.in_process or processes == 1):
+        yield f"{launch.gpus - used} of {launch.gpus} visible GPUs are not used"
 
 
 def _to_do(
@@ -161,7 +247,8 @@ def _to_do(
     # each machine gets its number from another launcher, Slurm or a pod: the command is the same everywhere
     numbered = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
     by_hand = launch.nodes > 1 and not numbered and topology.kind != "slurm"
-    if launch.obstacles and (topology.kind == "slurm" or (by_hand and topology.kind == "auto" and _slurm_is_here())):
+    slurm = by_hand and topology.kind == "auto" and shutil.which("sbatch") is not None
+    if launch.obstacles and (topology.kind == "slurm" or slurm):
         yield "run", Text(f"{_joined([*_program(), 'sbatch', *typed])} --submit", "bold green")
         return
     if by_hand:
@@ -195,14 +282,14 @@ def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
 def _commands(launch: LaunchPlan) -> str:
     """The command of each machine."""
 
-    def one_line(command: NodeCommand) -> str:
+    def in_a_line(command: NodeCommand) -> str:
         return _joined([*(f"{name}={value}" for name, value in command.env.items()), *command.argv])
 
     if len(launch.commands) == 1:
-        return one_line(launch.command)
-    lines = [f"machine {one.node}: {one_line(one)}" for one in launch.commands[:_MOST_COMMANDS]]
-    alike = len(launch.commands) - len(lines)
-    return "\n".join([*lines, *([f"… and of {alike:,} more, each with its number"] if alike else [])])
+        return in_a_line(launch.command)
+    lines = [f"machine {one.node}: {in_a_line(one)}" for one in launch.commands[:_MOST_COMMANDS]]
+    more = len(launch.commands) - len(lines)
+    return "\n".join([*lines, *([f"… and of {more:,} more, each with its number"] if more else [])])
 
 
 def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tuple[str, Text]]:
@@ -224,10 +311,6 @@ def _many(number: int) -> str:
     if number >= 10**9:
         return f"{number / 10**9:,.1f} billion"
     return f"{number / 10**6:,.1f} million" if number >= 10**6 else f"{number:,}"
-
-
-def _slurm_is_here() -> bool:
-    return shutil.which("sbatch") is not None
 
 
 def _program() -> list[str]:
