@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, judged, size
-from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import kernel_text
+from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
 _FOLDERS = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder", "HF_HOME": "hub-cache"}

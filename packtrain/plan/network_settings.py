@@ -7,6 +7,7 @@ all active RDMA ports, including slow ones and those of storage. The user's own 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -85,12 +87,14 @@ def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNet
 
     Takes a few milliseconds and a name look-up. `root` contains the kernel's files (sys/).
     """
-    found, down = addresses_by_interface(), _down()
-    outward = [own_address_towards(one) for one in _FAR_AWAY]
+    states: dict[str, Any] = {}
+    with suppress(OSError, RuntimeError, psutil.Error):
+        states = psutil.net_if_stats()
+    outward = {own_address_towards(one) for one in _FAR_AWAY} - {None}
     return HostNetwork(
         interfaces=tuple(
-            Interface(name, addresses, name not in down, any(one in outward for one in addresses))
-            for name, addresses in found.items()
+            Interface(name, addresses, name not in states or states[name].isup, not outward.isdisjoint(addresses))
+            for name, addresses in addresses_by_interface().items()
         ),
         ports=tuple(_port(port) for port in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
         own_address=own_address_towards(main_address) if main_address else None,
@@ -118,16 +122,16 @@ def addresses_by_interface() -> dict[str, tuple[str, ...]]:
     return {}
 
 
-def _down() -> set[str]:
-    """The interfaces that are known to be down."""
-    with suppress(OSError, RuntimeError, psutil.Error):
-        return {name for name, state in psutil.net_if_stats().items() if not state.isup}
-    return set()
-
-
 def is_loopback(address: str) -> bool:
     """Whether the address or name leads only to this machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def is_ip(name: str) -> bool:
+    """Whether it is an IP address."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
 
 
 def _port(folder: Path) -> Port:
@@ -174,12 +178,11 @@ def choose_network(
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):
             there = ", ".join(f"{one} ({address})" for one, address in up.items()) or "none"
             what = f"{value} is not there, or down: this machine has {there}"
-            fix = "remove it, and packtrain chooses; or name one of these"
-            problems.append(Problem(what, _where(name, asked), fix))
-        elif value:
-            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}"))
-        elif interface is None:
-            settings.append(NetworkSetting(name, None, reason))
+            problems.append(
+                Problem(what, _where(name, asked), "remove it, and packtrain chooses; or name one of these")
+            )
+        elif value or interface is None:
+            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}" if value else reason))
         else:  # in NCCL's syntax = means exactly this name
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:

@@ -28,9 +28,9 @@ from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
-from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates

@@ -158,7 +158,7 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
     [
         ({"nodes": 4}, BATCH_SCRIPT, {}, "4, but it is 3 by Slurm job 17: n1, n2, n3"),
         ({"gpus_per_node": 9}, BATCH_SCRIPT, {}, r"9, but Slurm job 17 has 8 GPUs on this machine \(SLURM_GPUS_ON_NODE\)"),
-        ({"main_address": "login"}, BATCH_SCRIPT, {}, "login, but it is n1 by Slurm job 17: the first of SLURM_JOB_NODELIST"),
+        ({"main_address": "login"}, BATCH_SCRIPT, {}, "login, but it is n1 by Slurm job 17: n1, n2, n3"),
         ({"node_rank": 1}, TASK, {}, r"1, but it is 2 by Slurm job 17 \(SLURM_NODEID\)"),
         ({"kind": "manual", "nodes": 2, "node_rank": 2}, {}, {}, "machine 2 of 2"),
         ({"node_rank": 1}, {}, {}, "machine 1 of 1"),
@@ -173,7 +173,7 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
         ({}, {"PMI_RANK": "1", "PMI_SIZE": "2"}, {}, "MPI_LOCALRANKID, MPI_LOCALNRANKS must be set"),
         ({}, {**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, {}, "variable MASTER_PORT"),
         ({}, {**TORCHRUN, "MASTER_ADDR": ""}, {}, "MASTER_ADDR must be set"),
-        ({"main_port": 2}, TORCHRUN, {}, "topology.main_port: 2, but it is 1 by MASTER_PORT"),
+        ({"main_port": 2}, TORCHRUN, {}, "topology.main_port: 2, but it is 1 by MASTER_ADDR and MASTER_PORT"),
         ({}, {**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n[1-x]"}, {}, "SLURM_JOB_NODELIST"),
         ({"nodes": 2}, {}, {}, "topology.gpus_per_node"),
         ({"kind": "slurm"}, {}, {}, "topology.gpus_per_node"),
