@@ -26,7 +26,6 @@ _MOST_SHOWN = 8
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
 )
-_FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
 _Peer = TypeVar("_Peer")
 
@@ -120,33 +119,33 @@ def twice(one: Member, other: Member) -> CheckFailed:
 
 def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
-    names, first = names_of(members), members[0]
+    names = names_of(members)
 
-    def counts(name: str) -> dict[str, str]:
-        return {names[one.node]: str(getattr(one, name)) for one in members}
+    def counts(name: str, some: Sequence[Member] = members) -> dict[str, str]:
+        return {names[one.node]: str(getattr(one, name)) for one in some}
 
-    nodes, per_node, gpus = (counts(name) for name in ("nodes", "per_node", "gpus"))
-    if len(set(nodes.values())) > 1:
-        what = f"the machines do not agree on how many they are: {by_value(nodes)}"
-        return CheckFailed(what, where="topology.nodes", fix="Start every machine with the same topology.nodes.")
-    if len(set(per_node.values())) > 1:
-        of = "GPUs" if per_node == gpus else "processes"
-        what = f"the machines do not have the same number of {of} ({_each(per_node)})"
-        fix = _FEWER_GPUS.format(min(one.per_node for one in members))
-        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
-    if short := [one for one in members if 0 < one.gpus < one.per_node]:
-        few = _each({names[one.node]: str(one.gpus) for one in short})
-        what = f"{first.per_node} GPUs on each machine are needed, but some have fewer ({few})"
-        fix = _FEWER_GPUS.format(min(one.gpus for one in short))
-        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
-    if len({one.gpus > 0 for one in members}) > 1:
-        what = f"some machines have GPUs and others none ({by_value(gpus)})"
-        return CheckFailed(what, where="topology", fix="Look at nvidia-smi and CUDA_VISIBLE_DEVICES there.")
-    return None
+    def each(numbers: Mapping[str, str]) -> str:
+        return ", ".join(f"{name}: {number}" for name, number in numbers.items())
 
-
-def _each(numbers: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}: {number}" for name, number in numbers.items())
+    short = [one for one in members if 0 < one.gpus < one.per_node]
+    where = "topology.gpus_per_node"
+    fix = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+    if len({*counts("nodes").values()}) > 1:
+        where, fix = "topology.nodes", "Start every machine with the same topology.nodes."
+        what = f"the machines do not agree on how many they are: {by_value(counts('nodes'))}"
+    elif len({*(per_node := counts("per_node")).values()}) > 1:
+        things = "GPUs" if per_node == counts("gpus") else "processes"
+        what = f"the machines do not have the same number of {things} ({each(per_node)})"
+        fix = fix.format(min(one.per_node for one in members))
+    elif short:
+        what = f"{members[0].per_node} GPUs on each machine are needed, but some have fewer ({each(counts('gpus', short))})"
+        fix = fix.format(min(one.gpus for one in short))
+    elif len({one.gpus > 0 for one in members}) > 1:
+        where, fix = "topology", "Look at nvidia-smi and CUDA_VISIBLE_DEVICES there."
+        what = f"some machines have GPUs and others none ({by_value(counts('gpus'))})"
+    else:
+        return None
+    return CheckFailed(what, where=where, fix=fix)
 
 
 def unlike(members: Sequence[Member]) -> PacktrainError | None:

@@ -40,9 +40,8 @@ GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
 """Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
-"""Beside it for each communicator of several ranks. For each channel and neighbour NCCL allocates 10 MiB to receive in and 2 to send
-(its issue 1685); two neighbours by 24 channels, and 256 MiB for NVLink SHARP on 8 GPUs (transport/nvls.cc), are 832 MiB. Reported:
-1.06 GB on 8 H100 (1685), 544 MB on 2 A100 and 688 on 4 (964). Rings and trees have no more neighbours on more machines (864)."""
+"""Beside it for each communicator of several ranks: 12 MiB for each of two neighbours and 24 channels, and 256 MiB for NVLink SHARP,
+are 832 MiB (its issue 1685, transport/nvls.cc). Reported: 1.06 GB on 8 H100 (1685), 544 MB on 2 A100 (964)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
@@ -56,7 +55,7 @@ SHARDED = {  # what a strategy shards over the processes
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 _REDUCED = (
-    500_000_000  # gradients that ZeRO-1 of bfloat16 weights reduces at once (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+    500_000_000  # gradients that ZeRO-1 reduces at once of bfloat16 weights (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
 )
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
@@ -104,20 +103,18 @@ class Memory:
         return None if fits and self.activations is None else fits
 
     def sentence(self) -> str:
-        """The estimate in words."""
-        names = [name for name in PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
-        parts = ", ".join(
-            f"{name}{' at most' if name == 'activations' else ''} {in_gib(getattr(self, name))}" for name in names
-        )
-        before = f" before activations ({self.unknown})" if self.activations is None else ""
-        trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
-        size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
-        host = f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
-        said = f"{in_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
-        if self.fits is False:
-            own = f"{in_gib(self.outside)} of them for CUDA{' and NCCL' if self.outside > OUTSIDE else ''}"
-            said += f". That exceeds the {in_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
-        return said
+        """What it comes to; where it does not fit, what to try."""
+        if self.device is None:
+            said = f"{in_gib(self.total)} GiB of each device"
+        else:
+            said = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
+        if self.activations is None:
+            said += f" before activations ({self.unknown})"
+        if self.device is None:
+            said += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
+        elif self.fits is not None:
+            said += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
+        return said + (f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else "")
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
@@ -192,9 +189,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         "reference": _reference(config, model),
     }
     split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
-    host = (
-        model.all * model.width if "weights" in SHARDED[name] else 0
-    )  # each process loads all weights before they are sharded
+    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))

@@ -83,7 +83,7 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
         "batch": replace(launch.batch, steps=None).sentence(),
         "steps": _steps(config, size, each, steps, launch.batch.unit),
         "precision": known_model.precision_in_words(config, gpu=gpu),
-        "memory": memory if isinstance(memory, str) else _memory(memory),
+        "memory": memory if isinstance(memory, str) else memory.sentence(),
     }
     for name, text in lines.items():
         fails = name == "memory" and isinstance(memory, Memory) and memory.fits is False
@@ -140,21 +140,6 @@ def _steps(config: RunConfig, size: DataSize | None, each: int | None, steps: in
     about = "about " if config.batch.tokens_per_step else ""
     tokens = f"{size.tokens / each:,.0f} tokens a step"
     return f"{about}{steps:,}: {passes} epochs of {each:,} steps ({size.documents:,} {unit}, {tokens})"
-
-
-def _memory(memory: Memory) -> str:
-    """What it comes to, in one sentence; where it does not fit, what to try."""
-    amount, unit = f"{in_gib(memory.total)} GiB", "device"
-    if memory.device is not None:
-        amount, unit = f"{in_gib(memory.total + memory.outside)} of the {in_gib(memory.device)} GiB", "GPU"
-    said = f"{amount} of each {unit}"
-    if memory.activations is None:
-        said += f" before activations ({memory.unknown})"
-    if memory.device is None:
-        said += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
-    elif memory.fits is not None:
-        said += ": fits" if memory.fits else f": DOES NOT FIT, {memory.advice}"
-    return said + (f"; and {in_gib(memory.host)} GiB of the machine's own memory per process" if memory.host else "")
 
 
 def memory_bars(memory: Memory, width: int, *, plain: bool) -> Iterator[Text]:
