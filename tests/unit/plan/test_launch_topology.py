@@ -12,7 +12,7 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.screen import print_plan
-from packtrain.plan.surroundings import Surroundings, allocation_of, expand, repeated
+from packtrain.plan.surroundings import Surroundings, expand
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
@@ -211,12 +211,6 @@ def test_no_process_of_a_launch_trains_by_itself(kind: str, env: dict[str, str])
         plan({"kind": kind, "gpus_per_node": 1}, env)
 
 
-def test_names_that_may_be_the_same_machine_are_no_contradiction() -> None:
-    joined = {**TORCHRUN, "MASTER_ADDR": "n1"}
-    for wanted, found in (("n1.cluster", "n1"), ("10.0.0.1", "n1"), ("n1", "10.0.0.1"), ("n1", "localhost")):
-        assert plan({"main_address": wanted}, {**joined, "MASTER_ADDR": found}).num_processes == 2
-
-
 def test_a_machine_whose_gpus_cannot_be_seen_says_so() -> None:
     assert "see whether nvidia-smi works" in plan(driver=True).reason
     assert "see whether nvidia-smi works" in plan({"gpus_per_node": 2}, driver=True).reason
@@ -353,11 +347,6 @@ def test_what_a_plan_shows_to_type_works_where_it_is_typed(
             assert command.partition("'a b.yaml' ")[2] == by_hand
 
 
-def test_variables_that_the_user_asks_for_win() -> None:
-    made = plan({"gpus_per_node": 2, "environment": {"OMP_NUM_THREADS": 3, "NCCL_DEBUG": "INFO"}})
-    assert dict(made.command.env) == {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}
-
-
 @pytest.mark.parametrize(
     ("asked", "exported", "gpus", "processes"),
     [
@@ -404,16 +393,8 @@ def test_a_task_of_several_that_lacks_some_of_slurm_s_variables_does_not_train_a
     assert plan({"kind": "local"}, env).num_processes == 1
 
 
-def test_slurm_s_lists_of_numbers() -> None:
-    assert repeated("4(x2),3") == (4, 4, 3)
-
-
 def test_a_service_of_kubernetes_called_master_is_no_launch() -> None:
     assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1
-
-
-def test_no_job_is_no_allocation() -> None:
-    assert allocation_of({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"}) is None
 
 
 def test_a_job_of_one_machine_and_one_gpu_can_be_planned_from_the_shell_of_salloc() -> None:
