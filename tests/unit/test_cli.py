@@ -82,23 +82,6 @@ def test_wrong_arguments_end_with_exit_code_2_and_no_traceback(arguments: list[s
     assert done.stderr and "Traceback" not in done.stderr
 
 
-def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
-    done = packtrain(
-        "plan",
-        "--full",
-        "run.yaml",
-        "~data.eval",
-        "+peft=lora",
-        "++optim.beta1=0.5",
-        "model.path=owner/model",
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    for line in ("  eval: null", "  kind: lora", "  beta1: 0.5", "  path: owner/model"):
-        assert f"{line}\n" in done.stdout
-
-
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
     done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, COLUMNS="100", HF_HOME=str(tmp_path / "none"))
@@ -136,13 +119,6 @@ def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
     assert document["config"]["optim"]["learning_rate"] == 2e-5
     assert document["memory"] is None and "gpus_per_node=2" in document["reason"]
     assert done.stderr == ""
-
-
-def test_the_shell_can_complete_verbs() -> None:
-    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    command = [sys.executable, "-m", "packtrain", "--show-completion", "bash"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "complete" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -234,7 +210,3 @@ def test_help_is_printed_where_the_terminal_cannot_show_all_its_signs(tmp_path: 
     command = [sys.executable, "-m", "packtrain", "sft", "-h", "trainer"]
     done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=True)
     assert b"whole number ? 1" in done.stdout
-
-
-def test_a_first_argument_longer_than_any_file_name_is_an_override_still() -> None:
-    assert split_arguments([f"trainer.samples=[{'x' * 5000}]"])[0] is None

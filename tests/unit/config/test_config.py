@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from packtrain.config.compose import changes, load_config, load_points, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.removed_keys import REMOVED
 from packtrain.config.rules import check
-from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
+from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
 
@@ -140,16 +138,6 @@ def test_what_is_not_default_is_found_again_in_the_resolved_config() -> None:
     assert changes(load_config(write(to_yaml(config)), [])) == changes(config)
 
 
-@pytest.mark.parametrize("listed", ["", "defaults: [peft: none, _self_]\n"])
-def test_a_choice_on_the_command_line_needs_no_defaults_list(listed: str) -> None:
-    run = write(listed + "trainer: {seed: 1}\n")
-    assert load_config(run, [*COMPLETE, "peft=lora", "peft.r=4"]).peft.kind == "lora"
-
-
-def test_a_group_given_as_text_is_the_choice_of_that_name() -> None:
-    assert load_config(write("peft: lora\npacking: padding_free\n"), COMPLETE).packing.mode == "padding_free"
-
-
 def test_the_whole_override_grammar_works() -> None:
     run = write("data: {eval: 0.1, max_length: 64}\n")
     config = load_config(
@@ -177,11 +165,6 @@ def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(mon
     assert config.data.max_length == 99
 
 
-@pytest.mark.parametrize("number", ["2e-5", "0.00002", "2.0e-05", "'2e-5'"])
-def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> None:
-    assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
-
-
 def test_a_chat_template_is_named_as_the_model_is() -> None:
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
@@ -189,12 +172,6 @@ def test_a_chat_template_is_named_as_the_model_is() -> None:
 @pytest.mark.parametrize("word", ["no", "off"])
 def test_an_unquoted_no_is_the_choice_no(word: str) -> None:
     assert load_config(write(f"trainer: {{mixed_precision: {word}}}\n"), COMPLETE).trainer.mixed_precision == "no"
-
-
-def test_sources_can_be_mappings_with_weights() -> None:
-    run = write("data:\n  train:\n    - owner/one\n    - {path: owner/two, weight: 2}\n")
-    config = load_config(run, ["model.path=owner/model", "batch=small"])
-    assert config.data.train == ["owner/one", DataSource(path="owner/two", weight=2.0)]
 
 
 @pytest.mark.parametrize("text", ["${x}", r"\${x}", r"a\\${b}", "2e-5", "no", "null", "é: #", "  ", "a\nb", "07"])
@@ -259,11 +236,6 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
     assert what in found.what
 
 
-def test_a_broken_file_of_the_defaults_list_is_the_one_that_is_named() -> None:
-    write("trainer:\n  seed: 1\n  seed: 2\n", "base.yaml")
-    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3, trainer.seed"
-
-
 def test_a_file_that_is_not_utf_8_is_refused() -> None:
     Path("run.yaml").write_bytes(b"a: \xff\n")
     assert "UTF-8" in only("run.yaml").what
@@ -321,10 +293,6 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
         "run.yaml:5, data.eval",
         "run.yaml, batch.examples_per_step",
     }
-
-
-def test_a_key_that_is_already_wrong_is_not_called_missing_too() -> None:
-    assert only(None, "model.path=owner/model", "data.train=3", "batch=small").what == "found the whole number 3"
 
 
 def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
@@ -573,17 +541,6 @@ def test_the_help_has_every_key_on_two_screens_and_explains_those_that_are_named
         assert len(line) <= max(width, *(len(word) + 8 for word in line.split()), 0)
 
 
-def test_a_config_is_refused_without_importing_torch() -> None:
-    code = (
-        "import sys\n"
-        "from packtrain.config.compose import load_config\n"
-        "from packtrain.errors import UserError\n"
-        "try: load_config(None, [])\n"
-        "except UserError: print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
 @pytest.mark.parametrize(
     ("text", "place", "what"),
     [
@@ -675,12 +632,6 @@ def test_a_group_given_as_text_may_be_a_file_of_the_user_with_a_defaults_list() 
 def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
     write(text, "peft/mine.yaml")
     assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
-
-
-def test_the_fault_of_a_shipped_choice_given_as_text_is_placed_at_its_line() -> None:
-    assert [
-        problem.where for problem in problems(write("\noptim: adafactor\nstrategy: {name: zero3}\n"), *COMPLETE)
-    ] == ["run.yaml:2, optim.name; run.yaml:3, strategy.name"]
 
 
 def test_arguments_that_hydra_refuses_hide_no_other_problem() -> None:

@@ -99,13 +99,6 @@ def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_
     assert few and (known([*sized("llama", **wide), "batch.tokens_per_device=4096", reward]).activations or few) < few
 
 
-@pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw_torch", 8), ("sgd", 0), ("adamw_torch_fused", 8)])
-def test_optimizer_state_depends_on_the_optimizer(optimizer: str, per_parameter: int) -> None:
-    found = known([*sized("llama"), f"optim.name={optimizer}"])
-    assert found.optimizer == per_parameter * found.parameters
-    assert found.gradients == 4 * found.parameters
-
-
 @pytest.mark.parametrize(
     ("overrides", "missing"),
     [
