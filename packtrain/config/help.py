@@ -120,7 +120,7 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
     name, given, value = name.partition("=")
     if given:
         start = "" if len(incomplete) < len(word) else f"{sign}{name}="
-        return [(f"{start}{one}", doc) for one, doc in _values(name, value) if one.startswith(value)]
+        return [(f"{start}{item}", doc) for item, doc in _values(name, value) if item.startswith(value)]
     docs = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
     docs |= {path: key.doc for path, key in keys().items()}
     known = [path for path in docs if path.startswith(name)]
@@ -128,7 +128,7 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
         return [(f"~{path}", docs[path]) for path in known]
     offered = [(f"{sign}{path}=", docs[path]) for path in known]
     alone = _values(known[0], "") if len(known) == 1 else ()
-    return offered + [(f"{sign}{known[0]}={one}", doc) for one, doc in alone if one]
+    return offered + [(f"{sign}{known[0]}={item}", doc) for item, doc in alone if item]
 
 
 def _word(incomplete: str) -> str:

@@ -113,7 +113,7 @@ class Key:
 def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
     """The keys of one dataclass by name, in the order they are declared."""
     hints = typing.get_type_hints(cls)
-    return {one.name: _key(one, hints[one.name], f"{prefix}{one.name}") for one in fields(cls)}
+    return {item.name: _key(item, hints[item.name], f"{prefix}{item.name}") for item in fields(cls)}
 
 
 @cache
@@ -149,8 +149,8 @@ def words(kinds: Iterable[Any]) -> str:
 
 def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
     """The names of `known` that are spelt most like `name`, in whatever case."""
-    spelt = {one.lower(): one for one in known}
-    return [spelt[one] for one in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
+    spelt = {item.lower(): item for item in known}
+    return [spelt[item] for item in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1) -> str:
@@ -163,13 +163,13 @@ def advice_for(path: str) -> str:
     """What to write in place of the unknown key `path`."""
     group, _, rest = path.partition(".")
     leaf, known = path.rpartition(".")[2], keys()
-    if said := REMOVED.get(path) or ADVICE.get(leaf):
-        return said
+    if advice := REMOVED.get(path) or ADVICE.get(leaf):
+        return advice
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
-    leaves = {one.rpartition(".")[2]: one for one in known}
-    of_group = [one.partition(".")[2] for one in known if one.startswith(f"{group}.")]
-    meant = [one for one in known if one.rpartition(".")[2] == leaf]
+    leaves = {item.rpartition(".")[2]: item for item in known}
+    of_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
+    meant = [item for item in known if item.rpartition(".")[2] == leaf]
     if not meant and leaf in FOREIGN:
         meant = [FOREIGN[leaf]]
     meant = meant or [f"{group}.{name}" for name in near(rest, of_group) if rest] or near(path, [*known, *groups()])
@@ -206,9 +206,9 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
             yield Fault(where, f"there is no key {name!r}", fix)
 
 
-def _key(one: Field[Any], kind: Any, path: str) -> Key:
-    default = one.default_factory() if one.default_factory is not MISSING else one.default
-    return Key(path, kind, default, **one.metadata)
+def _key(item: Field[Any], kind: Any, path: str) -> Key:
+    default = item.default_factory() if item.default_factory is not MISSING else item.default
+    return Key(path, kind, default, **item.metadata)
 
 
 def _words(kind: Any) -> str:

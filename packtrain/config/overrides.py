@@ -44,7 +44,7 @@ class Argument:
 def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[Problem]]:
     """The arguments that can be used, and what is wrong with the others; `beside` is the folder of the user's YAML."""
     read = [_read(text, beside) for text in texts]
-    return [one for one in read if isinstance(one, Argument)], [one for one in read if isinstance(one, Problem)]
+    return [item for item in read if isinstance(item, Argument)], [item for item in read if isinstance(item, Problem)]
 
 
 def _read(text: str, beside: Path | None) -> Argument | Problem:

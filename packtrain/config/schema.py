@@ -145,8 +145,10 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
     """
     values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
-    sources = [DataSource(path=one, split=splits.get(one, "train")) if isinstance(one, str) else one for one in values]
-    return [one for one in sources if isinstance(one, DataSource)]
+    sources = [
+        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
+    ]
+    return [item for item in sources if isinstance(item, DataSource)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -60,7 +60,7 @@ def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
         elif value is not None and not isinstance(value, Mapping):
             fix = f"Write {name}: {{{next(iter(keys_of(groups()[name])))}: …}}, or name a file of the group under "
             fix += f"defaults: [{name}: CHOICE, _self_]."
-            faults.append(Fault((name,), f"{_found(value)} where a group of keys belongs", fix))
+            faults.append(Fault((name,), f"{_in_words(value)} where a group of keys belongs", fix))
         elif value:
             made[name] = _build(groups()[name], f"{name}.", value, faults)
     return made, faults
@@ -77,7 +77,7 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list
         faults.append(Fault((path,), what, f"{fix}${{oc.env:NAME,DEFAULT}}."))
         return None
     if isinstance(value, DictConfig):
-        return {str(one): _resolved(value, one, f"{path}.{one}", faults) for one in value}
+        return {str(item): _resolved(value, item, f"{path}.{item}", faults) for item in value}
     if isinstance(value, ListConfig):
         return [_resolved(value, at, f"{path}[{at}]", faults) for at in range(len(value))]
     return value
@@ -129,17 +129,19 @@ def _as_one(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
         fits = isinstance(value, str) and value in get_args(kind)
     elif outer is list and isinstance(value, list):
         inside, taken = members(get_args(kind)[0]), []
-        for at, one in enumerate(value):
+        for at, item in enumerate(value):
             before = len(faults)
-            taken.append(_as(one, inside, f"{path}[{at}]", faults))
+            taken.append(_as(item, inside, f"{path}[{at}]", faults))
             if taken[-1] is _REFUSED and len(faults) == before:
-                hint = suggest(one, [name for part in inside for name in choices(part)]) if isinstance(one, str) else ""
+                hint = (
+                    suggest(item, [name for part in inside for name in choices(part)]) if isinstance(item, str) else ""
+                )
                 fix = f"Allowed: {words(inside)}. {hint}".strip()
-                faults.append(Fault((f"{path}[{at}]",), f"found {_found(one)}", fix))
+                faults.append(Fault((f"{path}[{at}]",), f"found {_in_words(item)}", fix))
         fits, value = _REFUSED not in taken, taken
     elif outer is dict and isinstance(value, Mapping):
         only = get_args(kind)[1]
-        fits, value = only is Any or all(isinstance(one, only) for one in value.values()), dict(value)
+        fits, value = only is Any or all(isinstance(item, only) for item in value.values()), dict(value)
     return value if fits else _REFUSED
 
 
@@ -163,10 +165,10 @@ def _refused(value: Any, key: Key) -> Fault:
         fix = f"{fix} {suggest(value, known)}".strip()
     elif str in kinds and isinstance(value, (bool, int, float)):
         fix += ' Quote it if it is text: in YAML "…", on the command line \'key="…"\'.'
-    return Fault((key.path,), f"found {_found(value)}", fix)
+    return Fault((key.path,), f"found {_in_words(value)}", fix)
 
 
-def _found(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     names = {str: "text", int: "whole number", float: "number", list: "list"}

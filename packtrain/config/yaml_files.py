@@ -58,7 +58,7 @@ def options(group: str, beside: Path | None = None) -> list[str]:
 def find_choice(group: str, choice: str, beside: Path | None = None) -> Path | None:
     """The file of a choice ("" is the group of files that lie in no folder); the user's own comes before ours."""
     folders = [*([beside] if beside else []), shipped("configs")]
-    return next((path for one in folders if os.path.isfile(path := one / group / f"{choice}{SUFFIX}")), None)
+    return next((path for item in folders if os.path.isfile(path := item / group / f"{choice}{SUFFIX}")), None)
 
 
 def find_config(name: str) -> Path:
@@ -74,8 +74,8 @@ def find_config(name: str) -> Path:
             return candidate.absolute()
     if os.path.exists(path):
         raise UserError("this is a folder or no regular file", where=name, fix="Name a .yaml file.")
-    ours = {one.stem: f"recipes/{one.name}" for one in sorted(recipes.glob(f"*{SUFFIX}"))}
-    known = {**ours, **{one.stem: str(one) for one in path.parent.glob(f"*{SUFFIX}")}}
+    ours = {item.stem: f"recipes/{item.name}" for item in sorted(recipes.glob(f"*{SUFFIX}"))}
+    known = {**ours, **{item.stem: str(item) for item in path.parent.glob(f"*{SUFFIX}")}}
     meant = " or ".join(known[stem] for stem in near(path.stem, known))
     fix = f"Did you mean {meant}?" if meant else f"Recipes that come with packtrain: {', '.join(ours.values())}."
     raise UserError("no such config file", where=name, fix=fix)

@@ -57,12 +57,12 @@ def _note(model: Model, data: Data, kind: str, seed: int) -> Path:
     held_out = data.eval if isinstance(data.eval, (int, float)) else None  # else the training set is all of data.train
     settings = asdict(replace(data, eval=held_out, cache_dir=None, shuffle=True))
     tokenizer = model.tokenizer or model.path or ""
-    names = [one.path for one in sources(data.train)] + [data.chat_template or ""]
+    names = [item.path for item in sources(data.train)] + [data.chat_template or ""]
     stamps = []  # path, size and time of change of each file
     for name in filter(None, [*names, *(os.path.join(tokenizer, name) for name in _OF_TOKENIZER)]):
         path = os.path.expanduser(name)
-        for one in sorted(glob.glob(path)) or [path]:
-            for file in islice(sorted(Path(one).rglob("*")), _MOST_FILES) if os.path.isdir(one) else [Path(one)]:
+        for item in sorted(glob.glob(path)) or [path]:
+            for file in islice(sorted(Path(item).rglob("*")), _MOST_FILES) if os.path.isdir(item) else [Path(item)]:
                 with suppress(OSError):
                     stamps.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
     parts = (settings, tokenizer, model.revision, kind, seed, stamps)

@@ -70,7 +70,7 @@ def check_model(model: Model) -> None:
     problems = []
     for name, value in model.config.items():
         several = value if isinstance(value, list) else [value]  # a list has the width of each layer
-        if _COUNT.fullmatch(name) and value is not None and any(type(one) is not int or one < 1 for one in several):
+        if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
             problems.append(Problem(f"found {shortened(value)}", f"model.config.{name}", "Allowed: whole number ≥ 1."))
     if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
         where = "model.config.model_type" if "model_type" in model.config else f"{model.path}/config.json: model_type"
@@ -238,7 +238,9 @@ def _folder(model: Model) -> Path | None:
 def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
     index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted({str(one) for one in index.values()}) if isinstance(index, dict) and index else ["model.safetensors"]
+    files = (
+        sorted({str(item) for item in index.values()}) if isinstance(index, dict) and index else ["model.safetensors"]
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     width = 4
     for file in files:
@@ -249,8 +251,8 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
                 size = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
             header.pop("__metadata__", None)
-            shapes |= {name: tuple(one["shape"]) for name, one in header.items()}
-            width = 2 if any(one["dtype"] in ("BF16", "F16") for one in header.values()) else 4
+            shapes |= {name: tuple(item["shape"]) for name, item in header.items()}
+            width = 2 if any(item["dtype"] in ("BF16", "F16") for item in header.values()) else 4
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / file} cannot be read as safetensors") from error
     return Weights(shapes, width, sizes)

@@ -105,16 +105,16 @@ class Memory:
     def sentence(self) -> str:
         """What it comes to; where it does not fit, what to try."""
         if self.device is None:
-            said = f"{in_gib(self.total)} GiB of each device"
+            text = f"{in_gib(self.total)} GiB of each device"
         else:
-            said = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
+            text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
         if self.activations is None:
-            said += f" before activations ({self.unknown})"
+            text += f" before activations ({self.unknown})"
         if self.device is None:
-            said += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
+            text += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
         elif self.fits is not None:
-            said += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
-        return said + (f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else "")
+            text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
+        return text + (f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else "")
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
@@ -148,10 +148,10 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        found = replace(_count(config, model, processes), device=device_bytes)
+        memory = replace(_count(config, model, processes), device=device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
-    return replace(found, advice=_advice(config, processes)) if found.fits is False else found
+    return replace(memory, advice=_advice(config, processes)) if memory.fits is False else memory
 
 
 def _measure(config: RunConfig, weights: Weights) -> _Model:
@@ -162,9 +162,9 @@ def _measure(config: RunConfig, weights: Weights) -> _Model:
     blocks: Counter[str] = Counter()
     linear = 0
     for name, shape in shapes.items():
-        found = re.match(r".*?\.\d+(?=\.)", name)
-        blocks[found.group() if found else ""] += math.prod(shape)
-        linear += math.prod(shape) if found and len(shape) == 2 else 0
+        block = re.match(r".*?\.\d+(?=\.)", name)
+        blocks[block.group() if block else ""] += math.prod(shape)
+        linear += math.prod(shape) if block and len(shape) == 2 else 0
     rest = blocks.pop("", 0)
     return _Model(
         width=BYTES.get(config.model.dtype, weights.stored),
@@ -188,7 +188,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
         "reference": _reference(config, model),
     }
-    split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
+    split = {item: math.ceil(size / processes) if item in SHARDED[name] else size for item, size in parts.items()}
     host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
@@ -340,7 +340,7 @@ def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     bounds = [] if tokens is None else [tokens]
     if longest is not None:
         documents = (examples, config.batch.examples_per_step)
-        bounds += [one * each * longest for one in documents if one is not None]
+        bounds += [item * each * longest for item in documents if item is not None]
     if not bounds:
         return None
     most = min(bounds)

@@ -87,8 +87,8 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
         despite = f", go on all the same with {shlex.quote(f'{_DESPITE}=[{names}]')}" if names else ""
         fix = f"set it back{despite}, or start over with trainer.resume=never"
         raise UserError([*problems[:-1], replace(problems[-1], fix=fix)])
-    said = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
-    return [said[name] for name in decisive], [said[name] for name in changed if is_free(name)]
+    lines = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
+    return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
 def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
@@ -99,8 +99,8 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
-    found = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
-    for newest in found:
+    checkpoints = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
+    for newest in checkpoints:
         written = _whole_origin(newest)
         facts = {name: value for name, value in facts_of(config).items() if name in written}
         if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
@@ -109,8 +109,8 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
 
 def listed(checkpoints: Path) -> dict[int, Path]:
     """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
-    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+    by_step = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+    return {step: by_step[step] for step in sorted(by_step)}
 
 
 def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:

@@ -63,7 +63,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
     return {
         **launch.to_json(),
         "reason": launch.reason,
-        "network": [asdict(one) for one in launch.network],
+        "network": [asdict(item) for item in launch.network],
         "memory": None if isinstance(memory, str) else memory.to_json(),
         "config": asdict(config),
     }
@@ -91,7 +91,7 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
     if isinstance(memory, Memory):
         yield from (("", row) for row in memory_bars(memory, width - _NAME, plain=plain))
     if launch.network:
-        chosen = ", ".join(f"{one.name}={one.value}" if one.value else one.name for one in launch.network)
+        chosen = ", ".join(f"{item.name}={item.value}" if item.value else item.name for item in launch.network)
         yield from _wrapped("network", f"{chosen} (--full says why)", width)
     yield from _wrapped("folder", _folder(config), width)
     for number, odd in enumerate(_oddities(config, launch, size, steps)):
@@ -110,11 +110,11 @@ def _model(config: RunConfig, memory: Memory | str) -> str:
 
 
 def _data(data: Data, size: DataSize | None, unit: str) -> str:
-    paths = [one.path for one in sources(data.train)]
+    paths = [item.path for item in sources(data.train)]
     named = ", ".join(paths[:_MOST_SOURCES]) or "none"
     more = f" and {len(paths) - _MOST_SOURCES} more" if len(paths) > _MOST_SOURCES else ""
     counts = f": {counted(size.documents, unit)}, {size.tokens:,} tokens, the longest {size.longest:,}" if size else ""
-    held = ", ".join(one.path for one in sources(data.eval, "eval")) or (f"{data.eval:g} of it" if data.eval else "")
+    held = ", ".join(item.path for item in sources(data.eval, "eval")) or (f"{data.eval:g} of it" if data.eval else "")
     most = f"; cut at {data.max_length:,} tokens" if data.max_length else ""
     return f"{named}{more}{counts}{f'; held out: {held}' if held else ''}{most}"
 
@@ -225,10 +225,10 @@ def _to_do(
 ) -> Iterator[tuple[str, Text]]:
     """The one command for this place, after the obstacles that it does not remove. Commands are not wrapped."""
     topology = config.topology
-    for one in launch.obstacles:
-        if one.where not in _BY_COMMAND:
-            yield from _wrapped("first", f"{one.where}: {one.what}. {one.fix}".strip(), width, "yellow")
-    typed = [verb, *(one for one in arguments if not one.startswith(("topology.node_rank=", "topology=auto")))]
+    for item in launch.obstacles:
+        if item.where not in _BY_COMMAND:
+            yield from _wrapped("first", f"{item.where}: {item.what}. {item.fix}".strip(), width, "yellow")
+    typed = [verb, *(item for item in arguments if not item.startswith(("topology.node_rank=", "topology=auto")))]
     # each machine gets its number from another launcher, Slurm or a pod: the command is the same everywhere
     numbered = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
     by_hand = launch.nodes > 1 and not numbered and topology.kind != "slurm"
@@ -256,7 +256,7 @@ def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
     if launch.deepspeed is not None:
         yield "deepspeed", json.dumps(launch.deepspeed, indent=2)
     if launch.network:
-        reasons = (f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}" for one in launch.network)
+        reasons = (f"{item.name}{f'={item.value}' if item.value else ''}: {item.reason}" for item in launch.network)
         yield "network", visible("\n".join(reasons), whitespace=True)
     if launch.srun:
         yield "starts", _joined(launch.srun)
@@ -272,7 +272,7 @@ def _commands(launch: LaunchPlan) -> str:
 
     if len(launch.commands) == 1:
         return in_a_line(launch.command)
-    lines = [f"machine {one.node}: {in_a_line(one)}" for one in launch.commands[:_MOST_COMMANDS]]
+    lines = [f"machine {item.node}: {in_a_line(item)}" for item in launch.commands[:_MOST_COMMANDS]]
     more = len(launch.commands) - len(lines)
     return "\n".join([*lines, *([f"… and of {more:,} more, each with its number"] if more else [])])
 
@@ -287,8 +287,8 @@ def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tupl
 def _joined(words: Sequence[str]) -> str:
     """As shlex.join; a word with characters that cannot be printed is in bash's $'…'."""
     return " ".join(
-        shlex.quote(one) if one.isprintable() else "$'" + repr("'" + one)[2:-1].replace("'", "\\'") + "'"
-        for one in words
+        shlex.quote(item) if item.isprintable() else "$'" + repr("'" + item)[2:-1].replace("'", "\\'") + "'"
+        for item in words
     )
 
 

@@ -198,7 +198,7 @@ def expand(hosts: str) -> tuple[str, ...]:
         for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
             texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
             names += map(
-                "".join, itertools.product(*(_numbers(one) if at % 2 else [one] for at, one in enumerate(texts)))
+                "".join, itertools.product(*(_numbers(item) if at % 2 else [item] for at, item in enumerate(texts)))
             )
         if not names or hosts.count("[") != hosts.count("]"):
             raise ValueError("no list")
@@ -221,9 +221,9 @@ def _numbers(ranges: str) -> list[str]:
 
 def repeated(counts: str) -> tuple[int, ...]:
     """Slurm's short form of a number for each machine: `4(x2),3` → 4, 4, 3. Raises UserError."""
-    found = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in counts.split(",")]
-    parts = [(int(one[1]), int(one[2] or 1)) for one in found if one]
-    if len(parts) < len(found) or sum(times for _, times in parts) > _MOST_HOSTS:
+    matches = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in counts.split(",")]
+    parts = [(int(item[1]), int(item[2] or 1)) for item in matches if item]
+    if len(parts) < len(matches) or sum(times for _, times in parts) > _MOST_HOSTS:
         what = f"cannot read {shortened(counts)} as numbers of tasks"
         raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=_SLURM_SETS_IT)
     return tuple(number for number, times in parts for _ in range(times))
@@ -322,8 +322,8 @@ def _of_slurm(topology: Topology, env: Mapping[str, str], allocation: Allocation
         raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
     rank, local, per_node = int_of(env, "SLURM_PROCID", 0), int_of(env, "SLURM_LOCALID", 0), allocation.tasks[0]
     address, port = allocation.hosts[0], topology.main_port or allocation.port
-    told = _torch_variables(rank, sum(allocation.tasks), local, per_node, address, port)
-    return f"srun has started {per_node} tasks on each machine", told
+    variables = _torch_variables(rank, sum(allocation.tasks), local, per_node, address, port)
+    return f"srun has started {per_node} tasks on each machine", variables
 
 
 def _torch_variables(rank: int, total: int, local: int, per_node: int, address: str, port: int) -> dict[str, str]:

@@ -219,15 +219,15 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
 def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processes:
     wanted, gpus = topology.gpus_per_node, surroundings.gpus
     if gpus:
-        found = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
+        reason = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
     else:
-        found = f"no GPU is visible on {surroundings.host}"
+        reason = f"no GPU is visible on {surroundings.host}"
         if surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # not hidden on purpose
-            found += " (it has an NVIDIA driver: see whether nvidia-smi works)"
+            reason += " (it has an NVIDIA driver: see whether nvidia-smi works)"
     return Processes(
         nodes=1,
         per_node=wanted or max(gpus, 1),
-        reason=f"{found}, topology.gpus_per_node={wanted}" if wanted else found,
+        reason=f"{reason}, topology.gpus_per_node={wanted}" if wanted else reason,
         main_port=topology.main_port,
         obstacles=tuple(_too_few_gpus(wanted or 0, surroundings)),
     )

@@ -75,7 +75,7 @@ def notes(config: RunConfig) -> Iterator[str]:
 def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
     below = value // unit * unit
-    return " or ".join(str(one) for one in (below, below + unit) if one > 0)
+    return " or ".join(str(item) for item in (below, below + unit) if item > 0)
 
 
 def _model(config: RunConfig) -> Iterator[Fault]:

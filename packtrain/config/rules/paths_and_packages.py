@@ -52,8 +52,8 @@ def template_names() -> tuple[str, ...]:
 @cache
 def template_files() -> dict[str, Path]:
     """The chat templates that TRL brings, by name, found without importing it."""
-    found = importlib.util.find_spec("trl")
-    folders = [Path(place, "chat_templates") for place in (found.submodule_search_locations or ())] if found else []
+    spec = importlib.util.find_spec("trl")
+    folders = [Path(place, "chat_templates") for place in (spec.submodule_search_locations or ())] if spec else []
     return {file.stem: file for folder in folders for file in folder.glob("*.jinja")}
 
 
@@ -111,7 +111,7 @@ def resume_folder(resume: str) -> Iterator[Fault]:
         fix = suggest(resume, words, f"Allowed: auto, never, or a folder. {nearest(resume)}")
         yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
         return
-    inside = [one for place in ("", "checkpoints/") for one in glob.glob(f"{glob.escape(folder)}/{place}step-*")]
+    inside = [item for place in ("", "checkpoints/") for item in glob.glob(f"{glob.escape(folder)}/{place}step-*")]
     fix = f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
     yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
 
@@ -138,8 +138,8 @@ def nearest(path: str) -> str:
     folder = wanted.parent
     if not os.path.isdir(folder):
         return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
-    found = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
-    close = near(wanted.name, map(os.path.basename, found))
+    entries = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
+    close = near(wanted.name, map(os.path.basename, entries))
     if not close:
         return f"{folder.absolute()} has none like it."
     return f"Near it: {', '.join(str(folder / name) for name in close)}."

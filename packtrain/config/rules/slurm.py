@@ -71,17 +71,17 @@ def seconds_of(time: str) -> int | None:
 
 def parse_options(lines: list[str]) -> dict[str, str]:
     """The options in lines of topology.sbatch by their long names, with their values; a line with an open quote has none."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     name = ""
     for line in lines:
         with suppress(ValueError):
             for word in shlex.split(line, comments=True):
                 if option := re.fullmatch(r"--([a-z][\w-]*)(?:=(.*))?|-(\w)(.*)", word, re.DOTALL):
                     name = option[1] or _SHORT.get(option[3], option[3])
-                    found[name] = option[2] or option[4] or ""
+                    options[name] = option[2] or option[4] or ""
                 elif name:
-                    found[name] = word
-    return found
+                    options[name] = word
+    return options
 
 
 def count_gpus(topology: Topology) -> int | None:
