@@ -6,24 +6,17 @@ The config.yaml of a run lists every key: one that stands at its old default say
 from collections.abc import Mapping
 from typing import Any
 
+from packtrain.config.objective import OPTIONS
+
 _OPTION = "It is now an entry of objective.options, by TRL's name: {}."
 REMOVED = {
     "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
     "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
-    "objective.center_rewards_coefficient": _OPTION.format("center_rewards_coefficient"),
-    "objective.desirable_weight": _OPTION.format("desirable_weight"),
-    "objective.discopop_tau": _OPTION.format("discopop_tau"),
-    "objective.f_alpha_divergence_coef": _OPTION.format("f_alpha_divergence_coef"),
-    "objective.f_divergence_type": _OPTION.format("f_divergence_type"),
+    **{f"objective.{name}": _OPTION.format(name) for options in OPTIONS.values() for name in options},
     "objective.kto_loss": "It is now objective.loss.",
-    "objective.label_smoothing": _OPTION.format("label_smoothing"),
-    "objective.ld_alpha": _OPTION.format("ld_alpha"),
     "objective.loss_type": "It is now objective.loss.",
-    "objective.loss_weights": _OPTION.format("loss_weights"),
     "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
     "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
-    "objective.undesirable_weight": _OPTION.format("undesirable_weight"),
-    "objective.use_weighting": _OPTION.format("use_weighting"),
     "optim.master_weights": "true is the default of optim.bf16_rounding; false is optim.bf16_rounding=nearest.",
     "optim.rounding": "It is now optim.bf16_rounding=stochastic.",
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
@@ -48,15 +41,9 @@ REMOVED = {
 }
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {
-    "objective.desirable_weight": 1,
-    "objective.discopop_tau": 0.05,
-    "objective.f_alpha_divergence_coef": 0.5,
-    "objective.f_divergence_type": "reverse_kl",
+    **{f"objective.{name}": item.default for options in OPTIONS.values() for name, item in options.items()},
     "objective.kto_loss": "kto",
-    "objective.label_smoothing": 0,
     "objective.loss_type": "sigmoid",
-    "objective.undesirable_weight": 1,
-    "objective.use_weighting": False,
     "optim.master_weights": "auto",
     "optim.rounding": "nearest",
     "optim.epsilon": 1e-8,

@@ -157,8 +157,9 @@ def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMa
 
 
 def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Allocation) -> Processes:
-    hosts, job, node = allocation.hosts, f"Slurm job {allocation.job}", 0
-    _agree(topology, f"{job}: {', '.join(hosts)}", nodes=len(hosts), main_address=hosts[0])
+    hosts, first = allocation.hosts, allocation.hosts[0]
+    job, node = f"Slurm job {allocation.job}", 0
+    _agree(topology, f"{job}: {', '.join(hosts)}", nodes=len(hosts), main_address=first)
     if allocation.place == "task":
         node = allocation.node
         _check_number("machine", node, len(hosts), "environment variable SLURM_NODEID")
@@ -177,7 +178,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
         reason=f"{job}: {_machines(len(hosts), per_node)}",
         node=node,
         hosts=hosts,
-        main_address=topology.main_address or hosts[0],
+        main_address=topology.main_address or first,
         main_port=topology.main_port or allocation.port,
     )
 
@@ -194,10 +195,8 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
     if not by_hand:
         slurm = "topology.kind", "this is not inside a Slurm job"
         where, what = slurm if topology.kind == "slurm" else ("topology.nodes", f"{nodes} machines are asked for")
-        fix = (
-            "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine "
-        )
-        obstacles = [Problem(what, where, f"{fix}with topology=manual and its topology.node_rank.")]
+        fix = "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine"
+        obstacles = [Problem(what, where, f"{fix} with topology=manual and its topology.node_rank.")]
     if by_hand and node is None:
         fix = f"Set it on each machine, from 0 to {nodes - 1}."
         obstacles.append(Problem("the number of this machine is not known", "topology.node_rank", fix))
