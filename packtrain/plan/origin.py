@@ -28,7 +28,7 @@ STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
 FORMAT = "checkpoint.format"
 """Raised by one when checkpoints can no longer be read as before."""
-_OPTIONS = "optim.schedule_options"
+_OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
@@ -47,9 +47,10 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
-    options = config["optim"]["schedule_options"]  # one fact: an option that is taken away changes the schedule, too
     facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
-    facts[_OPTIONS] = json.dumps(options, sort_keys=True)
+    for path in _OPTIONS:  # one fact each: an option that is taken away changes the training, too
+        group, _, name = path.partition(".")
+        facts[path] = json.dumps(config[group][name], sort_keys=True)
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
     facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2

@@ -69,6 +69,15 @@ def test_a_checkpoint_of_a_version_that_recorded_more_is_gone_on_from(tmp_path: 
     assert check_origin(made, facts()) == ([], []) and same_course(origin_in(made), facts())
 
 
+def test_a_loss_is_the_same_named_or_by_default_and_its_options_are_one_fact(tmp_path: Path) -> None:
+    dpo, option = "objective.kind=dpo", "objective.options.ld_alpha=0.5"
+    assert same_course(facts(dpo), facts(dpo, "objective.loss=sigmoid"))
+    assert not same_course(facts(dpo), facts(dpo, "objective.loss=[ipo]"))
+    checkpoint(RunFolder(tmp_path), "step-000002", dpo, option)
+    assert refused(RunFolder(tmp_path), dpo) == "objective.options"
+    assert not refused(RunFolder(tmp_path), dpo, "trainer.resume_despite=[objective.options]")
+
+
 def test_options_of_the_schedule_are_one_fact(tmp_path: Path) -> None:
     folder, schedule = RunFolder(tmp_path), "optim.schedule=warmup_stable_decay"
     options = "optim.schedule_options={num_decay_steps: 2, min_lr_ratio: 0.3}"
