@@ -23,6 +23,11 @@ from packtrain.config.yaml_files import options
 from packtrain.errors import Problem, UserError
 
 COMMAND_LINE = "command line"
+_NO_SWEEP = "sweeps over several values are not supported"
+_SWEEP_FIX = (
+    "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], a text with "
+    "commas \"'a,b'\"."
+)
 _KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*", re.ASCII)
 
 
@@ -51,34 +56,29 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
     """One argument, or what is wrong with it."""
     where = f"{COMMAND_LINE}, {text}"
     key, equals, value = text.partition("=")
-    if text.startswith("-") and text not in ("-m", "--multirun"):
+    if text in ("-m", "--multirun"):
+        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
+    if text.startswith("-"):
         advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
         fix = "Config keys are written key=value, without dashes; -h lists them."
         return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
-    sweeps = text.startswith("-")
-    if not sweeps and not equals and not text.startswith("~"):
+    if not equals and not text.startswith("~"):
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
-    if not sweeps and not _KEY.fullmatch(key):
+    if not _KEY.fullmatch(key):
         return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
     try:
-        parsed = None if sweeps else OverridesParser.create().parse_override(text)
+        parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
+        reason = str(error).split("\n")[0]
         fix = f'Quote the value, for the shell too: "{assignment(key, value)}".'
-        return Problem(f"cannot be read ({str(error).split(chr(10))[0]})", where, fix)
-    if parsed is None or parsed.is_sweep_override():
-        fix = (
-            "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], "
-        )
-        fix += "a text with commas \"'a,b'\"."
-        return Problem("sweeps over several values are not supported", where, fix)
+        return Problem(f"cannot be read ({reason})", where, fix)
+    if parsed.is_sweep_override():
+        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
     key, known = parsed.key_or_group, options(parsed.key_or_group, beside)
     chosen = None if parsed.is_delete() else parsed.value()
     if isinstance(chosen, (str, int, float)) and (key in groups() or known):
-        return (
-            Argument(text, key, str(chosen), parsed)
-            if str(chosen) in known
-            else no_choice(key, str(chosen), known, where)
-        )
+        choice = str(chosen)
+        return Argument(text, key, choice, parsed) if choice in known else no_choice(key, choice, known, where)
     if key in groups() and not parsed.is_delete():
         fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
         return Problem("a group takes the name of a choice", where, fix)

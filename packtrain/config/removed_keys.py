@@ -39,7 +39,7 @@ REMOVED = {
     "trainer.save_dtype": "It is now optim.bf16_rounding=never (final/ in float32) or final (in bfloat16).",
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
-"""The path of a removed key → the sentence that tells what to do."""
+"""The path of a removed key → what to write in its place."""
 _DEFAULTS: dict[str, Any] = {
     **{f"objective.{name}": item.default for options in OPTIONS.values() for name, item in options.items()},
     "objective.kto_loss": "kto",

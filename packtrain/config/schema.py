@@ -342,7 +342,7 @@ class Topology:
     )
     signal_before: int = key(
         120,
-        "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.",
+        "Slurm: seconds before the time limit at which the run writes a checkpoint and stops.",
         minimum=1,
         maximum=65535,
     )

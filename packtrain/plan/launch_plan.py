@@ -220,7 +220,7 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
     """Variables of the processes: their share of the cores, and one GPU if one process sees several.
 
-    torch's allocator on GPUs is told to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
+    torch's allocator on GPUs is set to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
     On a busy machine OpenMP threads that spin while they wait are many times slower than threads that sleep (`passive`); fewer
     threads would help, too, but change the order of sums and so the results.
     """

@@ -38,7 +38,7 @@ _AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a run that its `config` (as plain containers) tells: its keys, secrets as digests."""
+    """The facts in the `config` of a run (as plain containers): its keys, secrets as digests."""
     texts = shared_values({group: keys for group, keys in config.items() if group in RECORDED})
     facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
     batch, held_out = config["batch"], config["data"]["eval"]

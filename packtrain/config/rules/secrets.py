@@ -2,7 +2,7 @@
 
 What a secret is says packtrain/redact.py. A text is refused only where it is certain, because a name of a run or a folder must
 never be taken for one; in options of sbatch, and for values of a mapping, its name is enough. Lines of topology.setup are the
-user's own program: they stay, and are told of.
+user's own program: they stay, with a warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check(config: dict[str, Any]) -> list[Fault]:
 
 
 def notes(setup: list[str]) -> Iterator[str]:
-    """What is told of lines of topology.setup with secrets, which are then hidden on the terminal and in the run folder."""
+    """Warnings of secrets in lines of topology.setup, which are then hidden on the terminal and in the run folder."""
     for at, line in enumerate(setup):
         if any(_secrets_in(f"{_CODE[0]}{at}]", line)):
             learn(line, names=True)
