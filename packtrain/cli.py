@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -53,14 +53,23 @@ app = typer.Typer(
 
 
 class ConfigCommand(TyperCommand):
-    """A verb that takes a config: its help ends with every config key."""
+    """A verb that takes a config: its help ends with every config key, or explains those that are named beside -h."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the base class; the arguments are kept for the help."""
+        ctx.meta["arguments"] = list(args)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then the reference made from the config's dataclasses."""
         from packtrain.config.help import help_text
+        from packtrain.config.keys import keys
+        from packtrain.config.schema import groups
 
-        super().format_help(ctx, formatter)
-        formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
+        asked = [one for one in ctx.meta["arguments"] if one in groups() or one in keys()]
+        if not asked:
+            super().format_help(ctx, formatter)
+        formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120), asked) + "\n")
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -151,12 +160,18 @@ def reward(arguments: Arguments = None, dry_run: DryRun = False) -> int:
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0, help="Plan for GPUs of this size.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
-    from packtrain.plan.view.screen import plan_json, print_plan
+    from packtrain.plan.memory import GIB
+    from packtrain.plan.screen import plan_json, print_plan
 
     run, launch = _config_and_plan(arguments)
+    if gpu_memory is not None:
+        launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
     _note_if_refused(run, arguments)
     if as_json:
         print(json.dumps(plan_json(run, launch), indent=2))
@@ -313,7 +328,7 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
     run, launch = _config_and_plan(arguments, verb)
     if dry_run:
-        from packtrain.plan.view.screen import print_plan
+        from packtrain.plan.screen import print_plan
 
         _note_if_refused(run, arguments)
         print_plan(run, launch, verb, arguments or [])
@@ -389,9 +404,8 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
-    from packtrain.config.compose import load_config
+    from packtrain.config.compose import Point, load_config, load_points
     from packtrain.config.objective import TRAITS
-    from packtrain.config.sweep import Point, load_points
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
 
@@ -438,7 +452,7 @@ def _implied_by(verb: str | None) -> list[str]:
 
 def _checked(run: RunConfig, verb: str | None) -> RunConfig:
     """The config. Raises UserError if it is for another verb, or its model is known to be impossible."""
-    from packtrain.plan.known_model.model_config import check_model
+    from packtrain.plan.known_model import check_model
 
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"

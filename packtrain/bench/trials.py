@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl
 from packtrain.attention.backends import attending_by
 from packtrain.bench.peak_memory import free_memory, peak_memory, reset_peak
 from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, is_clear, search
-from packtrain.config.rules.combinations import check
+from packtrain.config.rules import check
 from packtrain.config.schema import PackingMode, RunConfig, Tracking
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.flops import training_flops

@@ -1,4 +1,4 @@
-"""YAML + command line → `RunConfig`, with all problems at once and the place of each.
+"""YAML + command line → `RunConfig`, with all problems at once and the place of each; or one for each point of a sweep.
 
 Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
 it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
@@ -10,10 +10,12 @@ takes `trainer.eval_every` with it. What the files alone contradict, or the comm
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -21,15 +23,18 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from packtrain.config import rules
 from packtrain.config.keys import Fault, keys
-from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
-from packtrain.config.rules import combinations, secrets, slurm
+from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import paths_and_packages as missing
+from packtrain.config.rules import secrets, slurm
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
 from packtrain.errors import Problem, UserError
 
+MOST_POINTS = 1000
+_LONGEST_NAME = 150  # characters; file systems allow 255 bytes
 _SELF = "_self_"  # in a defaults list: the keys of the file itself
 _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 
@@ -46,7 +51,7 @@ def load_config(
     file = find_config(config_path) if config_path is not None else None
     beside = file.parent if file else None
     arguments, problems = parse(overrides, beside)
-    composed = _Composition(file, {one.key: one for one in arguments if one.choice is not None})
+    composed = _Composition(file, {item.key: item for item in arguments if item.choice is not None})
     try:
         composed.read()
     except UserError as error:  # nothing can be said about the values of a file that cannot be read
@@ -63,9 +68,57 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in (*secrets.notes(config.topology.setup), *combinations.notes(config)):
+    for note in (*secrets.notes(config.topology.setup), *rules.notes(config)):
         say(f"note: {note}")
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep: its `config`, and the overrides that the sweep chose for it, its run folder among them."""
+
+    config: RunConfig
+    chosen: tuple[str, ...] = ()
+
+
+def load_points(
+    config_path: str | None,
+    overrides: list[str],
+    first: Sequence[str] = (),
+    say: Callable[[str], object] = lambda line: None,
+) -> tuple[list[Point], list[str]]:
+    """The points of the sweep (`-m key=a,b`) that `overrides` describe, and the overrides that all of them share.
+
+    The grammar is Hydra's, and the last key varies fastest, as in its own sweeper. Every point gets a run folder of its own.
+    `first` are overrides that come before them in every point. `say` is given each line of load_config once.
+
+    Raises UserError where no override has several values, and with the problems of the first point that has any.
+    """
+    swept = {text: values for text in overrides if (values := values_of_sweep(text, MOST_POINTS)) is not None}
+    shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
+    if not swept or number > MOST_POINTS:
+        what = (
+            "there is nothing to sweep: no key has several values" if not swept else f"more than {MOST_POINTS:,} runs"
+        )
+        fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit mostly is 1,000 (MaxArraySize)."
+        raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
+    notes: dict[str, None] = {}  # in order
+    points = [
+        Point(load_config(config_path, [*first, *shared, *chosen], notes.setdefault), chosen)
+        for chosen in itertools.product(*swept.values())
+    ]
+    for line in notes:
+        say(line)
+    if len({point.config.trainer.output_dir for point in points}) == number:
+        return points, shared
+    names = [re.sub(r"[^\w.=-]+", "-", "_".join(item.lstrip("+") for item in point.chosen)) for point in points]
+    names = [name[:_LONGEST_NAME] for name in names]
+    unique, named = len(set(names)) == number, []
+    for at, (point, name) in enumerate(zip(points, names, strict=True)):
+        folder = f"{point.config.trainer.output_dir}/{name if unique else f'{at}-{name}'}"
+        config = replace(point.config, trainer=replace(point.config.trainer, output_dir=folder))
+        named.append(Point(config, (*point.chosen, assignment("trainer.output_dir", folder))))
+    return named, shared
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -92,7 +145,7 @@ class _Composition:
         self.problems: list[Problem] = []
         self.spoilt: list[str] = []
         self._file, self._beside = file, file.parent if file else None
-        self._chosen = {key: (str(one.choice), one.where) for key, one in chosen.items()}
+        self._chosen = {key: (str(item.choice), item.where) for key, item in chosen.items()}
         self._places: dict[str, str] = {}
         self._changed: set[str] = set()
         self._used: set[str] = set()
@@ -105,7 +158,7 @@ class _Composition:
         """
         if self._file:
             self._add(read_config(self._file), "", "")
-        for group in [one for one in self._chosen if one not in self._used]:
+        for group in [item for item in self._chosen if item not in self._used]:
             self._choose(group, *self._chosen[group])
 
     def change(self, argument: Argument) -> list[Problem]:
@@ -128,10 +181,10 @@ class _Composition:
     def drop(self, fault: Fault) -> str:
         """Gives the idle key its default; returns what is said about it."""
         idle = fault.keys[0]
-        said = f"{self._where(idle)}={self._value(idle)}: dropped, as {fault.because} was changed on the command line"
+        text = f"{self._where(idle)}={self._value(idle)}: dropped, as {fault.because} was changed on the command line"
         OmegaConf.update(self.values, idle, keys()[idle].default, merge=False)
         del self._places[idle]  # no key is dropped twice
-        return f"{said} ({fault.what})"
+        return f"{text} ({fault.what})"
 
     def locate(self, fault: Fault) -> Problem:
         """The fault with the places of its keys."""
@@ -140,11 +193,11 @@ class _Composition:
     def _where(self, key: str) -> str:
         """The place of `key`: of the key itself, else of what it is in or holds, else of the user's file as a whole."""
         cuts = [at for at, letter in enumerate(key) if letter in ".["]
-        inner = [one for one in self._places if one.startswith(f"{key}.")]
+        inner = [item for item in self._places if item.startswith(f"{key}.")]
         outer = [key[:at] for at in reversed(cuts)]
-        for one in [key, *inner[-1:], *outer]:
-            if one in self._places:
-                return f"{self._places[one]}, {key}"
+        for item in [key, *inner[-1:], *outer]:
+            if item in self._places:
+                return f"{self._places[item]}, {key}"
         return f"{shown(self._file)}, {key}" if self._file else key
 
     def _value(self, key: str) -> Any:
@@ -217,7 +270,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
             name, _, choice = str(choice).rpartition("/")
             name = name or group
         name = str(name).removeprefix("/")
-        if name and any(one == name for one, _, _ in entries):
+        if name and any(item == name for item, _, _ in entries):
             raise UserError(f"two choices for {name}", where=where, fix="Keep one of them.")
         entries.append((name, str(choice), where))
     return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
@@ -231,7 +284,7 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     faults += _new(wrong_values, faults, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
-        *combinations.check(config, given),
+        *rules.check(config, given),
         *slurm.check(config.topology, config.trainer.resume),
         *secrets.check(asdict(config)),
         *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),
@@ -243,10 +296,10 @@ def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fau
     """The faults of which no key, nor what it is in or holds, is `known` to be wrong."""
     bad = {*spoilt, *(key for fault in known for key in fault.keys)}
 
-    def close(key: str, one: str) -> bool:
-        return key == one or one.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{one}.")
+    def close(key: str, item: str) -> bool:
+        return key == item or item.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{item}.")
 
-    return [fault for fault in faults if not any(close(key, one) for key in fault.keys for one in bad)]
+    return [fault for fault in faults if not any(close(key, item) for key in fault.keys for item in bad)]
 
 
 def _text(values: DictConfig, name: str) -> str | None:
@@ -260,7 +313,7 @@ def _text(values: DictConfig, name: str) -> str | None:
 def _escaped(value: Any) -> Any:
     """Text that contains `${` literally, written so that it is read back as such."""
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in value.items()}
-    return [_escaped(one) for one in value] if isinstance(value, list) else value
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value

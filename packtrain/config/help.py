@@ -1,9 +1,8 @@
 """Every key in words, from schema.py alone: the text of `packtrain sft -h`, the page docs/config.md, and completion in the shell.
 
 `python -m packtrain.config.help > docs/config.md` writes the page anew. Completion reads names only (schema.py, folders), so
-that a tab is answered at once. A key that is the only one left is offered with its default as well: two candidates keep the
-shell from closing the word with a space after `=`, and the default is worth seeing. bash cuts words at `=` and replaces only
-what follows it, so there a value is offered without its key.
+that a tab is answered at once. bash cuts words at `=` and replaces only what follows it, so there a value is offered without
+its key.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import glob
 import os
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
@@ -48,17 +47,26 @@ This page is generated: `python -m packtrain.config.help > docs/config.md`.
 """
 
 
-def help_text(width: int) -> str:
-    """All keys for a terminal of `width` columns: a line with type and default, and the sentence under it."""
-    parts = textwrap.wrap("Config keys, as `key  type [default]`; `group=choice` selects a file of configs/.", width)
+def help_text(width: int, asked: Sequence[str] = ()) -> str:
+    """All keys with their defaults for a terminal of `width` columns; of groups and keys that are `asked` for every sentence."""
+    lead = "Config keys by group, with their defaults; group=choice selects a file of configs/."
+    lead += " packtrain sft -h GROUP or -h GROUP.KEY explains them, and docs/config.md all."
+    lines = [] if asked else textwrap.wrap(lead, width)
     for group, doc, names, rows in _sections():
-        parts += ["", *textwrap.wrap(f"{group}: {doc}", width)]
-        parts += [f"  {group}={'|'.join(names)}"] if names else []
-        for key in rows:
-            head = f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]"  # long ones break at blanks
-            parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
-            parts += textwrap.wrap(key.doc, width, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(parts)
+        if asked:
+            for key in [key for key in rows if group in asked or key.path in asked]:
+                lines += textwrap.wrap(
+                    f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]", width
+                )
+                lines += textwrap.wrap(key.doc, width, initial_indent="    ", subsequent_indent="    ")
+            continue
+        head = f"{group}: {doc.rstrip('.')}"
+        lines += textwrap.wrap(head + (f"; {group}={'|'.join(names)}" if names else ""), width, subsequent_indent="  ")
+        values = " ".join(
+            f"{key.path.removeprefix(f'{group}.')}={_default(key.default).replace(' ', '')}" for key in rows
+        )
+        lines += textwrap.wrap(values, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def markdown() -> str:
@@ -68,7 +76,11 @@ def markdown() -> str:
         parts.append(f"## {group}\n\n{doc}")
         if names:
             parts.append(f"Choices (`{group}=…`): {', '.join(f'`{name}`' for name in names)}.")
-        parts.append(_table(rows))
+        lines = ["| key | takes | default | |", "|---|---|---|---|"]
+        for key in rows:
+            takes = describe(key).replace("|", " \\| ")
+            lines.append(f"| `{key.path}` | {takes} | `{_default(key.default)}` | {key.doc} |")
+        parts.append("\n".join(lines))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -81,24 +93,14 @@ def _sections() -> Iterator[tuple[str, str, list[str], list[Key]]]:
 
 
 def _default(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if value is None or value == "":
         return "null" if value is None else '""'
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _table(rows: list[Key]) -> str:
-    lines = ["| key | takes | default | |", "|---|---|---|---|"]
-    for key in rows:
-        takes = describe(key).replace("|", " \\| ")
-        lines.append(f"| `{key.path}` | {takes} | `{_default(key.default)}` | {key.doc} |")
-    return "\n".join(lines)
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
     """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
-    if "=" in _word(incomplete) or (incomplete[:1] in PREFIXES and incomplete):
+    if "=" in _word(incomplete) or incomplete[:1] in tuple(PREFIXES):
         return complete_override(incomplete)
     recipes = (f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}"))
     files = {name for name in recipes if name.startswith(incomplete)}
@@ -108,15 +110,25 @@ def complete_config(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
-    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value."""
+    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value.
+
+    A key that is the only one is offered with its values as well: two candidates keep the shell from closing the word.
+    """
     word = _word(incomplete)
-    plain = word.lstrip(PREFIXES)
-    sign = word[: len(word) - len(plain)]
-    key, given, value = plain.partition("=")
-    if not given:
-        return [(f"{sign}{one}", said) for one, said in _keys(key, taken_away=sign == "~")]
-    start = "" if len(incomplete) < len(word) else f"{sign}{key}="
-    return [(f"{start}{one}", said) for one, said in _values(key, value) if one.startswith(value)]
+    name = word.lstrip(PREFIXES)
+    sign = word[: len(word) - len(name)]
+    name, given, value = name.partition("=")
+    if given:
+        start = "" if len(incomplete) < len(word) else f"{sign}{name}="
+        return [(f"{start}{item}", doc) for item, doc in _values(name, value) if item.startswith(value)]
+    docs = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
+    docs |= {path: key.doc for path, key in keys().items()}
+    known = [path for path in docs if path.startswith(name)]
+    if sign == "~":
+        return [(f"~{path}", docs[path]) for path in known]
+    offered = [(f"{sign}{path}=", docs[path]) for path in known]
+    alone = _values(known[0], "") if len(known) == 1 else ()
+    return offered + [(f"{sign}{known[0]}={item}", doc) for item, doc in alone if item]
 
 
 def _word(incomplete: str) -> str:
@@ -131,44 +143,22 @@ def _word(incomplete: str) -> str:
     before, cursor = split[: int(at)], split[int(at) :][:1]
     if cursor == ["="]:  # the cursor is at the `=` of `key=`
         return f"{before[-1]}="
-    after_equals = len(before) > 1 and before[-1] == "="
-    return f"{before[-2]}={incomplete}" if after_equals else incomplete
-
-
-def _keys(start: str, *, taken_away: bool) -> Iterator[tuple[str, str]]:
-    """Groups that have choices and keys that begin with `start`; the only one left with its values."""
-    chosen = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
-    docs = {path: key.doc for path, key in keys().items()}
-    found = {name: said for name, said in {**chosen, **docs}.items() if name.startswith(start)}
-    for name, said in found.items():
-        yield (name, said) if taken_away else (f"{name}=", said)
-    if len(found) == 1 and not taken_away:
-        (name,) = found
-        yield from ((f"{name}={value}", said) for value, said in _values(name, "") if value)
+    return f"{before[-2]}={incomplete}" if len(before) > 1 and before[-1] == "=" else incomplete
 
 
 def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
     """Values of a key or choices of a group."""
     if name in groups():
         yield from ((choice, f"configs/{name}/{choice}{SUFFIX}") for choice in options(name))
-    if name not in keys():
+    if (key := keys().get(name)) is None:
         return
-    key = keys()[name]
     known = choices(key.type) or (("true", "false") if key.type is bool else ())
-    listed = isinstance(key.default, list)
-    yield from ((f"[{value}]" if listed else value, key.doc) for value in known)
-    if name == "data.chat_template":
-        yield from ((template, "template of TRL") for template in template_names())
-    if name in _PATHS:
-        yield from ((path, "file") for path in _entries(start))
+    known += template_names() if name == "data.chat_template" else ()
+    yield from ((f"[{value}]" if isinstance(key.default, list) else value, key.doc) for value in known)
+    for path in glob.glob(f"{glob.escape(start)}*") if name in _PATHS else ():
+        yield (f"{path}{os.sep}" if os.path.isdir(path) else path), "file"
     if not known and not isinstance(key.default, (list, dict)):
         yield _default(key.default), "default"
-
-
-def _entries(start: str) -> list[str]:
-    """Files, and folders with a slash, whose path begins with `start`."""
-    found = glob.glob(f"{glob.escape(start)}*")
-    return [f"{path}{os.sep}" if os.path.isdir(path) else path for path in found]
 
 
 if __name__ == "__main__":

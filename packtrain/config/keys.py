@@ -1,4 +1,4 @@
-"""The dataclasses of schema.py seen as a flat list of keys, what is found wrong with them, and which key was meant.
+"""The dataclasses of schema.py as a flat list of keys: their types in words, which key was meant, which may change on resuming.
 
 From a key that does not exist to the one that was meant there are three ways, in this order: the same name in another group,
 the names of other trainers (TRL, transformers, axolotl), and close spelling.
@@ -7,9 +7,10 @@ the names of other trainers (TRL, transformers, axolotl), and close spelling.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
@@ -43,7 +44,7 @@ _OTHER_NAMES = {
     "packing.mode": ("padding_free", "sample_packing"),
     "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
     "objective.beta": ("pref_beta", "rl_beta"),
-    "objective.loss_type": ("pref_loss",),
+    "objective.loss": ("loss_type", "pref_loss"),
     "trainer.resume": ("resume_from_checkpoint",),
     "trainer.checkpoint_every": ("save_steps",),
     "trainer.keep_checkpoints": ("save_total_limit",),
@@ -53,6 +54,19 @@ _OTHER_NAMES = {
     "topology.kind": ("use_cpu",),
 }
 FOREIGN = {name: key for key, names in _OTHER_NAMES.items() for name in names}
+RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
+"""The groups that a checkpoint records. A key of theirs that is changed is decisive unless it is free or fixed: one that is forgotten
+here is refused on resuming, and no run takes another course without a word."""
+WEIGHTS = ("model", "model.weights")
+"""What a checkpoint records of the model that are no keys."""
+_FREE = re.compile(
+    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$).*|packing\.(mode|share_prefix)"
+    r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
+    r"|strategy\.name|[^.]+"  # versions, processes, and the like
+)
+_FIXED = re.compile(
+    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind"
+)
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
     "fsdp": "The strategy is chosen by name: strategy=fsdp2.",
@@ -99,7 +113,7 @@ class Key:
 def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
     """The keys of one dataclass by name, in the order they are declared."""
     hints = typing.get_type_hints(cls)
-    return {one.name: _key(one, hints[one.name], f"{prefix}{one.name}") for one in fields(cls)}
+    return {item.name: _key(item, hints[item.name], f"{prefix}{item.name}") for item in fields(cls)}
 
 
 @cache
@@ -128,15 +142,15 @@ def describe(key: Key) -> str:
     return words(members(key.type)) + bounds + optional
 
 
-def words(kinds: tuple[Any, ...]) -> str:
+def words(kinds: Iterable[Any]) -> str:
     """Types in words: "number or text"."""
     return " or ".join(_words(kind) for kind in kinds if kind is not type(None))
 
 
 def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
     """The names of `known` that are spelt most like `name`, in whatever case."""
-    spelt = {one.lower(): one for one in known}
-    return [spelt[one] for one in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
+    spelt = {item.lower(): item for item in known}
+    return [spelt[item] for item in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1) -> str:
@@ -147,29 +161,54 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1
 
 def advice_for(path: str) -> str:
     """What to write in place of the unknown key `path`."""
-    if path in REMOVED:
-        return REMOVED[path]
     group, _, rest = path.partition(".")
-    leaf = path.rpartition(".")[2]
-    if leaf in ADVICE:
-        return ADVICE[leaf]
-    if path in keys():  # a dotted name used as one key
+    leaf, known = path.rpartition(".")[2], keys()
+    if advice := REMOVED.get(path) or ADVICE.get(leaf):
+        return advice
+    if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
-    same_name = [known for known in keys() if known.rpartition(".")[2] == leaf]
-    meant = same_name or ([FOREIGN[leaf]] if leaf in FOREIGN else [])
-    if not meant:
-        inside = [f"{group}.{name}" for name in near(rest, _names(group))] if group in groups() and rest else []
-        meant = inside or near(path, [*keys(), *groups()]) or _by_leaf(leaf)
+    leaves = {item.rpartition(".")[2]: item for item in known}
+    of_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
+    meant = [item for item in known if item.rpartition(".")[2] == leaf]
+    if not meant and leaf in FOREIGN:
+        meant = [FOREIGN[leaf]]
+    meant = meant or [f"{group}.{name}" for name in near(rest, of_group) if rest] or near(path, [*known, *groups()])
+    meant = meant or [leaves[name] for name in near(leaf, leaves)]
+    meant = meant or [FOREIGN[name] for name in near(leaf, FOREIGN, 1, 0.8)]
     if meant:
         return f"Did you mean {' or '.join(meant)}?"
-    if group in groups():
-        return f"The keys of {group} are {', '.join(_names(group))}."
+    if of_group:
+        return f"The keys of {group} are {', '.join(of_group)}."
     return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
 
 
-def _key(one: Field[Any], kind: Any, path: str) -> Key:
-    default = one.default_factory() if one.default_factory is not MISSING else one.default
-    return Key(path, kind, default, **one.metadata)
+def is_free(name: str) -> bool:
+    """Whether a run may go on with another value without being asked: the documents and the losses stay the same."""
+    return name not in WEIGHTS and _FREE.fullmatch(name) is not None
+
+
+def is_fixed(name: str) -> bool:
+    """Whether no run can go on with another value: weights or optimizer states of the checkpoint would not fit."""
+    return _FIXED.fullmatch(name) is not None
+
+
+def check_resume_despite(names: list[str]) -> Iterator[Fault]:
+    """What is wrong with trainer.resume_despite."""
+    where, known = ("trainer.resume_despite",), [*keys(), *WEIGHTS]
+    for name in names:
+        if is_fixed(name):
+            what = f"{name} cannot change: what the checkpoint holds would not fit"
+            yield Fault(where, what, "Start over with trainer.resume=never.")
+        elif name not in known and not name.startswith("model.config."):
+            leaf = name.rpartition(".")[2]
+            fix = suggest(name, known, "Name keys as the refusal does.")
+            fix = f"Did you mean {FOREIGN[leaf]}?" if leaf in FOREIGN else fix
+            yield Fault(where, f"there is no key {name!r}", fix)
+
+
+def _key(item: Field[Any], kind: Any, path: str) -> Key:
+    default = item.default_factory() if item.default_factory is not MISSING else item.default
+    return Key(path, kind, default, **item.metadata)
 
 
 def _words(kind: Any) -> str:
@@ -183,13 +222,3 @@ def _words(kind: Any) -> str:
     if get_origin(kind) is list:
         return f"list of {words(members(get_args(kind)[0]))}"
     return "mapping to text" if get_args(kind)[1] is str else "mapping"
-
-
-def _names(group: str) -> list[str]:
-    return [path.partition(".")[2] for path in keys() if path.startswith(f"{group}.")]
-
-
-def _by_leaf(leaf: str) -> list[str]:
-    leaves = {path.rpartition(".")[2]: path for path in keys()}
-    foreign = near(leaf, FOREIGN, 1, 0.8)
-    return [leaves[name] for name in near(leaf, leaves)] or [FOREIGN[name] for name in foreign]

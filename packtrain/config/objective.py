@@ -1,11 +1,35 @@
-"""What is trained: the group `objective`, and what sets its kinds apart."""
+"""What is trained: the group `objective` and what sets its kinds apart; and `key`, by which every config field is declared."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from packtrain.config.fields import ObjectiveKind, key
+ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    maximum: float = 10**9,
+    objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (),
+) -> Any:
+    """A config field: default, a sentence, bounds (`>= minimum`, `> above`, `< below`, `<= maximum`), the `objective`s that it is for
+    (all if none is named).
+    """
+    bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
+    objectives = (objective,) if isinstance(objective, str) else objective
+    metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
 
 TokenLoss = Literal["nll", "dft"]
 LossType = Literal[
@@ -28,9 +52,53 @@ LossType = Literal[
 """The losses of TRL's DPOTrainer."""
 UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
 """The losses of TRL's KTOTrainer."""
+LOSSES: dict[ObjectiveKind, tuple[str, ...]] = {
+    "sft": get_args(TokenLoss),
+    "dpo": get_args(LossType),
+    "kto": get_args(UnpairedLoss),
+    "reward": (),
+}
+"""The values of objective.loss, the default first."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
 """What objective.reference may be beside a path."""
 SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of another library's: its `default`, the values that are `allowed` in words, and the test for them."""
+
+    default: Any
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_WEIGHT = Option(1.0, "number ≥ 0", lambda value: is_number(value) and value >= 0)
+OPTIONS: dict[ObjectiveKind, dict[str, Option]] = {
+    "sft": {"neftune_noise_alpha": Option(None, "number > 0", lambda value: is_number(value) and value > 0)},
+    "dpo": {
+        "loss_weights": Option(
+            None,
+            "list of numbers ≥ 0, not all 0, one for each loss",
+            lambda value: isinstance(value, list) and any(value) and all(map(_WEIGHT.accepts, value)),
+        ),
+        "label_smoothing": Option(0.0, "number from 0, below 0.5", lambda value: is_number(value) and 0 <= value < 0.5),
+        "f_divergence_type": Option("reverse_kl", "|".join(_DIVERGENCES), lambda value: value in _DIVERGENCES),
+        "f_alpha_divergence_coef": Option(0.5, "number", is_number),
+        "ld_alpha": Option(None, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
+        "use_weighting": Option(False, "true or false", lambda value: isinstance(value, bool)),
+        "discopop_tau": Option(0.05, "number > 0", lambda value: is_number(value) and value > 0),
+    },
+    "kto": {"desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT},
+    "reward": {"center_rewards_coefficient": Option(None, _WEIGHT.allowed, _WEIGHT.accepts)},
+}
+"""The entries of objective.options by objective.kind; names and defaults are those of TRL's config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,49 +134,15 @@ class Objective:
     """The loss."""
 
     kind: ObjectiveKind = key("sft", "What is trained; each has a verb of its name (packtrain dpo).")
-    loss: TokenLoss = key("nll", "negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", objective="sft")
-    neftune_alpha: float | None = key(
-        None, "scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0, objective="sft"
-    )
-    router_aux_coef: float | None = key(
+    loss: TokenLoss | LossType | UnpairedLoss | list[LossType] | None = key(
         None,
-        "weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's "
-        "own where model.config.output_router_logits is set, else 0. Steps of several micro-batches take one forward pass "
-        "more.",
-        minimum=0,
-        objective="sft",
+        "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
+        "kto, all others of dpo, a list to add several up; none for nll, sigmoid and kto.",
     )
-    loss_type: LossType | list[LossType] = key(
-        "sigmoid", "loss by TRL's name, or several that are added up.", objective="dpo"
+    options: dict[str, Any] = key(
+        {}, "Rarely used arguments of TRL's config for the kind (docs/preferences.md, kto.md, …)."
     )
-    loss_weights: list[float] | None = key(None, "weight of each of several losses; none for 1 each.", objective="dpo")
-    kto_loss: UnpairedLoss = key(
-        "kto",
-        "loss by TRL's name: around the mean divergence of the model from the reference (arXiv 2402.01306), or without it "
-        "(APO, arXiv 2408.06266).",
-        objective="kto",
-    )
-    desirable_weight: float = key(1.0, "weight of the losses of desirable answers.", minimum=0, objective="kto")
-    undesirable_weight: float = key(1.0, "weight of the losses of undesirable answers.", minimum=0, objective="kto")
     beta: float = key(0.1, "how strongly the model is held to the reference.", above=0, objective=("dpo", "kto"))
-    label_smoothing: float = key(
-        0.0, "share of pairs whose preference is taken to be wrong.", minimum=0, below=0.5, objective="dpo"
-    )
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = key(
-        "reverse_kl", "divergence from the reference (arXiv 2309.16240).", objective="dpo"
-    )
-    f_alpha_divergence_coef: float = key(0.5, "alpha of the alpha divergence.", objective="dpo")
-    ld_alpha: float | None = key(
-        None,
-        "weight of tokens beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); none for 1.",
-        minimum=0,
-        maximum=1,
-        objective="dpo",
-    )
-    use_weighting: bool = key(
-        False, "weigh pairs by how likely the model finds them (WPO, arXiv 2406.11827).", objective="dpo"
-    )
-    discopop_tau: float = key(0.05, "temperature of the discopop loss.", above=0, objective="dpo")
     reference: str = key(
         "auto",
         "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
@@ -117,24 +151,28 @@ class Objective:
         objective=("dpo", "kto"),
     )
 
-    center_rewards_coefficient: float | None = key(
-        None,
-        "weight of a loss that holds the mean of a pair's rewards near zero (arXiv 2312.09244, which takes 0.01); none for none.",
-        minimum=0,
-        objective="reward",
-    )
-
     @property
     def traits(self) -> Traits:
         """What the objective is made of."""
         return TRAITS[self.kind]
 
     @property
-    def losses(self) -> list[LossType]:
-        """The dpo losses, one or several."""
-        return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+    def losses(self) -> list[Any]:
+        """The losses by name, one or several."""
+        if self.loss is None:
+            return [LOSSES[self.kind][0]] if LOSSES[self.kind] else []
+        return self.loss if isinstance(self.loss, list) else [self.loss]
 
     @property
-    def sorting_losses(self) -> list[LossType]:
+    def token_loss(self) -> TokenLoss:
+        """What a model's head computes of each token; of all kinds but sft the negative log-likelihood."""
+        return "dft" if self.kind == "sft" and self.loss == "dft" else "nll"
+
+    def option(self, name: str) -> Any:
+        """The value of one of OPTIONS, TRL's default where it is not set."""
+        return self.options.get(name, OPTIONS[self.kind][name].default)
+
+    @property
+    def sorting_losses(self) -> list[str]:
         """Those that sort all pairs of a step: it has to be one micro-batch of one process."""
         return [name for name in self.losses if name in SORTING_LOSSES]

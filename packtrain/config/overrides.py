@@ -6,12 +6,13 @@ mentioned in any file, since every key of ours exists (schema.py): so `+key` and
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,9 +20,14 @@ from omegaconf.errors import OmegaConfBaseException
 from packtrain.config.keys import advice_for, suggest
 from packtrain.config.schema import groups
 from packtrain.config.yaml_files import options
-from packtrain.errors import Problem
+from packtrain.errors import Problem, UserError
 
 COMMAND_LINE = "command line"
+_NO_SWEEP = "sweeps over several values are not supported"
+_SWEEP_FIX = (
+    "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], a text with "
+    "commas \"'a,b'\"."
+)
 _KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*", re.ASCII)
 
 
@@ -42,27 +48,41 @@ class Argument:
 
 def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[Problem]]:
     """The arguments that can be used, and what is wrong with the others; `beside` is the folder of the user's YAML."""
-    parser = OverridesParser.create()
-    arguments: list[Argument] = []
-    problems: list[Problem] = []
-    for text in texts:
-        if problem := _misspelt(text):
-            problems.append(problem)
-            continue
-        try:
-            parsed = parser.parse_override(text)
-        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
-            key, _, value = text.partition("=")
-            quoted = value.replace("'", "\\'")
-            what, fix = str(error).split("\n")[0], f"Quote the value, for the shell too: \"{key}='{quoted}'\"."
-            problems.append(Problem(f"cannot be read ({what})", f"{COMMAND_LINE}, {text}", fix))
-            continue
-        argument = _argument(text, parsed, beside)
-        if problem := _unusable(argument, beside):
-            problems.append(problem)
-        else:
-            arguments.append(argument)
-    return arguments, problems
+    read = [_read(text, beside) for text in texts]
+    return [item for item in read if isinstance(item, Argument)], [item for item in read if isinstance(item, Problem)]
+
+
+def _read(text: str, beside: Path | None) -> Argument | Problem:
+    """One argument, or what is wrong with it."""
+    where = f"{COMMAND_LINE}, {text}"
+    key, equals, value = text.partition("=")
+    if text in ("-m", "--multirun"):
+        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
+    if text.startswith("-"):
+        advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
+        fix = "Config keys are written key=value, without dashes; -h lists them."
+        return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
+    if not equals and not text.startswith("~"):
+        return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
+    if not _KEY.fullmatch(key):
+        return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
+        reason = str(error).split("\n")[0]
+        fix = f'Quote the value, for the shell too: "{assignment(key, value)}".'
+        return Problem(f"cannot be read ({reason})", where, fix)
+    if parsed.is_sweep_override():
+        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
+    key, known = parsed.key_or_group, options(parsed.key_or_group, beside)
+    chosen = None if parsed.is_delete() else parsed.value()
+    if isinstance(chosen, (str, int, float)) and (key in groups() or known):
+        choice = str(chosen)
+        return Argument(text, key, choice, parsed) if choice in known else no_choice(key, choice, known, where)
+    if key in groups() and not parsed.is_delete():
+        fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
+        return Problem("a group takes the name of a choice", where, fix)
+    return Argument(text, key, None, parsed)
 
 
 def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
@@ -82,52 +102,34 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
     return None
 
 
+def values_of_sweep(text: str, most: int) -> list[str] | None:
+    """`key=value` for each value that an override sweeps over, `most` + 1 of them at most; None where it has one value, or cannot
+    be read at all (which load_config says)."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError, ValueError):
+        return None
+    if not parsed.is_sweep_override():
+        return None
+    named = isinstance(parsed.value(), (ChoiceSweep, RangeSweep))
+    values = list(itertools.islice(parsed.sweep_string_iterator(), most + 1)) if named else []
+    if not values:
+        fix = "Name the values: key=a,b or key=range(1,4), which is 1, 2 and 3."
+        raise UserError("this has no values to try one by one", where=f"{COMMAND_LINE}, {text}", fix=fix)
+    return [f"{parsed.get_key_element()}={value}" for value in values]
+
+
+def assignment(key: str, value: str) -> str:
+    """`key=value` in Hydra's grammar for any text."""
+    if re.fullmatch(r"[\w./-]+", value, re.ASCII):
+        return f"{key}={value}"
+    quoted = value.replace("'", "\\'")
+    return f"{key}='{quoted}'"
+
+
 def no_choice(group: str, choice: str, options: list[str], where: str) -> Problem:
     """The problem of a `choice` that `group` does not have."""
     if not options:
         return Problem(f"there is no group {group!r} of choices", where, f"The groups are {', '.join(groups())}.")
     fix = f"Choices: {', '.join(options)}. {suggest(choice, options)}".strip()
     return Problem(f"{group} has no choice {choice!r}", where, fix)
-
-
-def _argument(text: str, parsed: Override, beside: Path | None) -> Argument:
-    key = parsed.key_or_group
-    value = None if parsed.is_delete() else parsed.value()
-    selects = isinstance(value, (str, int, float)) and (key in groups() or bool(options(key, beside)))
-    return Argument(text, key, str(value) if selects else None, parsed)
-
-
-def _misspelt(text: str) -> Problem | None:
-    """What is wrong with the form of an argument, up to its value."""
-    where = f"{COMMAND_LINE}, {text}"
-    key, equals, _ = text.partition("=")
-    if text in ("-m", "--multirun"):
-        return _no_sweep(text)
-    if text.startswith("-"):
-        advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
-        fix = "Config keys are written key=value, without dashes; -h lists them."
-        return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
-    if not equals and not text.startswith("~"):
-        return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
-    if not _KEY.fullmatch(key):
-        return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
-    return None
-
-
-def _unusable(argument: Argument, beside: Path | None) -> Problem | None:
-    """What can be read, but has no sense here."""
-    key, choice, parsed = argument.key, argument.choice, argument.parsed
-    if parsed.is_sweep_override():
-        return _no_sweep(argument.text)
-    if choice is not None and choice not in (known := options(key, beside)):
-        return no_choice(key, choice, known, argument.where)
-    if key in groups() and choice is None and not parsed.is_delete():
-        fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
-        return Problem("a group takes the name of a choice", argument.where, fix)
-    return None
-
-
-def _no_sweep(text: str) -> Problem:
-    fix = "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], "
-    fix += "a text with commas \"'a,b'\"."
-    return Problem("sweeps over several values are not supported", f"{COMMAND_LINE}, {text}", fix)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from packtrain.config.fields import key
-from packtrain.config.objective import Objective
+from packtrain.config.objective import Objective, key
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
@@ -44,8 +43,7 @@ LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "al
 """The formats that it may be beside."""
 COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL, LABEL)))
 """All of packtrain's names of columns."""
-SaveDtype = Literal["auto", "float32", "bfloat16"]
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
@@ -147,8 +145,10 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
     """
     values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
-    sources = [DataSource(path=one, split=splits.get(one, "train")) if isinstance(one, str) else one for one in values]
-    return [one for one in sources if isinstance(one, DataSource)]
+    sources = [
+        DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
+    ]
+    return [item for item in sources if isinstance(item, DataSource)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -191,31 +191,27 @@ class Optim:
     beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
     beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
-    master_weights: Literal["auto"] | bool = key(
+    bf16_rounding: Rounding = key(
         "auto",
-        "Keep a float32 copy of each trained bfloat16 weight, which takes the updates (docs/precision.md); auto does, unless "
-        "optim.rounding is stochastic. DeepSpeed always does.",
-    )
-    rounding: Rounding = key(
-        "nearest",
-        "How results in float32 become bfloat16 weights: the nearest number, or one of its two neighbours by chance (from "
-        "trainer.seed), right in the mean and without memory for copies.",
+        "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
+        "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16. Without masters, "
+        "at each update: stochastic (right in the mean) or nearest (loses updates).",
     )
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether trained bfloat16 weights have float32 copies, but for DeepSpeed, which keeps its own."""
-        return self.rounding == "nearest" if self.master_weights == "auto" else self.master_weights
+        """Whether trained bfloat16 weights have float32 masters; DeepSpeed keeps its own in any case."""
+        return self.bf16_rounding not in ("stochastic", "nearest")
 
     @property
     def steps_in_float32(self) -> bool:
         """Whether the updates of trained bfloat16 weights are made in float32; else the optimizer rounds them as it does."""
-        return self.keeps_masters or self.rounding == "stochastic"
+        return self.bf16_rounding != "nearest"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Batch:
-    """What one optimizer step trains on (global: independent of the number of GPUs) and what one device takes at once."""
+    """What an optimizer step trains on, over all devices, and what one device takes at once."""
 
     examples_per_step: int | None = key(
         None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
@@ -267,11 +263,6 @@ class Trainer:
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
     )
     log_every: int = key(1, "Steps between logged lines.", minimum=1)
-    save_dtype: SaveDtype = key(
-        "auto",
-        "Number format of the weights in final/ (adapters stay float32); auto is that of the model. float32 keeps what "
-        "optim.master_weights learned.",
-    )
     mixed_precision: Literal["auto", "no", "bf16", "fast"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
@@ -291,7 +282,7 @@ class Trainer:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Peft:
-    """Train few weights in place of all: peft=none, peft=lora."""
+    """Train few weights in place of all."""
 
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
     r: int = key(16, "Rank of the adapters.", minimum=1)
@@ -304,7 +295,7 @@ class Peft:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Strategy:
-    """How model and optimizer are spread over processes: strategy=ddp|zero1|zero2|zero3|zero3_offload|fsdp2."""
+    """How model and optimizer are spread over processes."""
 
     name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
         "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
@@ -313,7 +304,7 @@ class Strategy:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Topology:
-    """Which processes train, on which machines, and what a Slurm job asks for: topology=auto|single|local|slurm|env|manual."""
+    """Which processes train, on which machines, and what a Slurm job asks for."""
 
     kind: Literal["auto", "single", "local", "slurm", "env", "manual"] = key(
         "auto",
@@ -338,7 +329,6 @@ class Topology:
         "progress is ended with a diagnosis after nine tenths of this; a checkpoint may take three times as long.",
         minimum=10,
     )
-    gpu_memory: float | None = key(None, "GiB of a GPU, for plans made elsewhere; none for what is found.", above=0)
     environment: dict[str, Any] = key(
         {}, "Environment variables of every process; they win over those that packtrain chooses."
     )
@@ -347,7 +337,7 @@ class Topology:
     )
     signal_before: int = key(
         120,
-        "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.",
+        "Slurm: seconds before the time limit at which the run writes a checkpoint and stops.",
         minimum=1,
         maximum=65535,
     )

@@ -35,8 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from packtrain.config.fields import ObjectiveKind
-from packtrain.config.objective import TRAITS
+from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, DataSource, Format, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mix_sources
 from packtrain.data.formats.columns import detect_format

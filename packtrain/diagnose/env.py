@@ -25,9 +25,9 @@ from packtrain.diagnose import devices, host
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
 from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.plan.known_model import plan_precision
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.mixed_precision import planned
 from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.surroundings import Surroundings, look_around
 from packtrain.redact import Redactor
@@ -152,7 +152,7 @@ def _on_disk(config: RunConfig, memory: Memory) -> int:
 def _dtype_of(config: RunConfig) -> str:
     """What the attention layers compute in on a GPU, by torch's name."""
     dtype = config.model.dtype
-    return "bfloat16" if dtype == "auto" or planned(config, dtype, gpu=True)[0] == "bf16" else dtype
+    return "bfloat16" if dtype == "auto" or plan_precision(config, dtype, gpu=True)[0] == "bf16" else dtype
 
 
 def age_s() -> float:

@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 
 from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, Software, Torch, size
-from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import FIX, SOCKETS, kernel_text, matching
+from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.run_folder import installed_version
 from packtrain.wording import counted
 

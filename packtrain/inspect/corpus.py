@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.fields import ObjectiveKind
-from packtrain.config.objective import TRAITS
+from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, DataSource, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData

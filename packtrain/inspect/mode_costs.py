@@ -15,7 +15,7 @@ from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention, imbalance
 from packtrain.packing.schedule import Schedule, make_schedule
-from packtrain.plan.known_model.shapes import adapter_shapes, weights_of
+from packtrain.plan.known_model import adapter_shapes, weights_of
 from packtrain.plan.reference_choice import base_of
 
 SAMPLED_STEPS = 48

@@ -39,10 +39,9 @@ from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
-from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network_settings import short_waits
-from packtrain.plan.surroundings import free_port, look_around
+from packtrain.plan.surroundings import INSTALL, INSTALL_CXX, free_port, lack_of_compiler, lack_of_cxx, look_around
 from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"

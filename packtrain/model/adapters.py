@@ -18,7 +18,7 @@ from packtrain.config.keys import suggest
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
-from packtrain.plan.known_model.shapes import is_adapted
+from packtrain.plan.known_model import is_adapted
 
 if TYPE_CHECKING:
     from peft import TaskType

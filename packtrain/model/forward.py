@@ -84,7 +84,7 @@ def patch_forward(
     """
     head = None
     if documents is not None:
-        head = add_loss_sum(model, loss=documents.loss, neftune_alpha=documents.neftune_alpha)
+        head = add_loss_sum(model, loss=documents.token_loss, neftune_alpha=documents.option("neftune_noise_alpha"))
     if pairs:
         add_pair_layout(model, pairs)
     if scores:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.mixed_precision import decide
+from packtrain.plan.known_model import choose_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
     if recorded in ("no", "bf16") and asked in ("auto", "fast"):
         return Precision(weights, autocast_of(recorded), "as before the checkpoint")
-    found = decide(
+    found = choose_precision(
         asked,
         weights=str(weights).removeprefix("torch."),
         adapters=base_model(model) is not model,

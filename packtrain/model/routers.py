@@ -29,7 +29,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
 
-KEY = "objective.router_aux_coef"
+KEY = "model.config.output_router_logits"
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -52,8 +52,8 @@ def balance(part: Load, whole: Load) -> torch.Tensor:
     return len(whole.chosen) * (whole.chosen / routings * part.probability).sum() / routings
 
 
-def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | None:
-    """The loss for `objective.router_aux_coef=weight`; None where it is 0, or not set and not switched on in the model.
+def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLoss | None:
+    """The loss by `weight`, None for the model's own; None where it is 0, or not given and not switched on in the model.
 
     Raises UserError if transformers has no such loss for `model`, or a different one.
     """
@@ -67,8 +67,8 @@ def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | No
         kind = "no" if its_own is None else "another"
         raise UserError(
             f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers",
-            where=KEY if weight is not None else "model.config.output_router_logits",
-            fix=f"take the key away, or set {KEY} to 0",
+            where=KEY,
+            fix=f"set {KEY} to false",
         )
     if weight is None:
         weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)

@@ -26,7 +26,6 @@ _MOST_SHOWN = 8
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
 )
-_FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
 _Peer = TypeVar("_Peer")
 
@@ -70,9 +69,11 @@ def differences(
             problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
     shown, rest = problems[:_MOST_SHOWN], problems[_MOST_SHOWN:]
     if rest:
-        shown.append(Problem(f"{len(rest)} more differ: {listed([one.where for one in rest])}"))
-    following = [*(one.fix for one in shown[1:]), ""]
-    return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=False)]
+        shown.append(Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}"))
+    following = [*(item.fix for item in shown[1:]), ""]
+    return [
+        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(shown, following, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Member:
     @classmethod
     def from_json(cls, values: Any) -> Member:
         """The member whose `asdict` came as JSON. Raises ValueError if another version of packtrain sent it."""
-        if not isinstance(values, dict) or set(values) != {one.name for one in fields(cls)}:
+        if not isinstance(values, dict) or set(values) != {item.name for item in fields(cls)}:
             raise ValueError("not a member")
         return cls(**{**values, "addresses": tuple(values["addresses"])})
 
@@ -108,45 +109,45 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
     }
 
 
-def twice(one: Member, other: Member) -> CheckFailed:
+def twice(item: Member, other: Member) -> CheckFailed:
     """The error that two machines have the same number."""
-    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (one, other))
+    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
     return CheckFailed(
-        f"two machines are number {one.node}: {places}",
+        f"two machines are number {item.node}: {places}",
         where="topology.node_rank",
-        fix=f"Give each machine its own, from 0 (topology.main_address) to {max(one.nodes - 1, 1)}.",
+        fix=f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}.",
     )
 
 
 def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
-    names, first = names_of(members), members[0]
+    names = names_of(members)
 
-    def counts(name: str) -> dict[str, str]:
-        return {names[one.node]: str(getattr(one, name)) for one in members}
+    def counts(name: str, some: Sequence[Member] = members) -> dict[str, str]:
+        return {names[item.node]: str(getattr(item, name)) for item in some}
 
-    nodes, per_node, gpus = (counts(name) for name in ("nodes", "per_node", "gpus"))
-    if len(set(nodes.values())) > 1:
-        what = f"the machines do not agree on how many they are: {by_value(nodes)}"
-        return CheckFailed(what, where="topology.nodes", fix="Start every machine with the same topology.nodes.")
-    if len(set(per_node.values())) > 1:
-        of = "GPUs" if per_node == gpus else "processes"
-        what = f"the machines do not have the same number of {of} ({_each(per_node)})"
-        fix = _FEWER_GPUS.format(min(one.per_node for one in members))
-        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
-    if short := [one for one in members if 0 < one.gpus < one.per_node]:
-        few = _each({names[one.node]: str(one.gpus) for one in short})
-        what = f"{first.per_node} GPUs on each machine are needed, but some have fewer ({few})"
-        fix = _FEWER_GPUS.format(min(one.gpus for one in short))
-        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
-    if len({one.gpus > 0 for one in members}) > 1:
-        what = f"some machines have GPUs and others none ({by_value(gpus)})"
-        return CheckFailed(what, where="topology", fix="Look at nvidia-smi and CUDA_VISIBLE_DEVICES there.")
-    return None
+    def each(numbers: Mapping[str, str]) -> str:
+        return ", ".join(f"{name}: {number}" for name, number in numbers.items())
 
-
-def _each(numbers: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}: {number}" for name, number in numbers.items())
+    short = [item for item in members if 0 < item.gpus < item.per_node]
+    where = "topology.gpus_per_node"
+    fix = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+    if len({*counts("nodes").values()}) > 1:
+        where, fix = "topology.nodes", "Start every machine with the same topology.nodes."
+        what = f"the machines do not agree on how many they are: {by_value(counts('nodes'))}"
+    elif len({*(per_node := counts("per_node")).values()}) > 1:
+        things = "GPUs" if per_node == counts("gpus") else "processes"
+        what = f"the machines do not have the same number of {things} ({each(per_node)})"
+        fix = fix.format(min(item.per_node for item in members))
+    elif short:
+        what = f"{members[0].per_node} GPUs on each machine are needed, but some have fewer ({each(counts('gpus', short))})"
+        fix = fix.format(min(item.gpus for item in short))
+    elif len({item.gpus > 0 for item in members}) > 1:
+        where, fix = "topology", "Look at nvidia-smi and CUDA_VISIBLE_DEVICES there."
+        what = f"some machines have GPUs and others none ({by_value(counts('gpus'))})"
+    else:
+        return None
+    return CheckFailed(what, where=where, fix=fix)
 
 
 def unlike(members: Sequence[Member]) -> PacktrainError | None:
@@ -154,9 +155,9 @@ def unlike(members: Sequence[Member]) -> PacktrainError | None:
     if counts := unlike_counts(members):
         return counts
     names = names_of(members)
-    facts_of = {one.node: {**one.config, **one.versions} for one in members}
-    fixes = dict.fromkeys((key for one in members for key in one.config), SAME_CONFIG)
-    fixes |= dict.fromkeys((key for one in members for key in one.versions), SAME_VERSIONS)
+    facts_of = {item.node: {**item.config, **item.versions} for item in members}
+    fixes = dict.fromkeys((key for item in members for key in item.config), SAME_CONFIG)
+    fixes |= dict.fromkeys((key for item in members for key in item.versions), SAME_VERSIONS)
     problems = differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
 

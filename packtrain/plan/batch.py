@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.config.objective import Objective
-from packtrain.config.rules.combinations import nearest_multiples
+from packtrain.config.rules import nearest_multiples
 from packtrain.config.schema import Batch, Trainer
 from packtrain.errors import UserError
 from packtrain.wording import counted
@@ -84,7 +84,12 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
         micro_batches = rows // processes if mode == "packed" else None
     elif batch.examples_per_step is not None and examples is not None and tokens is None:
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)
-    _check_whole(objective, batch, processes, micro_batches)
+    if (sorting := objective.sorting_losses) and (processes > 1 or (micro_batches or 1) > 1):
+        where, fix = f"{processes} processes", "Use one process (topology=single)"
+        if processes == 1:  # training itself checks micro-batches by tokens
+            where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
+        what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
+        raise UserError(what, where="objective.loss", fix=f"{fix}, or choose another loss.")
     return BatchPlan(
         mode=mode,
         processes=processes,
@@ -97,15 +102,3 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
         unit=objective.traits.unit,
         steps=trainer.max_steps,
     )
-
-
-def _check_whole(objective: Objective, batch: Batch, processes: int, micro_batches: int | None) -> None:
-    """Raises UserError if a loss sorts the pairs of a step, and the step is certainly split; training checks micro-batches by tokens."""
-    sorting = objective.sorting_losses
-    if not sorting or (processes == 1 and (micro_batches or 1) == 1):
-        return
-    where, fix = f"{processes} processes", "Use one process (topology=single)"
-    if processes == 1:
-        where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
-    what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
-    raise UserError(what, where="objective.loss_type", fix=f"{fix}, or choose another loss.")

@@ -10,7 +10,6 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -48,33 +47,23 @@ def remember(size: DataSize, model: Model, data: Data, kind: str, seed: int) -> 
 def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:
     """The size that was kept for these settings; None if there is none."""
     try:
-        return DataSize(
-            **{name: int(value) for name, value in json.loads(_note(model, data, kind, seed).read_text()).items()}
-        )
+        note = json.loads(_note(model, data, kind, seed).read_text())
+        return DataSize(**{name: int(value) for name, value in note.items()})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _note(model: Model, data: Data, kind: str, seed: int) -> Path:
     held_out = data.eval if isinstance(data.eval, (int, float)) else None  # else the training set is all of data.train
-    told = asdict(replace(data, eval=held_out, cache_dir=None, shuffle=True))
+    settings = asdict(replace(data, eval=held_out, cache_dir=None, shuffle=True))
     tokenizer = model.tokenizer or model.path or ""
-    files = [
-        *(one.path for one in sources(data.train)),
-        data.chat_template or "",
-        *(os.path.join(tokenizer, name) for name in _OF_TOKENIZER),
-    ]
-    stamps = [stamp for name in files if name for stamp in _stamps(name)]
-    parts = (told, tokenizer, model.revision, kind, seed, stamps)
+    names = [item.path for item in sources(data.train)] + [data.chat_template or ""]
+    stamps = []  # path, size and time of change of each file
+    for name in filter(None, [*names, *(os.path.join(tokenizer, name) for name in _OF_TOKENIZER)]):
+        path = os.path.expanduser(name)
+        for item in sorted(glob.glob(path)) or [path]:
+            for file in islice(sorted(Path(item).rglob("*")), _MOST_FILES) if os.path.isdir(item) else [Path(item)]:
+                with suppress(OSError):
+                    stamps.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
+    parts = (settings, tokenizer, model.revision, kind, seed, stamps)
     return cache_path(data.cache_dir) / "sizes" / hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _stamps(name: str) -> Iterator[tuple[str, int, int]]:
-    """Path, size and time of change of what a path names: a file, the files of a folder, or those that a pattern matches."""
-    path = os.path.expanduser(name)
-    for one in sorted(glob.glob(path)) or [path]:
-        inside = islice(sorted(Path(one).rglob("*")), _MOST_FILES) if os.path.isdir(one) else [Path(one)]
-        for file in inside:
-            with suppress(OSError):
-                found = file.stat()
-                yield str(file), found.st_size, found.st_mtime_ns

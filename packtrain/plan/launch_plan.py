@@ -80,7 +80,7 @@ class LaunchPlan:
         """Whether the only obstacle is that this machine, one of several, has too few GPUs: the rendezvous reports that on all
         machines."""
         lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
-        return lacking and all(one.where == GPUS_PER_NODE for one in self.obstacles)
+        return lacking and all(item.where == GPUS_PER_NODE for item in self.obstacles)
 
     @property
     def ranks(self) -> range:
@@ -98,7 +98,7 @@ class LaunchPlan:
             "num_processes": self.num_processes,
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
-            "commands": [{"node": one.node, "argv": list(one.argv), "env": dict(one.env)} for one in self.commands],
+            "commands": [{"node": item.node, "argv": list(item.argv), "env": dict(item.env)} for item in self.commands],
             "accelerate": dict(self.accelerate),
             "deepspeed": None if self.deepspeed is None else dict(self.deepspeed),
             "batch": self.batch.to_json(),
@@ -138,14 +138,14 @@ def plan_launch(
 
     network = _network(topology, processes, surroundings)
     env = _env(topology, processes, surroundings)
-    own_env = {**{one.name: one.value for one in network if one.value is not None}, **env}
+    own_env = {**{item.name: item.value for item in network if item.value is not None}, **env}
     return LaunchPlan(
         num_processes=processes.total,
         nodes=processes.nodes,
         gpus_per_node=processes.per_node,
         commands=tuple(  # network settings of the other machines are not known here
-            NodeCommand(node, argv(one), own_env if node == processes.node else env)
-            for node, one in enumerate(settings)
+            NodeCommand(node, argv(item), own_env if node == processes.node else env)
+            for node, item in enumerate(settings)
         ),
         accelerate=settings[processes.node],
         deepspeed=deepspeed_config(strategy, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm),
@@ -213,29 +213,29 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
         return ()
     main = {**surroundings.env, **processes.env}.get("MASTER_ADDR") if processes.joins else processes.main_address
     here, gpus = surroundings.network(main), surroundings.gpus > 0
-    found = choose_network(here, surroundings.env, main, nodes=processes.nodes, asked=topology.variables, gpus=gpus)
-    return tuple(found)
+    settings = choose_network(here, surroundings.env, main, nodes=processes.nodes, asked=topology.variables, gpus=gpus)
+    return tuple(settings)
 
 
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
     """Variables of the processes: their share of the cores, and one GPU if one process sees several.
 
-    torch's allocator on GPUs is told to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
+    torch's allocator on GPUs is set to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
     On a busy machine OpenMP threads that spin while they wait are many times slower than threads that sleep (`passive`); fewer
     threads would help, too, but change the order of sums and so the results.
     """
     asked = topology.variables
-    told, own = {}, {}
+    added, own = {}, {}
     if surroundings.gpus and not set(_ALLOCATOR) & {*surroundings.env, *asked}:
-        told[_ALLOCATOR[0]] = "expandable_segments:True"
+        added[_ALLOCATOR[0]] = "expandable_segments:True"
     if processes.joins:
-        return {**told, **processes.env, **asked}
+        return {**added, **processes.env, **asked}
     if processes.total > 1:
-        told["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
-    threads = {**told, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
+        added["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
+    threads = {**added, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
     if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
-        told["OMP_WAIT_POLICY"] = "passive"
+        added["OMP_WAIT_POLICY"] = "passive"
     if processes.total == 1 and surroundings.gpus > 1:  # transformers would spread it over all of them (DataParallel)
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
-    told = {name: value for name, value in told.items() if name not in surroundings.env}
-    return {**told, **asked, **own}
+    added = {name: value for name, value in added.items() if name not in surroundings.env}
+    return {**added, **asked, **own}

@@ -21,21 +21,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.config.rules.combinations import check_strategy
+from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.known_model.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
+from packtrain.plan.known_model import (
+    Layers,
+    Weights,
+    adapter_shapes,
+    is_adapted,
+    layers_of,
+    plan_precision,
+    weights_of,
+)
 from packtrain.plan.launcher_settings import BUCKET, STAGES
-from packtrain.plan.mixed_precision import planned
 from packtrain.plan.reference_choice import reference_of
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
 """Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
-"""Beside it for each communicator of several ranks. For each channel and neighbour NCCL allocates 10 MiB to receive in and 2 to send
-(its issue 1685); two neighbours by 24 channels, and 256 MiB for NVLink SHARP on 8 GPUs (transport/nvls.cc), are 832 MiB. Reported:
-1.06 GB on 8 H100 (1685), 544 MB on 2 A100 and 688 on 4 (964). Rings and trees have no more neighbours on more machines (864)."""
+"""Beside it for each communicator of several ranks: 12 MiB for each of two neighbours and 24 channels, and 256 MiB for NVLink SHARP,
+are 832 MiB (its issue 1685, transport/nvls.cc). Reported: 1.06 GB on 8 H100 (1685), 544 MB on 2 A100 (964)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
@@ -49,15 +55,15 @@ SHARDED = {  # what a strategy shards over the processes
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 _REDUCED = (
-    500_000_000  # gradients that ZeRO-1 of bfloat16 weights reduces at once (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+    500_000_000  # gradients that ZeRO-1 reduces at once of bfloat16 weights (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
 )
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
+"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/verify/dpo_start.py)."""
 STEPPED = 2**26
 """Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
-_PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
+PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of all known parts."""
-        return sum(getattr(self, name) or 0 for name in _PARTS)
+        return sum(getattr(self, name) or 0 for name in PARTS)
 
     @property
     def fits(self) -> bool | None:
@@ -97,20 +103,18 @@ class Memory:
         return None if fits and self.activations is None else fits
 
     def sentence(self) -> str:
-        """The estimate in words."""
-        names = [name for name in _PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
-        parts = ", ".join(
-            f"{name}{' at most' if name == 'activations' else ''} {_gib(getattr(self, name))}" for name in names
-        )
-        before = f" before activations ({self.unknown})" if self.activations is None else ""
-        trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
-        size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
-        host = f"; and {_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
-        said = f"{_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
-        if self.fits is False:
-            own = f"{_gib(self.outside)} of them for CUDA{' and NCCL' if self.outside > OUTSIDE else ''}"
-            said += f". That exceeds the {_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
-        return said
+        """What it comes to; where it does not fit, what to try."""
+        if self.device is None:
+            text = f"{in_gib(self.total)} GiB of each device"
+        else:
+            text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
+        if self.activations is None:
+            text += f" before activations ({self.unknown})"
+        if self.device is None:
+            text += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
+        elif self.fits is not None:
+            text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
+        return text + (f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else "")
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
@@ -138,18 +142,16 @@ class _Model:
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
     """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to estimate it.
 
-    topology.gpu_memory (GiB) overrides `device_bytes`; without either the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
+    Without `device_bytes` the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
     """
-    if config.topology.gpu_memory is not None:
-        device_bytes = int(config.topology.gpu_memory * GIB)
     try:
         model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
-        decided, _ = planned(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
+        decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        found = replace(_count(config, model, processes), device=device_bytes)
+        memory = replace(_count(config, model, processes), device=device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
-    return replace(found, advice=_advice(config, processes)) if found.fits is False else found
+    return replace(memory, advice=_advice(config, processes)) if memory.fits is False else memory
 
 
 def _measure(config: RunConfig, weights: Weights) -> _Model:
@@ -160,9 +162,9 @@ def _measure(config: RunConfig, weights: Weights) -> _Model:
     blocks: Counter[str] = Counter()
     linear = 0
     for name, shape in shapes.items():
-        found = re.match(r".*?\.\d+(?=\.)", name)
-        blocks[found.group() if found else ""] += math.prod(shape)
-        linear += math.prod(shape) if found and len(shape) == 2 else 0
+        block = re.match(r".*?\.\d+(?=\.)", name)
+        blocks[block.group() if block else ""] += math.prod(shape)
+        linear += math.prod(shape) if block and len(shape) == 2 else 0
     rest = blocks.pop("", 0)
     return _Model(
         width=BYTES.get(config.model.dtype, weights.stored),
@@ -186,10 +188,8 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
         "reference": _reference(config, model),
     }
-    split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
-    host = (
-        model.all * model.width if "weights" in SHARDED[name] else 0
-    )  # each process loads all weights before they are sharded
+    split = {item: math.ceil(size / processes) if item in SHARDED[name] else size for item, size in parts.items()}
+    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))
@@ -313,8 +313,10 @@ def _advice(config: RunConfig, processes: int) -> str:
     return f"try {', '.join(what for what, possible in tries.items() if possible)}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+def in_gib(size: int) -> str:
+    """Bytes in GiB, as plans show them."""
+    value = size / GIB
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 10**6 else f"{value:.1e}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +340,7 @@ def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     bounds = [] if tokens is None else [tokens]
     if longest is not None:
         documents = (examples, config.batch.examples_per_step)
-        bounds += [one * each * longest for one in documents if one is not None]
+        bounds += [item * each * longest for item in documents if item is not None]
     if not bounds:
         return None
     most = min(bounds)

@@ -7,6 +7,7 @@ all active RDMA ports, including slow ones and those of storage. The user's own 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -43,12 +45,12 @@ class Interface:
     @property
     def loopback(self) -> bool:
         """Whether it leads to this machine only."""
-        return self.name == "lo" or (bool(self.addresses) and all(is_loopback(one) for one in self.addresses))
+        return self.name == "lo" or (bool(self.addresses) and all(is_loopback(item) for item in self.addresses))
 
     @property
     def usable(self) -> bool:
         """Whether it is up and has an address that others could reach."""
-        return self.up and not self.loopback and any(not one.startswith("fe80:") for one in self.addresses)
+        return self.up and not self.loopback and any(not item.startswith("fe80:") for item in self.addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,14 @@ def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNet
 
     Takes a few milliseconds and a name look-up. `root` contains the kernel's files (sys/).
     """
-    found, down = addresses_by_interface(), _down()
-    outward = [own_address_towards(one) for one in _FAR_AWAY]
+    states: dict[str, Any] = {}
+    with suppress(OSError, RuntimeError, psutil.Error):
+        states = psutil.net_if_stats()
+    outward = {own_address_towards(item) for item in _FAR_AWAY} - {None}
     return HostNetwork(
         interfaces=tuple(
-            Interface(name, addresses, name not in down, any(one in outward for one in addresses))
-            for name, addresses in found.items()
+            Interface(name, addresses, name not in states or states[name].isup, not outward.isdisjoint(addresses))
+            for name, addresses in addresses_by_interface().items()
         ),
         ports=tuple(_port(port) for port in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
         own_address=own_address_towards(main_address) if main_address else None,
@@ -112,22 +116,22 @@ def addresses_by_interface() -> dict[str, tuple[str, ...]]:
     families = (socket.AF_INET, socket.AF_INET6)
     with suppress(OSError, RuntimeError, psutil.Error):
         return {
-            name: tuple(one.address.partition("%")[0] for one in listed if one.family in families)
+            name: tuple(item.address.partition("%")[0] for item in listed if item.family in families)
             for name, listed in psutil.net_if_addrs().items()
         }
     return {}
 
 
-def _down() -> set[str]:
-    """The interfaces that are known to be down."""
-    with suppress(OSError, RuntimeError, psutil.Error):
-        return {name for name, state in psutil.net_if_stats().items() if not state.isup}
-    return set()
-
-
 def is_loopback(address: str) -> bool:
     """Whether the address or name leads only to this machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def is_ip(name: str) -> bool:
+    """Whether it is an IP address."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
 
 
 def _port(folder: Path) -> Port:
@@ -166,20 +170,19 @@ def choose_network(
         return []
     asked = asked or {}
     given = {**env, **asked}
-    up = {one.name: one.addresses[0] for one in network.interfaces if one.up and one.addresses}
+    up = {item.name: item.addresses[0] for item in network.interfaces if item.up and item.addresses}
     interface, reason = _way(network, main_address)
     settings, problems = [], []
     for name in SOCKETS if gpus else SOCKETS[1:]:
         nccl, value = name.startswith("NCCL"), given.get(name)
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):
-            there = ", ".join(f"{one} ({address})" for one, address in up.items()) or "none"
+            there = ", ".join(f"{item} ({address})" for item, address in up.items()) or "none"
             what = f"{value} is not there, or down: this machine has {there}"
-            fix = "remove it, and packtrain chooses; or name one of these"
-            problems.append(Problem(what, _where(name, asked), fix))
-        elif value:
-            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}"))
-        elif interface is None:
-            settings.append(NetworkSetting(name, None, reason))
+            problems.append(
+                Problem(what, _where(name, asked), "remove it, and packtrain chooses; or name one of these")
+            )
+        elif value or interface is None:
+            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}" if value else reason))
         else:  # in NCCL's syntax = means exactly this name
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:
@@ -194,23 +197,23 @@ def _way(network: HostNetwork, main_address: str | None) -> tuple[str | None, st
         return None, "no route to the first machine is known here"
     if is_loopback(main_address):
         return None, f"{main_address} is every machine's own address: all processes are taken to be on this one"
-    leading = [one for one in network.interfaces if own in one.addresses]
+    leading = [item for item in network.interfaces if own in item.addresses]
     reason = f"leads to {main_address}, with the address {own}"
     if is_loopback(own):  # the name leads each machine to itself
-        leading = [one for one in network.interfaces if one.usable and one.default_route]
+        leading = [item for item in network.interfaces if item.usable and item.default_route]
         reason = f"has the default route ({main_address} is {own} here, which no other machine reaches)"
     return (leading[0].name, reason) if leading else (None, f"no interface leads from {own} to {main_address}")
 
 
 def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[NetworkSetting]:
     """NCCL_IB_HCA for InfiniBand; RoCE ports are left to NCCL, which chooses those near a GPU."""
-    fabric = [one for one in ports if one.active and one.layer == "InfiniBand"]
+    fabric = [item for item in ports if item.active and item.layer == "InfiniBand"]
     if not fabric or given.get("NCCL_IB_DISABLE") == "1":
         return []
     if given.get("NCCL_IB_HCA"):
         return [NetworkSetting("NCCL_IB_HCA", None, f"{given['NCCL_IB_HCA']}, by {_where('NCCL_IB_HCA', asked)}")]
-    rate = max(one.rate or 0 for one in fabric)
-    best = [f"{one.device}:{one.number}" for one in fabric if (one.rate or 0) == rate]
+    rate = max(item.rate or 0 for item in fabric)
+    best = [f"{item.device}:{item.number}" for item in fabric if (item.rate or 0) == rate]
     return [NetworkSetting("NCCL_IB_HCA", f"={','.join(best)}", f"the active InfiniBand ports of {rate:g} Gbit/s")]
 
 
@@ -255,6 +258,6 @@ def short_waits(address: str) -> dict[str, str]:
 
 def _look_up(address: str) -> None:
     with suppress(OSError):  # an unknown name is an answer, and reported elsewhere
-        found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-        mapped = found if ":" in found else f"::ffff:{found}"  # torch's sockets speak IPv6
+        resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
         socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2

@@ -1,7 +1,7 @@
 """What a resumed run must share with the run that wrote its checkpoint, and what has changed since then. Pure; no torch.
 
 Both record their facts: config keys, and what became of them (documents, weights, versions: train/checkpoint/folder.py).
-config/rules/resume_keys.py has which of them may differ.
+config/keys.py has which of them may differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from packtrain.config.rules.resume_keys import KEPT, is_fixed, is_free
+from packtrain.config.keys import RECORDED, is_fixed, is_free
+from packtrain.config.objective import Objective
 from packtrain.errors import Problem, UserError
 from packtrain.plan.agreement import shared_values
 from packtrain.run_folder import RunFolder, object_of, text_of
@@ -27,7 +28,7 @@ STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
 FORMAT = "checkpoint.format"
 """Raised by one when checkpoints can no longer be read as before."""
-_OPTIONS = "optim.schedule_options"
+_OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
@@ -37,8 +38,8 @@ _AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a run that its `config` (as plain containers) tells: its keys, secrets as digests."""
-    texts = shared_values({group: keys for group, keys in config.items() if group in KEPT})
+    """The facts in the `config` of a run (as plain containers): its keys, secrets as digests."""
+    texts = shared_values({group: keys for group, keys in config.items() if group in RECORDED})
     facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
     batch, held_out = config["batch"], config["data"]["eval"]
     if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents make a step
@@ -46,10 +47,12 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
-    options = config["optim"]["schedule_options"]  # one fact: an option that is taken away changes the schedule, too
     facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
-    facts[_OPTIONS] = json.dumps(options, sort_keys=True)
+    for path in _OPTIONS:  # one fact each: an option that is taken away changes the training, too
+        group, _, name = path.partition(".")
+        facts[path] = json.dumps(config[group][name], sort_keys=True)
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
+    facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
     return facts
@@ -85,8 +88,8 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
         despite = f", go on all the same with {shlex.quote(f'{_DESPITE}=[{names}]')}" if names else ""
         fix = f"set it back{despite}, or start over with trainer.resume=never"
         raise UserError([*problems[:-1], replace(problems[-1], fix=fix)])
-    said = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
-    return [said[name] for name in decisive], [said[name] for name in changed if is_free(name)]
+    lines = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
+    return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
 def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
@@ -97,8 +100,8 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
-    found = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
-    for newest in found:
+    checkpoints = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
+    for newest in checkpoints:
         written = _whole_origin(newest)
         facts = {name: value for name, value in facts_of(config).items() if name in written}
         if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
@@ -107,8 +110,8 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
 
 def listed(checkpoints: Path) -> dict[int, Path]:
     """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
-    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+    by_step = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+    return {step: by_step[step] for step in sorted(by_step)}
 
 
 def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
@@ -172,7 +175,7 @@ def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> b
 def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:
     """Whether the optimizer of this run keeps what that of `checkpoint` did."""
     written = origin_in(checkpoint)
-    return all(written[name] == origin[name] for name in ("model.dtype", "optim.master_weights", "optim.rounding"))
+    return all(written[name] == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
 
 
 def _allowed(origin: dict[str, Any]) -> set[str]:

@@ -33,12 +33,12 @@ class ReferenceChoice:
 
 def base_of(path: str | None) -> str | None:
     """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
-    found = Path(os.path.expanduser(path or "")) / _CONFIG
-    if path is None or not os.path.isfile(found):
+    file = Path(os.path.expanduser(path or "")) / _CONFIG
+    if path is None or not os.path.isfile(file):
         return None
-    base = read_json(found).get("base_model_name_or_path")
+    base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise UserError("the adapters do not say of which model they are", where=f"{found}: base_model_name_or_path")
+        raise UserError("the adapters do not say of which model they are", where=f"{file}: base_model_name_or_path")
     return base
 
 

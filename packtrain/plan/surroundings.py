@@ -3,13 +3,12 @@
 So every decision of plan/ and launch/ can be tested on any machine. `look_around` reads them once, before the plan; only the
 network is read later, when the plan knows the address of the first machine. Other launchers start one process for each device
 (torchrun, accelerate launch, mpirun, a Slurm step with several tasks on a machine), which trains, or one for each machine
-(Kubernetes' training operator), which starts the processes of its devices. Of Slurm only the variables are read.
+(Kubernetes' training operator), which starts the processes of its devices.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import secrets
@@ -17,9 +16,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -36,14 +37,15 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 _SMI_TIMEOUT_S = 20
-_LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
+_PORTS = 20_000, 10_000  # first, and how many; these and Slurm's are below Linux's range for outgoing connections
+_SLURM_PORTS = 15_000, 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
-_SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outgoing connections
-_MIB = 2**20
-_DIGITS_OF_A_JOB = 12
 _SLURM_SETS_IT = "Slurm sets it; outside a job: unset it."
 _MOST_HOSTS = 20_000  # as of topology.nodes
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+INSTALL_CXX = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), or name one in CXX"
+INSTALL = (
+    "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +116,38 @@ def _gpus_of_machine() -> list[int]:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
     except (OSError, UnicodeError, subprocess.SubprocessError):
         return []
-    return [(whole(line.strip()) or 0) * _MIB for line in listed.stdout.splitlines() if line.strip()]
+    return [(whole(line.strip()) or 0) * 2**20 for line in listed.stdout.splitlines() if line.strip()]
 
 
 def free_port() -> int:
     """A free port, below the range of outgoing connections, so that it is most likely still free when it is used."""
-    for port in (*(_LEAST_PORT + secrets.randbelow(_PORTS) for _ in range(_ATTEMPTS)), 0):
+    for port in (*(_PORTS[0] + secrets.randbelow(_PORTS[1]) for _ in range(50)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return probe.getsockname()[1]
     raise UserError("no port of this machine is free", where="topology.main_port")
+
+
+def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
+    """What Triton lacks to compile its kernels on a GPU, in words; "" if nothing, or if there is no Triton.
+
+    As in Triton's own search: the compiler is CC, else gcc or clang, and needs Python's headers.
+    """
+    if find_spec("triton") is None:
+        return ""
+    names = env.get("CC", "").split()[:1] or ["gcc", "clang"]
+    if not any(shutil.which(name, path=env.get("PATH")) for name in names):
+        return f"no C compiler ({' or '.join(names)}), so Triton cannot build its kernels for the GPU"
+    headers = sorted({sysconfig.get_path(kind) for kind in ("include", "platinclude")})
+    if not any(Path(folder, "Python.h").is_file() for folder in headers):
+        return f"no Python.h in {' or '.join(headers)}, so Triton cannot build its kernels for the GPU"
+    return ""
+
+
+def lack_of_cxx(env: Mapping[str, str] = os.environ) -> str:
+    """What torch.compile lacks to compile a model, in words; "" if nothing. As in torch's own search: CXX, else g++."""
+    name = env.get("CXX") or "g++"
+    return "" if shutil.which(name, path=env.get("PATH")) else f"no C++ compiler ({name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +175,11 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
         return None
     step = int_of(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
     in_step = step < _FIRST_SPECIAL_STEP
-    gpus = int_of(env, "SLURM_GPUS_ON_NODE", 0)
     place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
+    gpus = int_of(env, "SLURM_GPUS_ON_NODE", 0)
     if place == "outside":  # there only this is set: `8`, `a100:8`
-        asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-        gpus = whole(asked) or gpus
-    number = int("".join(re.findall(r"[0-9]", job))[-_DIGITS_OF_A_JOB:] or 0) * 131 + (step if in_step else 0) * 17
+        gpus = whole(env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]) or gpus
+    number = int("".join(re.findall(r"[0-9]", job))[-12:] or 0) * 131 + (step if in_step else 0) * 17
     return Allocation(
         job=job,
         hosts=expand(env.get("SLURM_STEP_NODELIST", hosts) if in_step else hosts),
@@ -172,16 +195,13 @@ def expand(hosts: str) -> tuple[str, ...]:
     """The names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
     names: list[str] = []
     try:
-        if hosts.count("[") != hosts.count("]"):
-            raise ValueError("a bracket is open")
         for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
             texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
-            choices = [_numbers(text) if at % 2 else [text] for at, text in enumerate(texts)]
-            if math.prod(map(len, choices)) + len(names) > _MOST_HOSTS:
-                raise ValueError(f"more than {_MOST_HOSTS:,} machines")
-            names += ["".join(parts) for parts in itertools.product(*choices)]
-        if not names:
-            raise ValueError("it has no machine")
+            names += map(
+                "".join, itertools.product(*(_numbers(item) if at % 2 else [item] for at, item in enumerate(texts)))
+            )
+        if not names or hosts.count("[") != hosts.count("]"):
+            raise ValueError("no list")
     except ValueError as error:
         what = f"cannot read {shortened(hosts)} as a list of hosts: {error}"
         raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix=_SLURM_SETS_IT) from error
@@ -190,22 +210,20 @@ def expand(hosts: str) -> tuple[str, ...]:
 
 def _numbers(ranges: str) -> list[str]:
     """The numbers of `1-3,07`, as they are written. Raises ValueError."""
-    found: list[str] = []
+    numbers: list[str] = []
     for part in ranges.split(","):
-        if (ends := _RANGE.fullmatch(part)) is None:
-            raise ValueError(f"{shortened(part)} is no range")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if not first <= last < first + _MOST_HOSTS:
-            raise ValueError(f"{part} is a range of {max(last - first + 1, 0):,}")
-        found += [f"{number:0{len(ends[1])}d}" for number in range(first, last + 1)]
-    return found
+        first, _, last = part.partition("-")
+        if not int(first) <= int(last or first) < int(first) + _MOST_HOSTS:
+            raise ValueError(f"{shortened(part)} is no range of machines")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def repeated(counts: str) -> tuple[int, ...]:
     """Slurm's short form of a number for each machine: `4(x2),3` → 4, 4, 3. Raises UserError."""
-    found = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in counts.split(",")]
-    parts = [(int(one[1]), int(one[2] or 1)) for one in found if one]
-    if len(parts) < len(found) or sum(times for _, times in parts) > _MOST_HOSTS:
+    matches = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in counts.split(",")]
+    parts = [(int(item[1]), int(item[2] or 1)) for item in matches if item]
+    if len(parts) < len(matches) or sum(times for _, times in parts) > _MOST_HOSTS:
         what = f"cannot read {shortened(counts)} as numbers of tasks"
         raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=_SLURM_SETS_IT)
     return tuple(number for number, times in parts for _ in range(times))
@@ -281,11 +299,8 @@ def int_of(env: Mapping[str, str], name: str, otherwise: int) -> int:
     """A variable as a whole number, `otherwise` if it is not set. Raises UserError if it is not a number."""
     value = env.get(name) or str(otherwise)
     if (number := whole(value)) is None:
-        what, fix = (
-            f"found {shortened(value)}, a whole number is needed",
-            f"The launcher sets it; by hand: unset {name}.",
-        )
-        raise UserError(what, where=f"environment variable {name}", fix=fix)
+        fix = f"The launcher sets it; by hand: unset {name}."
+        raise UserError(f"{shortened(value)} is no whole number", where=f"environment variable {name}", fix=fix)
     return number
 
 
@@ -307,8 +322,8 @@ def _of_slurm(topology: Topology, env: Mapping[str, str], allocation: Allocation
         raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
     rank, local, per_node = int_of(env, "SLURM_PROCID", 0), int_of(env, "SLURM_LOCALID", 0), allocation.tasks[0]
     address, port = allocation.hosts[0], topology.main_port or allocation.port
-    told = _torch_variables(rank, sum(allocation.tasks), local, per_node, address, port)
-    return f"srun has started {per_node} tasks on each machine", told
+    variables = _torch_variables(rank, sum(allocation.tasks), local, per_node, address, port)
+    return f"srun has started {per_node} tasks on each machine", variables
 
 
 def _torch_variables(rank: int, total: int, local: int, per_node: int, address: str, port: int) -> dict[str, str]:

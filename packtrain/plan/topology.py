@@ -7,15 +7,13 @@ and the plan is shown all the same.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
-from packtrain.plan.network_settings import is_loopback
+from packtrain.plan.network_settings import is_ip, is_loopback
 from packtrain.plan.surroundings import (
     DEFAULT_PORT,
     TORCH,
@@ -113,8 +111,8 @@ def _refuse_own_run(kind: str, processes: int, machine: LaunchedMachine | None, 
             )
 
 
-def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Surroundings) -> Processes:
-    env = {**surroundings.env, **told}
+def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: Surroundings) -> Processes:
+    env = {**surroundings.env, **added}
     rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
     _check_number("rank", rank, total, "environment variable RANK")
     # LOCAL_SIZE: DeepSpeed's launcher
@@ -134,23 +132,20 @@ def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Su
             where="topology",
             fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
         )
+    source = f"MASTER_ADDR and MASTER_PORT ({by})"
+    _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=int_of(env, "MASTER_PORT", 0))
     checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK
-    if surroundings.gpus == 1 and told and not checked:
-        told = {**told, "LOCAL_RANK": "0"}  # each task sees one GPU (--gpus-per-task), as number 0
-    _agree_on_address(topology, env["MASTER_ADDR"], f"MASTER_ADDR ({by})")
-    _agree("topology.main_port", topology.main_port, int_of(env, "MASTER_PORT", 0), f"MASTER_PORT ({by})")
-    reason = f"joins a running launch as rank {rank} of {total} ({by})"
-    return Processes(nodes, per_node, reason, joins=True, env=told)
+    if surroundings.gpus == 1 and added and not checked:
+        added = {**added, "LOCAL_RANK": "0"}  # each task sees one GPU (--gpus-per-task), as number 0
+    return Processes(nodes, per_node, f"joins a running launch as rank {rank} of {total} ({by})", joins=True, env=added)
 
 
 def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:
     _check_number("machine", machine.node, machine.nodes, machine.by)
-    _agree("topology.nodes", topology.nodes, machine.nodes, machine.by)
-    _agree("topology.node_rank", topology.node_rank, machine.node, machine.by)
-    _agree("topology.gpus_per_node", topology.gpus_per_node, machine.per_node, f"{machine.by} (PET_NPROC_PER_NODE)")
-    _agree_on_address(topology, machine.main_address, machine.by)
+    given = {"nodes": machine.nodes, "node_rank": machine.node, "gpus_per_node": machine.per_node}
+    _agree(topology, machine.by, **given, main_address=machine.main_address)
     per_node = topology.gpus_per_node or machine.per_node or max(surroundings.gpus, 1)
-    _check_gpus(per_node, surroundings, "topology.gpus_per_node")
+    _check_gpus(per_node, surroundings, GPUS_PER_NODE)
     return Processes(
         nodes=machine.nodes,
         per_node=per_node,
@@ -162,14 +157,13 @@ def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMa
 
 
 def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Allocation) -> Processes:
-    nodes = len(allocation.hosts)
-    job = f"Slurm job {allocation.job}"
-    _agree("topology.nodes", topology.nodes, nodes, f"{job}: {', '.join(allocation.hosts)}")
+    hosts, first = allocation.hosts, allocation.hosts[0]
+    job, node = f"Slurm job {allocation.job}", 0
+    _agree(topology, f"{job}: {', '.join(hosts)}", nodes=len(hosts), main_address=first)
     if allocation.place == "task":
-        _check_number("machine", allocation.node, nodes, "environment variable SLURM_NODEID")
-        _agree("topology.node_rank", topology.node_rank, allocation.node, f"{job} (SLURM_NODEID)")
-    first = allocation.hosts[0]
-    _agree_on_address(topology, first, f"{job}: the first of SLURM_JOB_NODELIST")
+        node = allocation.node
+        _check_number("machine", node, len(hosts), "environment variable SLURM_NODEID")
+        _agree(topology, f"{job} (SLURM_NODEID)", node_rank=node)
     per_node = topology.gpus_per_node or allocation.gpus or max(surroundings.gpus, 1)
     if allocation.gpus and per_node > allocation.gpus:
         what = f"{per_node}, but {job} has {allocation.gpus} GPUs on this machine (SLURM_GPUS_ON_NODE)"
@@ -178,12 +172,12 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     if allocation.place != "outside":
         _check_gpus(per_node, surroundings, "SLURM_GPUS_ON_NODE" if allocation.gpus else GPUS_PER_NODE)
     return Processes(
-        nodes=nodes,
+        nodes=len(hosts),
         per_node=per_node,
-        needs_srun=allocation.place == "outside" or (allocation.place == "machine" and nodes > 1),
-        reason=f"{job}: {_machines(nodes, per_node)}",
-        node=allocation.node if allocation.place == "task" else 0,
-        hosts=allocation.hosts,
+        needs_srun=allocation.place == "outside" or (allocation.place == "machine" and len(hosts) > 1),
+        reason=f"{job}: {_machines(len(hosts), per_node)}",
+        node=node,
+        hosts=hosts,
         main_address=topology.main_address or first,
         main_port=topology.main_port or allocation.port,
     )
@@ -201,17 +195,15 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
     if not by_hand:
         slurm = "topology.kind", "this is not inside a Slurm job"
         where, what = slurm if topology.kind == "slurm" else ("topology.nodes", f"{nodes} machines are asked for")
-        fix = (
-            "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine "
-            "with topology=manual and its topology.node_rank."
-        )
-        obstacles.append(Problem(what, where, fix))
-    elif node is None:
-        what = "the number of this machine is not known"
-        obstacles.append(Problem(what, "topology.node_rank", f"Set it on each machine, from 0 to {nodes - 1}."))
+        fix = "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine"
+        obstacles = [Problem(what, where, f"{fix} with topology=manual and its topology.node_rank.")]
+    if by_hand and node is None:
+        fix = f"Set it on each machine, from 0 to {nodes - 1}."
+        obstacles.append(Problem("the number of this machine is not known", "topology.node_rank", fix))
     if by_hand and topology.main_address is None and nodes > 1:
-        what = "the first machine is not known"
-        obstacles.append(Problem(what, "topology.main_address", "Set it to its host name or address, on each machine."))
+        fix = "Set it to its host name or address, on each machine."
+        obstacles.append(Problem("the first machine is not known", "topology.main_address", fix))
+    obstacles += _too_few_gpus(per_node, surroundings) if by_hand else []
     return Processes(
         nodes=nodes,
         per_node=per_node,
@@ -219,22 +211,22 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
         node=node or 0,
         main_address=topology.main_address,
         main_port=topology.main_port or DEFAULT_PORT,
-        obstacles=(*obstacles, *(_too_few_gpus(per_node, surroundings) if by_hand else ())),
+        obstacles=tuple(obstacles),
     )
 
 
 def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processes:
     wanted, gpus = topology.gpus_per_node, surroundings.gpus
     if gpus:
-        found = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
+        reason = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
     else:
-        found = f"no GPU is visible on {surroundings.host}"
+        reason = f"no GPU is visible on {surroundings.host}"
         if surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # not hidden on purpose
-            found += " (it has an NVIDIA driver: see whether nvidia-smi works)"
+            reason += " (it has an NVIDIA driver: see whether nvidia-smi works)"
     return Processes(
         nodes=1,
         per_node=wanted or max(gpus, 1),
-        reason=f"{found}, topology.gpus_per_node={wanted}" if wanted else found,
+        reason=f"{reason}, topology.gpus_per_node={wanted}" if wanted else reason,
         main_port=topology.main_port,
         obstacles=tuple(_too_few_gpus(wanted or 0, surroundings)),
     )
@@ -245,26 +237,22 @@ def _check_number(thing: str, number: int, total: int, where: str) -> None:
         raise UserError(f"{thing} {number} of {total}", where=where, fix=f"Numbers go from 0 to {total - 1}.")
 
 
-def _agree(key: str, wanted: int | None, found: int | None, source: str) -> None:
-    if None not in (wanted, found) and wanted != found:
-        fix = f"Take the key away, or set it to {found}."
-        raise UserError(f"{wanted}, but it is {found} by {source}", where=key, fix=fix)
+def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
+    """Raises UserError where a key of `topology` is set to something else than what is `given` by `source`.
 
-
-def _agree_on_address(topology: Topology, found: str, source: str) -> None:
-    """Raises UserError if two host names differ; IP addresses and loopback names cannot be compared."""
-    wanted = topology.main_address
-    if not wanted or not found or is_loopback(found) or _is_address(wanted) or _is_address(found):
-        return
-    if wanted.split(".")[0] != found.split(".")[0]:  # with or without their domain
-        fix = "Take the key away, or set both to the same."
-        raise UserError(f"{wanted}, but it is {found} by {source}", where="topology.main_address", fix=fix)
-
-
-def _is_address(name: str) -> bool:
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
-    return False
+    Of two addresses only host names can be compared, with or without their domain.
+    """
+    for name, value in given.items():
+        wanted = getattr(topology, name)
+        if None in (wanted, value) or wanted == value:
+            continue
+        if name == "main_address":
+            address = str(value)
+            different = wanted.split(".")[0] != address.split(".")[0]
+            if not address or is_loopback(address) or is_ip(wanted) or is_ip(address) or not different:
+                continue
+        fix = f"Take the key away, or set it to {value}."
+        raise UserError(f"{wanted}, but it is {value} by {source}", where=f"topology.{name}", fix=fix)
 
 
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:

@@ -74,11 +74,11 @@ class Engine:
             kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
         self.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
-        asked = optim.master_weights is True or optim.rounding == "stochastic"
+        asked = optim.bf16_rounding in ("stochastic", "nearest")
         if asked and not coarse and not self.deepspeed:  # of dtype auto config/rules/ cannot know
-            say("optim.master_weights and optim.rounding have nothing to do: no trained weight is bfloat16")
+            say("optim.bf16_rounding has nothing to do: no trained weight is bfloat16")
         if coarse and optim.steps_in_float32:
-            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
+            how: Any = {"masters": optim.keeps_masters, "rounding": optim.bf16_rounding, "seed": self.args.seed}
             self._trl.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
         with making():
             return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()

@@ -55,12 +55,11 @@ def save_final(
     peft: Peft,
     *,
     dtype: torch.dtype,
-    seed: int | None,
     scores: bool,
 ) -> list[str]:
     """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder.
 
-    Whole models get weights in `dtype`, rounded by chance with a `seed`. `scores`: of a reward model.
+    Whole models get weights in `dtype`. `scores`: of a reward model.
     """
     saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
@@ -77,7 +76,7 @@ def save_final(
         if peft.kind == "none" and dtype == base_model(model).dtype:
             trainer.checkpoints.save_model(_staging(adapters))
         else:
-            trainer.checkpoints.save_weights_in(dtype, _staging(adapters), seed)
+            trainer.checkpoints.save_weights_in(dtype, _staging(adapters))
         if not main:
             return []
         if merged:
@@ -85,7 +84,7 @@ def save_final(
                 with loading_whole():
                     model = load_model(settings, peft, tokenizer, seed=trainer.args.seed, scores=scores)
             weights = load_file(_staging(adapters) / "adapter_model.safetensors")
-            with merged_in(model, weights, dtype, seed) as whole:
+            with merged_in(model, weights, dtype) as whole:
                 if whole.can_generate():
                     whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
                 for place in map(_staging, merged):

@@ -432,8 +432,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     if summary.early:
         trainer.checkpoints.restore_best_weights(trainer.state)
     kept = {
-        "dtype": format_of(config.trainer.save_dtype, base_model(run.prepared.model).dtype),
-        "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
+        "dtype": format_of(config.optim.bf16_rounding, base_model(run.prepared.model).dtype),
         "scores": config.objective.traits.scores,
     }
     saved = results.save_final(

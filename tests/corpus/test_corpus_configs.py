@@ -83,6 +83,8 @@ FORMS = {
     "1:30 is 90 in YAML 1.1": ("topology:\n  time: 1:30\n", "1:30"),
     "1:30 for a whole number": ("trainer:\n  max_steps: 1:30\n", "1:30"),
     "010 is 8 in YAML 1.1": ("trainer:\n  max_steps: 010\n", "010"),
+    "010 inside model.config": ("model:\n  config: {hidden_size: 010}\n", "010"),
+    "010 inside a list": ("objective:\n  kind: dpo\n  loss: [sigmoid]\n  options: {loss_weights: [010]}\n", "010"),
     "a list": ("- a\n- b\n", "a mapping of groups"),
     "two documents": ("optim: {}\n---\noptim: {}\n", "c.yaml"),
     "tabs": ("optim:\n\tbeta1: 1\n", "c.yaml:2"),
@@ -191,7 +193,7 @@ CASES = [
     *(
         Case(name=f"a number of 5,000 digits: {verb[0]}", arguments=(*verb, f"{key}={'9' * 5000}"), says=(key,))
         for verb, key in (
-            (("plan",), "~topology.gpu_memory"),
+            (("plan",), "~topology.main_port"),
             (("sbatch", "sft", "-m", "optim.beta1=0.8,0.9"), "trainer.seed"),
         )
     ),

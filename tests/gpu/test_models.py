@@ -16,7 +16,7 @@ from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed
 from packtrain.model.compiled import compile_layers
 from packtrain.packing.segments import Segments
-from packtrain.plan.compiler import lack_of_compiler
+from packtrain.plan.surroundings import lack_of_compiler
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import prove_isolation
 

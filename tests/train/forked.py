@@ -30,7 +30,7 @@ WARM = (
     "packtrain.cli",
     "packtrain.launch.execute",
     "packtrain.config.compose",
-    "packtrain.plan.view.screen",
+    "packtrain.plan.screen",
     "packtrain.launch.slurm.submit",
     "packtrain.report.page",
     "packtrain.diagnose.doctor",

@@ -94,7 +94,7 @@ def test_the_memory_of_copies_is_made_before_and_holds_what_is_copied_then(monke
     assert torch.equal(copy, torch.ones(1000)) and one._room
 
 
-@pytest.mark.parametrize("changes", [[], ["optim.master_weights=false", "optim.rounding=stochastic"]])
+@pytest.mark.parametrize("changes", [[], ["optim.bf16_rounding=stochastic"]])
 def test_memory_is_made_of_tensors_that_last_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
 ) -> None:

@@ -23,7 +23,7 @@ from packtrain.launch import execute
 from packtrain.model import compiled
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
-from packtrain.plan.compiler import lack_of_cxx
+from packtrain.plan.surroundings import lack_of_cxx
 from packtrain.train.log import console
 from tests.train import forked
 

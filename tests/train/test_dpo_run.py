@@ -118,7 +118,7 @@ def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_s
     one = preferences(1, 0)[0]
     short = [{**one, "prompt": [{"role": "user", "content": word}]} for word in WORDS[:2]]
     write_jsonl(folder / "short.jsonl", short)
-    config = config_of(folder, trainer={"max_steps": 1}, objective={"loss_type": "aot"})
+    config = config_of(folder, trainer={"max_steps": 1}, objective={"loss": "aot"})
     config["data"] |= {"train": str(folder / "short.jsonl"), "eval": str(folder / "train.jsonl")}
     path = folder / "aot.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -299,7 +299,7 @@ def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pyte
     "groups, said",
     [
         ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, r"longest pair takes \d+ token slots"),
-        ({"objective": Objective(kind="dpo", loss_type="aot")}, "aot sorts all pairs of a step"),
+        ({"objective": Objective(kind="dpo", loss="aot")}, "aot sorts all pairs of a step"),
         ({"objective": Objective(kind="dpo", reference="/nowhere/at/all")}, "objective.reference"),
         ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "no load-balancing loss of routers"),
     ],

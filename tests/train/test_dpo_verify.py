@@ -71,11 +71,14 @@ def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(
     [
         (Objective(kind="dpo"), {}),
         (
-            Objective(kind="dpo", loss_type=["ipo", "sft"], loss_weights=[1.0, 0.5], beta=0.3),
+            Objective(kind="dpo", loss=["ipo", "sft"], options={"loss_weights": [1.0, 0.5]}, beta=0.3),
             {"peft": Peft(kind="lora", r=4)},
         ),
-        (Objective(kind="dpo", loss_type="aot"), {}),
-        (Objective(kind="dpo", loss_type="apo_zero", use_weighting=True), {"trainer": Trainer(mixed_precision="bf16")}),
+        (Objective(kind="dpo", loss="aot"), {}),
+        (
+            Objective(kind="dpo", loss="apo_zero", options={"use_weighting": True}),
+            {"trainer": Trainer(mixed_precision="bf16")},
+        ),
     ],
     ids=["sigmoid", "two losses, lora", "sorted pairs", "weighted, bf16"],
 )

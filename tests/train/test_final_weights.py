@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_trained_beside_adapters_keep_their_masters(base: Path, tmp_path: Path) -> None:
     named = [f"model.path={base}", "model.init=pretrained", "model.config={}", BF16]
     run = here(
-        tmp_path, *named, "trainer.save_dtype=float32", "trainer.checkpoint_every=3", name="run", peft=HEAD | MERGED
+        tmp_path, *named, "optim.bf16_rounding=never", "trainer.checkpoint_every=3", name="run", peft=HEAD | MERGED
     )
     states = torch.load(run.folder / "checkpoints" / "step-000003" / "optimizer.pt", weights_only=True)["state"]
     (master,) = [state[MASTER] for state in states.values() if MASTER in state]
@@ -59,7 +59,7 @@ def test_layers_trained_beside_adapters_keep_their_masters(base: Path, tmp_path:
     whole: Any = AutoModelForCausalLM.from_pretrained(run.folder / "final-merged")
     assert whole.dtype == torch.float32 and torch.equal(whole.lm_head.weight, master)
     assert not coarse(whole.model.layers[0].self_attn.q_proj.weight), "merged in bfloat16"
-    rounded = here(tmp_path, *named, "trainer.save_dtype=bfloat16", name="rounded", peft=HEAD)
+    rounded = here(tmp_path, *named, "optim.bf16_rounding=final", name="rounded", peft=HEAD)
     adapters = load_file(rounded.folder / "final" / "adapter_model.safetensors")
     assert {str(one.dtype) for name, one in adapters.items() if "lm_head" in name} == {"torch.bfloat16"}
     assert {str(one.dtype) for name, one in adapters.items() if "lora" in name} == {"torch.float32"}
@@ -69,8 +69,8 @@ def test_layers_trained_beside_adapters_keep_their_masters(base: Path, tmp_path:
 def test_in_bfloat16_final_has_the_float32_weights_rounded(tmp_path: Path, peft: dict[str, Any]) -> None:
     given: Any = {"peft": peft} if peft else {}
     exact, coarser = (
-        here(tmp_path, "trainer.mixed_precision=bf16", f"trainer.save_dtype={save}", name=save, **given).weights()
-        for save in ("float32", "bfloat16")
+        here(tmp_path, "trainer.mixed_precision=bf16", f"optim.bf16_rounding={save}", name=save, **given).weights()
+        for save in ("auto", "final")
     )
     assert not all(map(coarse, exact.values()))
     assert all(torch.equal(weight.bfloat16(), coarser[name]) for name, weight in exact.items())

@@ -43,7 +43,7 @@ def labelled(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-RUNS = AnswerRuns("kto", FIGURES, A_STEP, STEPS, {"undesirable_weight": 1.5})
+RUNS = AnswerRuns("kto", FIGURES, A_STEP, STEPS, {"options": {"undesirable_weight": 1.5}})
 config_of, run, assert_same_training = RUNS.config_of, RUNS.run, RUNS.assert_same_training
 
 
@@ -146,8 +146,7 @@ def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> Non
     for override, said in (
         (f"data.train={folder / 'unlabelled.jsonl'}", "no column 'label' says which answers are desirable"),
         ("batch.examples_per_step=1", "the KL estimate of a step is made of two answers or more"),
-        ("objective.loss_type=hinge", "it is a key of packtrain dpo"),
-        ("objective.loss_type=apo_zero_unpaired", "Did you mean objective.kto_loss=apo_zero_unpaired?"),
+        ("objective.loss=hinge", "hinge is no loss of packtrain kto"),
         ("data.overlong=split", "an answer with a label cannot be split"),
     ):
         done = packtrain("kto", str(path), override, f"trainer.output_dir={folder / 'refused'}", expect=2)
@@ -158,7 +157,7 @@ def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> Non
     with pytest.raises(UserError, match="a single answer is held out") as caught:
         run(folder, "held", f"data.eval={folder / 'held.jsonl'}")
     assert "apo_zero_unpaired" in caught.value.problems[0].fix
-    assert len(run(folder, "apo", "batch.examples_per_step=11", "objective.kto_loss=apo_zero_unpaired").losses) == 10
+    assert len(run(folder, "apo", "batch.examples_per_step=11", "objective.loss=apo_zero_unpaired").losses) == 10
 
 
 def test_labels_far_from_balance_are_told_with_the_weights_that_balance_them(folder: Path) -> None:
@@ -166,7 +165,7 @@ def test_labels_far_from_balance_are_told_with_the_weights_that_balance_them(fol
     short = {"max_steps": 1}
     write_jsonl(folder / "few.jsonl", few)
     found = run(folder, "few", f"data.train={folder / 'few.jsonl'}", trainer=short)
-    assert "objective.desirable_weight=6 to 8" in said_at_start(found)  # 16 × 1.5 / 4
+    assert "objective.options.desirable_weight=6 to 8" in said_at_start(found)  # 16 × 1.5 / 4
     write_jsonl(folder / "one.jsonl", [{**row, "label": True} for row in few])
     found = run(folder, "one", f"data.train={folder / 'one.jsonl'}", trainer=short)
     assert "all answers are desirable" in said_at_start(found) and MARGINS not in found.steps[0]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.known_model.shapes import Layers, layers_of
+from packtrain.plan.known_model import Layers, layers_of
 from packtrain.plan.memory import FullestBatch, Memory, estimate, of_the_layers
 from tests.train import forked
 
@@ -70,7 +70,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
         [],
         ["peft=lora", "model.dtype=bfloat16", "optim.name=adamw_torch"],
         ["model.dtype=bfloat16"],
-        ["model.dtype=bfloat16", "optim.rounding=stochastic"],
+        ["model.dtype=bfloat16", "optim.bf16_rounding=stochastic"],
     ],
 )
 def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp_path: Path) -> None:

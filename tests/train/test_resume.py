@@ -231,7 +231,7 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
 def test_a_checkpoint_of_an_earlier_version_is_told(tmp_path: Path) -> None:
     (tmp_path / "origin.json").write_text(json.dumps({"trainer.seed": 0}))
     with pytest.raises(UserError, match="does not record this: an earlier packtrain"):
-        check_origin(tmp_path, {"trainer.seed": 0, "optim.rounding": "nearest"})
+        check_origin(tmp_path, {"trainer.seed": 0, "optim.bf16_rounding": "auto"})
 
 
 def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     return [{**row, "margin": number % 3 / 4} for number, row in enumerate(found)]
 
 
-RUNS = AnswerRuns("reward", FIGURES, A_STEP, STEPS, OBJECTIVE)
+RUNS = AnswerRuns("reward", FIGURES, A_STEP, STEPS, {"options": OBJECTIVE})
 config_of, run, assert_same_training = RUNS.config_of, RUNS.run, RUNS.assert_same_training
 
 
@@ -123,7 +123,7 @@ def held_out_figures(model: Any, folder: Path) -> dict[str, float]:
 def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_the_run_says_so(folder: Path) -> None:
     tied = Model(init="random", config={**LLAMA, "tie_word_embeddings": True}, tokenizer="quickstart")
     place = saved_model(tied, folder / "scoring", scores=True)
-    dpo = ["objective.kind=dpo", "objective.center_rewards_coefficient=null"]
+    dpo = ["objective.kind=dpo", "~objective.options"]
     found = run(folder, "as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
     said = said_at_start(found)
     assert f"{place} is a reward model or classifier: its head is left away, and final/ has none" in said

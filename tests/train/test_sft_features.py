@@ -151,7 +151,7 @@ def test_bf16_modes_agree_within_bf16(plain: tuple[Path, Run], tmp_path: Path) -
         assert run.losses != expected
 
 
-@pytest.mark.parametrize("override", ["objective.loss=dft", "objective.neftune_alpha=5"])
+@pytest.mark.parametrize("override", ["objective.loss=dft", "objective.options.neftune_noise_alpha=5"])
 def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path, override: str) -> None:
     other = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), override, name="other").losses
     assert abs(other[0] / plain[1].losses[0] - 1) > 1e-4
@@ -294,7 +294,12 @@ def test_calls_of_tools_are_trained_with_the_template_that_the_error_names_and_i
 
 
 def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
-    chances = ["peft=lora", "peft.dropout=0.1", "objective.neftune_alpha=5", "trainer.mixed_precision=bf16"]
+    chances = [
+        "peft=lora",
+        "peft.dropout=0.1",
+        "objective.options.neftune_noise_alpha=5",
+        "trainer.mixed_precision=bf16",
+    ]
     overrides = [*chances, "trainer.deterministic=true", "trainer.max_steps=3"]
     first, second = (train(tmp_path, base_config(tmp_path), *overrides, name=name) for name in ("first", "second"))
     assert first.losses == second.losses

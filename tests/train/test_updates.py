@@ -20,8 +20,8 @@ from packtrain.train.optim import float32_step
 from packtrain.train.optim.float32_step import MASTER, round_to, stepping_in_float32
 from packtrain.train.optim.lost_updates import LostUpdates
 
-PLAIN, CHANCE = "optim.master_weights=false", "optim.rounding=stochastic"
-SAVED = {"auto": torch.bfloat16, "float32": torch.float32}
+PLAIN, CHANCE, EXACT = (f"optim.bf16_rounding={how}" for how in ("nearest", "stochastic", "never"))
+SAVED = {"auto": torch.bfloat16, "never": torch.float32}
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 2e-5, "weight_decay": 0.1}),
     "adamw_fused": (torch.optim.AdamW, {"lr": 2e-5, "fused": True}),
@@ -174,9 +174,7 @@ def test_a_run_tells_of_lost_updates_and_loses_none_with_masters(tmp_path: Path)
     slow = {"optim": {"learning_rate": 3e-6}}
     plain = here(tmp_path, PLAIN, name="plain", **slow)
     assert min(lost(plain)) > 0.9 and len(lost(plain)) == 3
-    assert "of the updates are lost in rounding: set optim.master_weights=true, optim.rounding=stochastic" in said(
-        plain
-    )
+    assert "of the updates are lost in rounding: set optim.bf16_rounding to auto or stochastic" in said(plain)
     for name, *overrides in (("masters",), ("chance", CHANCE)):
         run = here(tmp_path, *overrides, name=name, **slow)
         assert max(lost(run)) < 0.01, name
@@ -189,9 +187,9 @@ def test_a_choice_that_does_nothing_for_the_loaded_weights_is_told(tmp_path: Pat
     assert "nothing to do: no trained weight is bfloat16" in said(run)
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", "optim.master_weights=true")])
+@pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", EXACT)])
 def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
-    overrides = [f"strategy={strategy}", how, "trainer.save_dtype=float32"]
+    overrides = [f"strategy={strategy}", how]
     unbroken = train(tmp_path, config_of(tmp_path), *overrides, name="unbroken", processes=2)
     resumed = train(tmp_path, config_of(tmp_path), *overrides, name=cut(unbroken, "resumed"), processes=2)
     assert resumed.losses == unbroken.losses
@@ -209,7 +207,7 @@ def test_the_masters_of_deepspeed_are_looked_at(tmp_path: Path) -> None:
         config_of(tmp_path, **slow),
         "strategy=zero2",
         "trainer.max_steps=1",
-        "trainer.save_dtype=float32",
+        EXACT,
         name="slow",
     )
     assert max(lost(run)) < 0.01
@@ -223,9 +221,9 @@ def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
     )
     start = [f"model.path={made.folder / 'final'}", "model.init=pretrained", "model.config={}"]
     exact = here(tmp_path, *start, "model.dtype=float32", name="exact", **given)
-    saved = {save: here(tmp_path, *start, f"trainer.save_dtype={save}", name=save, **given) for save in SAVED}
+    saved = {save: here(tmp_path, *start, f"optim.bf16_rounding={save}", name=save, **given) for save in SAVED}
     first, learnt = made.weights(), exact.weights()
-    chance = here(tmp_path, *start, CHANCE, "optim.master_weights=true", name="chance", **given)
+    chance = here(tmp_path, *start, CHANCE, name="chance", **given)
     went, kept = {}, {}
     for save, run in [*saved.items(), ("chance", chance)]:
         moved = sum(
@@ -239,13 +237,13 @@ def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
         apart = [(weight.float() - learnt[name]).norm() ** 2 for name, weight in run.weights().items()]
         whole = [(learnt[name] - first[name].float()).norm() ** 2 for name in learnt]
         went[save] = (sum(apart) / sum(whole)) ** 0.5
-    assert went["float32"] < 0.05 and went["auto"] > 0.5
+    assert went["never"] < 0.05 and went["auto"] > 0.5
     assert kept["auto"] < 0.8 and abs(kept["chance"] - 1) < 0.1, "chance keeps the mean"
 
 
 def test_the_masters_of_the_best_evaluation_are_those_of_final(tmp_path: Path) -> None:
     stops = ("trainer.eval_every=1", "trainer.early_stop_patience=1", "trainer.max_steps=12")
-    kept = ("trainer.save_dtype=float32", "optim.learning_rate=0.05")
+    kept = (EXACT, "optim.learning_rate=0.05")
     run = here(tmp_path, *stops, *kept, name="best", data={"eval": 0.2})
     best = run.summary["best_step"]
     assert best < run.summary["steps"], "nothing was to be taken back"
@@ -255,19 +253,17 @@ def test_the_masters_of_the_best_evaluation_are_those_of_final(tmp_path: Path) -
         assert any(weight.shape == master.shape and torch.equal(weight, master) for master in masters)
 
 
-@pytest.mark.parametrize(("overrides", "key"), [
-    (["model.dtype=float32", "optim.master_weights=true"], "optim.master_weights"),
-    (["model.dtype=float32", CHANCE], "optim.rounding"),
-    (["peft=lora", CHANCE], "optim.rounding"),
-    (["strategy=zero2", PLAIN], "optim.master_weights"),
-    (["strategy=zero2", CHANCE], "optim.rounding"),
-    (["peft=lora", "trainer.save_dtype=float32"], "trainer.save_dtype"),
-    (["trainer.save_dtype=float16"], "trainer.save_dtype"),
-    (["optim.rounding=up"], "optim.rounding"),
-    (["optim.master_weights=maybe"], "optim.master_weights"),
+@pytest.mark.parametrize("overrides", [
+    ["model.dtype=float32", EXACT],
+    ["model.dtype=float32", CHANCE],
+    ["peft=lora", CHANCE],
+    ["strategy=zero2", PLAIN],
+    ["strategy=zero2", CHANCE],
+    ["peft=lora", EXACT],
+    ["optim.bf16_rounding=up"],
 ])  # fmt: skip
-def test_what_would_do_nothing_is_refused(overrides: list[str], key: str) -> None:
+def test_what_would_do_nothing_is_refused(overrides: list[str]) -> None:
     given = ["model.path=m", "data.train=d", "batch.examples_per_step=1", "model.dtype=bfloat16", *overrides]
     with pytest.raises(UserError) as refused:
         load_config(None, given)
-    assert key in str(refused.value)
+    assert "optim.bf16_rounding" in str(refused.value)

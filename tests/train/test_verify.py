@@ -65,14 +65,14 @@ def compared(model: Any, backend: str = "segmented") -> Comparison:
 def test_what_rounding_would_lose_of_the_first_update_is_told_and_no_part_of_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = Optim(learning_rate=3e-6, master_weights=False)
+    plain = Optim(learning_rate=3e-6, bf16_rounding="nearest")
     code, report = proved(tmp_path, LLAMA, dtype="bfloat16", optim=plain)
     assert (code, report["verdict"]) == (0, "exact")
     assert report["updates_lost"]["share"] > 0.9
     show(report, as_json=False)
     shown = capsys.readouterr().out
-    assert "of the first update would be lost in rounding" in shown and "set optim.master_weights=true" in shown
-    _, report = proved(tmp_path, LLAMA, dtype="bfloat16", optim=replace(plain, master_weights="auto"))
+    assert "of the first update would be lost in rounding" in shown and "set optim.bf16_rounding to auto" in shown
+    _, report = proved(tmp_path, LLAMA, dtype="bfloat16", optim=replace(plain, bf16_rounding="auto"))
     assert report["updates_lost"]["share"] < 0.01 and not report["updates_lost"]["fix"]
     show(report, as_json=False)
     assert "lost in rounding" not in capsys.readouterr().out

@@ -13,7 +13,6 @@ import pytest
 
 from packtrain import __version__
 from packtrain.cli import split_arguments
-from packtrain.config.keys import keys
 from packtrain.errors import CheckFailed, PeerFailed, Problem, UserError
 from packtrain.launch.exit_status import BUG, exit_code_of
 from tests.unit.command_line import packtrain
@@ -34,10 +33,12 @@ def test_what_launchers_put_before_the_verb_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["sft", "plan"])
-def test_the_help_of_a_verb_lists_every_key(verb: str, tmp_path: Path) -> None:
-    shown = packtrain(verb, "--help", folder=tmp_path)
-    assert shown.returncode == 0
-    assert all(path in shown.stdout for path in keys())
+def test_the_help_of_a_verb_fits_on_two_screens_and_explains_the_keys_that_are_named(verb: str, tmp_path: Path) -> None:
+    shown = packtrain(verb, "--help", folder=tmp_path, COLUMNS="80")
+    assert shown.returncode == 0 and "learning_rate=2e-05" in shown.stdout
+    assert len(shown.stdout.splitlines()) <= 100
+    explained = packtrain(verb, "-h", "optim.learning_rate", folder=tmp_path).stdout
+    assert "Peak learning rate." in explained and len(explained.splitlines()) <= 5
 
 
 def test_help_and_refusals_and_plans_do_not_import_torch(tmp_path: Path) -> None:
@@ -81,23 +82,6 @@ def test_wrong_arguments_end_with_exit_code_2_and_no_traceback(arguments: list[s
     assert done.stderr and "Traceback" not in done.stderr
 
 
-def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
-    done = packtrain(
-        "plan",
-        "--full",
-        "run.yaml",
-        "~data.eval",
-        "+peft=lora",
-        "++optim.beta1=0.5",
-        "model.path=owner/model",
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    for line in ("  eval: null", "  kind: lora", "  beta1: 0.5", "  path: owner/model"):
-        assert f"{line}\n" in done.stdout
-
-
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
     done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, COLUMNS="100", HF_HOME=str(tmp_path / "none"))
@@ -137,13 +121,6 @@ def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_the_shell_can_complete_verbs() -> None:
-    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    command = [sys.executable, "-m", "packtrain", "--show-completion", "bash"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "complete" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
@@ -153,8 +130,8 @@ def test_the_shell_can_complete_verbs() -> None:
         (["sft", "run.yaml", "peft", "="], {"lora", "none"}),
         (["sft", "run.yaml", "packing.mode", "=", "pad"], {"padding", "padding_free"}),
         (["sft", "run.yaml", "optim.l"], {"optim.learning_rate=", "optim.learning_rate=2e-05"}),
-        (["sft", "run.yaml", "optim.b"], {"optim.beta1=", "optim.beta2="}),
-        (["sft", "run.yaml", "~optim.b"], {"~optim.beta1", "~optim.beta2"}),
+        (["sft", "run.yaml", "optim.be"], {"optim.beta1=", "optim.beta2="}),
+        (["sft", "run.yaml", "~optim.be"], {"~optim.beta1", "~optim.beta2"}),
         (["sft", "run.yaml", "verify.preflight", "=", ""], {"true", "false"}),
         (["sft", "run.yaml", "data.train", "=", "ch"], {"chats.jsonl"}),
         (["sft", "run.yaml", "data.chat_template", "=", "chatm"], {"chatml"}),
@@ -230,10 +207,6 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 
 def test_help_is_printed_where_the_terminal_cannot_show_all_its_signs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "packtrain", "sft", "-h"]
+    command = [sys.executable, "-m", "packtrain", "sft", "-h", "trainer"]
     done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=True)
     assert b"whole number ? 1" in done.stdout
-
-
-def test_a_first_argument_longer_than_any_file_name_is_an_override_still() -> None:
-    assert split_arguments([f"trainer.samples=[{'x' * 5000}]"])[0] is None

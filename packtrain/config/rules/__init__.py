@@ -1,1 +1,298 @@
-"""What cannot work though each key alone is fine, refused before anything is loaded; a file for each kind of reason."""
+"""What cannot work though each key alone is fine, refused before anything is loaded. Pure: no files, no devices, no environment.
+
+Only what is certainly wrong is refused here; what depends on the data (a document longer than a row) is checked as it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Set
+
+from packtrain.config.keys import Fault, check_resume_despite, suggest
+from packtrain.config.objective import Option, is_number
+from packtrain.config.rules.objectives import check_objective
+from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, Optim, RunConfig, Topology, sources
+from packtrain.redact import speaks_of_secrets
+from packtrain.wording import shortened
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
+_SHAPES = ("linear", "cosine", "1-sqrt")
+_SHAPE = Option("linear", "|".join(_SHAPES), lambda value: value in _SHAPES)
+_RATIO = Option(0, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_RATE = Option(0, "number from 0 to optim.learning_rate", lambda value: is_number(value) and value >= 0)
+_POSITIVE = Option(1, "number > 0", lambda value: is_number(value) and value > 0)
+_COUNT = Option(1, "whole number ≥ 1", lambda value: type(value) is int and value >= 1)
+_NO_COUNT = Option(0, "whole number ≥ 0", lambda value: type(value) is int and value >= 0)
+SCHEDULE_OPTIONS: dict[str, dict[str, Option]] = {
+    "cosine": {"num_cycles": _POSITIVE},
+    "cosine_with_restarts": {"num_cycles": _COUNT},
+    "cosine_with_min_lr": {"num_cycles": _POSITIVE, "min_lr": _RATE, "min_lr_rate": _RATIO},
+    "polynomial": {"lr_end": _RATE, "power": _POSITIVE},
+    "inverse_sqrt": {"timescale": _COUNT},
+    "warmup_stable_decay": {
+        "num_decay_steps": _COUNT,
+        "num_stable_steps": _NO_COUNT,
+        "num_cycles": _POSITIVE,
+        "warmup_type": _SHAPE,
+        "decay_type": _SHAPE,
+        "min_lr_ratio": _RATIO,
+    },
+}
+"""Arguments of transformers' schedules beside the step counts; beyond them a rate is trained with that nobody means."""
+
+
+def check(config: RunConfig, given: Set[str]) -> list[Fault]:
+    """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
+    return [
+        *_model(config),
+        *_data(config, given),
+        *_batch(config),
+        *_schedule(config.optim),
+        *_rounding(config),
+        *_trainer(config, given),
+        *check_resume_despite(config.trainer.resume_despite),
+        *check_objective(config, given),
+        *_peft(config, given),
+        *_topology(config.topology),
+        *check_strategy(config),
+    ]
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """What is possible, and mostly not meant."""
+
+    def place(source: DataSource) -> tuple[str, str, str | None]:
+        return os.path.normpath(os.path.expanduser(source.path)), source.split, source.subset
+
+    trained = {place(source) for source in sources(config.data.train)}
+    for source in sources(config.data.eval, "eval"):
+        if place(source) in trained:
+            yield f"data.eval: {source.path} is trained on too, so its loss says nothing about other documents"
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
+    below = value // unit * unit
+    return " or ".join(str(item) for item in (below, below + unit) if item > 0)
+
+
+def _model(config: RunConfig) -> Iterator[Fault]:
+    model = config.model
+    if model.path is not None:
+        return
+    if model.init == "pretrained":
+        what, fix = "there are no pretrained weights without a model", "Set model.path, or model.init=random."
+        yield Fault(("model.path",), what, fix)
+    elif "model_type" not in model.config:
+        what = "there is neither a model to take the shape from nor a model type"
+        yield Fault(("model.path",), what, "Set model.path, or model.config.model_type (e.g. llama).")
+    elif model.tokenizer is None:
+        what = "a model made from model.config brings no tokenizer"
+        yield Fault(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
+
+
+def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    data = config.data
+    if data.train is None or data.train == []:
+        yield Fault(("data.train",), "there is nothing to train on", "Set it to a file, a folder, or a hub id.")
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if any(not source.path for source in sources(value)):
+            yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
+    held_out = data.eval
+    if held_out in ([], "None", "none") or (isinstance(held_out, float) and not 0 < held_out < 1):
+        fix = "A fraction of data.train lies between 0 and 1; null holds nothing out."
+        yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
+    elif isinstance(held_out, str) and re.fullmatch(r"[0-9.]+ ?%?", held_out):
+        yield Fault(("data.eval",), f"found the text {held_out!r}", "A fraction is a number without quotes, e.g. 0.05.")
+    if data.format in ("preference", "ranked") and config.objective.kind == "sft":
+        what = "packtrain sft has no use for preference pairs"
+        yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
+    if data.overlong in ("keep_start", "keep_end") and not config.objective.traits.pairs:
+        fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
+        yield Fault(("data.overlong",), f"{data.overlong} is for preference pairs", fix)
+    elif data.max_length is None and data.overlong not in ("auto", "truncate"):
+        what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
+        fix = "Set data.max_length, or leave data.overlong out."
+        yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")
+    if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
+        what = f"plain text has no {data.loss_on} part to train on"
+        yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
+    for ours, theirs in data.columns.items():
+        if ours not in COLUMNS:
+            fix = suggest(ours, COLUMNS, f"Ours are {', '.join(COLUMNS)}.")
+            fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
+            yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
+    row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents
+    if row is not None and data.max_length is not None and data.max_length * each > row:
+        origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
+        thing = "documents" if each == 1 else "pairs of documents"
+        what = f"{thing} of {data.max_length} tokens do not fit in rows of {row}{origin}"
+        fix = f"Set batch.tokens_per_device to at least {data.max_length * each}, or data.max_length to at most {row // each}."
+        yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
+
+
+def _batch(config: RunConfig) -> Iterator[Fault]:
+    batch, row = config.batch, config.batch.limits(config.packing.mode)[1]
+    both, limits = (
+        ("batch.examples_per_step", "batch.tokens_per_step"),
+        ("batch.tokens_per_step", "batch.tokens_per_device"),
+    )
+    if batch.examples_per_step is None and batch.tokens_per_step is None:
+        fix = "Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step."
+        yield Fault(both[:1], "the size of an optimizer step is not set", fix)
+    elif batch.examples_per_step is not None and batch.tokens_per_step is not None:
+        what = "a step is measured in documents or in tokens, not in both"
+        yield Fault(both, what, "Keep one of them and set the other to null.")
+    if batch.tokens_per_step is not None and row is None:
+        what = "a step of a number of tokens is made of rows whose length is not set"
+        yield Fault(limits, what, "Set batch.tokens_per_device (the length of a row), or use batch.examples_per_step.")
+    elif batch.tokens_per_step is not None and row and batch.tokens_per_step % row:
+        what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
+        yield Fault(limits, what, f"Nearest that are: {nearest_multiples(batch.tokens_per_step, row)}.")
+
+
+def _schedule(optim: Optim) -> Iterator[Fault]:
+    known, where = SCHEDULE_OPTIONS.get(optim.schedule, {}), ("optim.schedule_options", "optim.schedule")
+    for name, value in optim.schedule_options.items():
+        path = (f"optim.schedule_options.{name}",)
+        if name not in known:
+            fix = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
+            yield Fault(path, f"the schedule {optim.schedule} has no such option", fix)
+        elif not known[name].accepts(value) or (known[name] is _RATE and value > optim.learning_rate):
+            yield Fault(path, f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
+    if optim.schedule == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(optim.schedule_options)) != 1:
+        what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
+        yield Fault(where, what, "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}.")
+    if optim.schedule == "warmup_stable_decay" and "num_decay_steps" not in optim.schedule_options:
+        what = "the schedule warmup_stable_decay needs the length of its decay"
+        yield Fault(where, what, "Set {num_decay_steps: 100}.")
+    if optim.schedule == "constant" and optim.warmup_steps:
+        what, fix = "the schedule constant has no warm-up", "Choose optim.schedule=constant_with_warmup."
+        yield Fault(("optim.warmup_steps", "optim.schedule"), what, fix)
+
+
+def _rounding(config: RunConfig) -> Iterator[Fault]:
+    """optim.bf16_rounding where it has nothing to do, or would do something else than it says."""
+    rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
+    if rounding == "auto":
+        return
+    trained = (
+        bool(config.peft.modules_to_save) or config.objective.traits.scores
+    )  # beside adapters: a reward model's head
+    whole = config.peft.merge or not config.model.is_base_for_adapters
+    where, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
+    if lora and not trained and (at_updates or not whole):
+        what = "adapters are float32, in training and in final/"
+        yield Fault((where, "peft.kind"), what, "Take it away.", because="peft.kind")
+    elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
+        what = "the weights are float32, so none is rounded"
+        yield Fault((where, "model.dtype"), what, "Take it away.", because="model.dtype")
+    elif at_updates and name.startswith("zero"):
+        what = f"DeepSpeed, and so {name}, keeps float32 copies of the weights, which take the updates"
+        yield Fault((where, "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
+
+
+def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    trainer, held_out = config.trainer, config.data.eval
+    if trainer.max_steps is not None and "trainer.epochs" in given:
+        what, keys = (
+            "the length of the run is set twice, in steps and in epochs",
+            ("trainer.epochs", "trainer.max_steps"),
+        )
+        yield Fault(keys, what, "Keep one of them.", because="trainer.max_steps")
+    if held_out is None and trainer.eval_every is not None:
+        fix = "Set data.eval to a source, or to a fraction such as 0.05."
+        yield Fault(("trainer.eval_every",), "there is nothing to evaluate on", fix, because="data.eval")
+    if trainer.early_stop_patience is not None and (held_out is None or trainer.eval_every is None):
+        what, fix = "stopping early needs evaluations during training", "Set data.eval and trainer.eval_every."
+        lacking = "data.eval" if held_out is None else "trainer.eval_every"
+        yield Fault(("trainer.early_stop_patience",), what, fix, because=lacking)
+    if trainer.restarts and trainer.checkpoint_every is None:
+        what = "without checkpoints a run could only be started again from its beginning"
+        yield Fault(("trainer.restarts", "trainer.checkpoint_every"), what, "Set trainer.checkpoint_every.")
+    if config.topology.min_nodes is not None and not trainer.restarts:
+        what = "it does nothing without trainer.restarts"
+        yield Fault(("topology.min_nodes", "trainer.restarts"), what, "Set trainer.restarts, or take the key away.")
+    if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
+        what = "bf16 computation over float16 weights is not supported"
+        yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
+    elif config.model.dtype == "float16" and config.peft.kind == "none":
+        what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
+        yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
+    if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
+        what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
+        yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")
+    if not trainer.output_dir.strip() or "\n" in trainer.output_dir:
+        what = "it has a line break" if "\n" in trainer.output_dir else "the run folder has no name"
+        yield Fault(("trainer.output_dir",), what, "Name a folder, e.g. runs/sft.")
+
+
+def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    for key in sorted(given) if config.peft.kind == "none" else ():
+        if key.startswith("peft."):
+            what = "it does nothing without adapters (peft.kind is none)"
+            yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
+    targets = config.peft.target_modules
+    if not targets:
+        yield Fault(("peft.target_modules",), "it names no layer", "all-linear means every linear layer.")
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        what = f"{shortened(targets)} is no regular expression: {error}"
+        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
+
+
+def check_strategy(config: RunConfig) -> Iterator[Fault]:
+    """The impossible combinations of strategy.name with other keys."""
+    name, optimizer = config.strategy.name, config.optim.name
+    if name == "zero3_offload" and optimizer not in _ADAMW:
+        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+    elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
+        what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+    if name != "ddp" and config.model.dtype == "float16":
+        fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
+        yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)
+    if name in SHARDED_WEIGHTS and config.trainer.torch_compile:
+        what = f"{name} gathers the weights of a layer by hooks, which compiled layers do not run"
+        fix = "Take it away, or choose strategy=ddp or zero2."
+        yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
+    if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
+        what = f"per_document calls the model once per document, and under {name} all processes must call it together"
+        fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
+        yield Fault(("model.attention", "strategy.name"), what, fix)
+
+
+def _topology(topology: Topology) -> Iterator[Fault]:
+    kind = topology.kind
+    if kind in ("single", "local") and (topology.nodes or 1) > 1:
+        what = f"topology={kind} is one machine, not {topology.nodes}"
+        yield Fault(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
+    for name in ("main_address", "node_rank"):
+        if getattr(topology, name) is not None and kind in ("single", "local"):
+            what = f"topology={kind} is one machine, which has no use for it"
+            yield Fault((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
+    if kind == "single" and (topology.gpus_per_node or 1) > 1:
+        fix = "Choose topology=local, or take topology.gpus_per_node away."
+        what = f"one process cannot use {topology.gpus_per_node} GPUs"
+        yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
+    address = topology.main_address
+    if address is not None and (
+        address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)
+    ):  # IPv6 has two colons
+        what = f"{address!r} is neither a host name nor an address"
+        yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")
+    for name, value in topology.environment.items():
+        path = (f"topology.environment.{name}",)
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield Fault(path, f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
+        elif re.fullmatch(_OF_LAUNCH, name):
+            yield Fault(path, "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
+        elif speaks_of_secrets(name):
+            what = "by its name it is a secret, which would be written to config.yaml"
+            yield Fault(path, what, f"Take it away, and export {name} in the shell or your job's environment.")
+        elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
+            yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.")

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from packtrain.config.keys import Fault, near, suggest
@@ -29,14 +28,19 @@ def check(
     model: Model, data: Data, objective: Objective, trainer: Trainer, optim: Optim, tracking: Tracking
 ) -> list[Fault]:
     """One fault for each package that is not installed and each path that is certainly local and does not exist."""
-    folders = {"trainer.output_dir": trainer.output_dir, "data.cache_dir": data.cache_dir or ""}
-    return [
-        *_data(data),
-        *_models({"model.path": model.path, "model.tokenizer": model.tokenizer}, objective.reference),
-        *_folders(folders),
-        *resume_folder(trainer.resume),
-        *_packages(optim, tracking),
-    ]
+    faults = [*_data(data), *_reference(objective.reference), *resume_folder(trainer.resume)]
+    for key, path in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
+        faults += _missing(key, path or "", MODEL_SUFFIXES)
+    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", data.cache_dir or "")):
+        if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
+            faults.append(Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet."))
+    if package := _OPTIMIZER_PACKAGES.get(optim.name):
+        faults += _not_installed("optim.name", optim.name, package, package)
+    if len(set(tracking.report_to)) < len(tracking.report_to):
+        faults.append(Fault(("tracking.report_to",), "a tracker is named twice", "Name each once."))
+    for tracker in dict.fromkeys(tracking.report_to):
+        faults += _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
+    return faults
 
 
 @cache
@@ -48,8 +52,8 @@ def template_names() -> tuple[str, ...]:
 @cache
 def template_files() -> dict[str, Path]:
     """The chat templates that TRL brings, by name, found without importing it."""
-    found = importlib.util.find_spec("trl")
-    folders = [Path(place, "chat_templates") for place in (found.submodule_search_locations or ())] if found else []
+    spec = importlib.util.find_spec("trl")
+    folders = [Path(place, "chat_templates") for place in (spec.submodule_search_locations or ())] if spec else []
     return {file.stem: file for folder in folders for file in folder.glob("*.jinja")}
 
 
@@ -58,26 +62,12 @@ def as_name(text: str) -> str:
     return re.sub(r"[-.\s]", "_", text.lower())
 
 
-def _packages(optim: Optim, tracking: Tracking) -> Iterator[Fault]:
-    """What transformers would find lacking only when it makes the optimizer or the tracker."""
-    if package := _OPTIMIZER_PACKAGES.get(optim.name):
-        yield from _not_installed("optim.name", optim.name, package, package)
-    if len(set(tracking.report_to)) < len(tracking.report_to):
-        yield Fault(("tracking.report_to",), "a tracker is named twice", "Name each once.")
-    for tracker in dict.fromkeys(tracking.report_to):
-        yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
-
-
 def without_package(optimizer: str) -> str:
     """What to do where the package of an optimizer is installed and does not work; "" for one that needs none."""
     package = _OPTIMIZER_PACKAGES.get(optimizer)
     if package is None:
         return ""
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        version = "of no version"
-    works = f"{package} ({version}) is there, but does not work here: see python -c 'import {package}'."
+    works = f"{package} is installed, but does not work here: see python -c 'import {package}'."
     return f"{works} optim=adamw needs no package."
 
 
@@ -91,24 +81,23 @@ def _data(data: Data) -> Iterator[Fault]:
         for at, source in enumerate(sources(value)):
             place = f"{key}[{at}]" if isinstance(value, list) else key
             if not any(sign in source.path for sign in "*?["):
-                yield from _missing(place, source.path, DATA_SUFFIXES, "A hub id has the form owner/name.")
+                yield from _missing(place, source.path, DATA_SUFFIXES)
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
                 yield Fault((place,), f"there is no file that matches {source.path}", fix)
     template = data.chat_template or ""
     if template.lower().endswith(TEMPLATE_SUFFIXES):
-        yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
+        yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
     elif template and not _there(template) and as_name(template) not in template_names():
         hint = suggest(as_name(template), template_names(), "Names are chatml, llama3, qwen3 …", 3)
         fix = f"{hint} Or name a .jinja file."
         yield Fault(("data.chat_template",), f"there is no chat template {template!r}", fix)
 
 
-def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
-    a_path = "/" in reference or _there(reference)
-    for key, path in {**paths, "objective.reference": reference if a_path else None}.items():
-        yield from _missing(key, path or "", MODEL_SUFFIXES, "A hub id has the form owner/name.")
-    if reference and not a_path and reference not in REFERENCES:
+def _reference(reference: str) -> Iterator[Fault]:
+    if "/" in reference or _there(reference):
+        yield from _missing("objective.reference", reference, MODEL_SUFFIXES)
+    elif reference not in REFERENCES:
         hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
         yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
 
@@ -116,28 +105,20 @@ def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
 def resume_folder(resume: str) -> Iterator[Fault]:
     """What trainer.resume names that is not there, or is no checkpoint."""
     folder, words = os.path.expanduser(resume), ("auto", "never")
-    if resume not in words and not os.path.isdir(folder):
-        meant = near(resume, words, 1)
-        fix = f"Did you mean {meant[0]}?" if meant else f"Allowed: auto, never, or a folder. {nearest(resume)}"
-        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
-    elif resume not in words and not os.path.lexists(os.path.join(folder, "manifest.json")):
-        inside = [found for of in ("", "checkpoints/") for found in glob.glob(f"{glob.escape(folder)}/{of}step-*")]
-        fix = (
-            f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
-        )
-        yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
-
-
-def _folders(folders: dict[str, str]) -> Iterator[Fault]:
-    for key, folder in folders.items():
-        if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
-
-
-def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Fault]:
-    if not path or path == BUILT_IN or not is_local(path, suffixes) or _there(path):
+    if resume in words or os.path.lexists(os.path.join(folder, "manifest.json")):
         return
-    yield Fault((key,), f"there is no file or folder {path}", f"{nearest(path)} {otherwise}".strip())
+    if not os.path.isdir(folder):
+        fix = suggest(resume, words, f"Allowed: auto, never, or a folder. {nearest(resume)}")
+        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
+        return
+    inside = [item for place in ("", "checkpoints/") for item in glob.glob(f"{glob.escape(folder)}/{place}step-*")]
+    fix = f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
+    yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
+
+
+def _missing(key: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Fault]:
+    if path and path != BUILT_IN and is_local(path, suffixes) and not _there(path):
+        yield Fault((key,), f"there is no file or folder {path}", f"{nearest(path)} A hub id has the form owner/name.")
 
 
 def _there(path: str) -> bool:
@@ -157,8 +138,8 @@ def nearest(path: str) -> str:
     folder = wanted.parent
     if not os.path.isdir(folder):
         return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
-    found = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
-    close = near(wanted.name, map(os.path.basename, found))
+    entries = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
+    close = near(wanted.name, map(os.path.basename, entries))
     if not close:
         return f"{folder.absolute()} has none like it."
     return f"Near it: {', '.join(str(folder / name) for name in close)}."

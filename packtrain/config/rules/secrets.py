@@ -2,7 +2,7 @@
 
 What a secret is says packtrain/redact.py. A text is refused only where it is certain, because a name of a run or a folder must
 never be taken for one; in options of sbatch, and for values of a mapping, its name is enough. Lines of topology.setup are the
-user's own program: they stay, and are told of.
+user's own program: they stay, with a warning.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ _EXPORT = "Export it in the shell that submits{}."
 
 def check(config: dict[str, Any]) -> list[Fault]:
     """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
-    return [one for path, text in _texts(config, "") for one in _found(path, text) if not path.startswith(_SETUP)]
+    return [
+        item for path, text in _texts(config, "") for item in _secrets_in(path, text) if not path.startswith(_SETUP)
+    ]
 
 
 def notes(setup: list[str]) -> Iterator[str]:
-    """What is told of lines of topology.setup with secrets, which are then hidden on the terminal and in the run folder."""
+    """Warnings of secrets in lines of topology.setup, which are then hidden on the terminal and in the run folder."""
     for at, line in enumerate(setup):
-        if any(_found(f"{_CODE[0]}{at}]", line)):
+        if any(_secrets_in(f"{_CODE[0]}{at}]", line)):
             learn(line, names=True)
             yield f"{_SETUP}{at}]: it has a secret, which is in the script as it is; {_EXPORT.format(', and name it: $NAME')}"
 
 
-def _found(path: str, text: str) -> Iterator[Fault]:
+def _secrets_in(path: str, text: str) -> Iterator[Fault]:
     code, named = path.startswith(_CODE), _MAPPING.fullmatch(path)
     bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
     if is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
@@ -64,8 +66,8 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
-        for name, one in value.items():
-            yield from _texts(one, f"{path}.{name}" if path else str(name))
+        for name, item in value.items():
+            yield from _texts(item, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list):
-        for at, one in enumerate(value):
-            yield from _texts(one, f"{path}[{at}]")
+        for at, item in enumerate(value):
+            yield from _texts(item, f"{path}[{at}]")

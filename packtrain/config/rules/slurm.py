@@ -30,9 +30,33 @@ _SHORT = {"a": "array", "c": "cpus-per-task", "D": "chdir", "G": "gpus", "J": "j
 _SHORT |= {"o": "output", "t": "time", "w": "nodelist"}
 
 
-def check(topology: Topology, resume: str) -> list[Fault]:
+def check(topology: Topology, resume: str) -> Iterator[Fault]:
     """Everything that cannot work as a Slurm job."""
-    return [*_time(topology), *_together(topology, resume), *_options(topology)]
+    time, before = topology.time, topology.signal_before
+    if time is not None and time.upper() not in ("UNLIMITED", "INFINITE"):
+        seconds = seconds_of(time)
+        if seconds is None:
+            fix = "Write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS."
+            yield Fault(("topology.time",), f"{shortened(time)} is no time of Slurm's", fix)
+        elif seconds <= before:
+            what = f"a run of {seconds} s would have to stop {before} s before its end, at its start"
+            yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
+    asked = count_gpus(topology)
+    if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
+        what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
+        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Take one of the two away.")
+    if topology.requeue and resume != "auto":
+        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
+        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
+    for at, line in enumerate(topology.sbatch):
+        where, options = (f"topology.sbatch[{at}]",), parse_options([line])
+        if not options or "\n" in line or not line.startswith("-"):
+            yield Fault(where, f"{line!r} is no option of sbatch", "Write it as on its command line: --exclude=n7.")
+            continue
+        for name in sorted(_FIXED.keys() & options):
+            yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
+    if "\n" in (topology.command or ""):
+        yield Fault(("topology.command",), "it has a line break", "Write it in one line.")
 
 
 def seconds_of(time: str) -> int | None:
@@ -47,17 +71,17 @@ def seconds_of(time: str) -> int | None:
 
 def parse_options(lines: list[str]) -> dict[str, str]:
     """The options in lines of topology.sbatch by their long names, with their values; a line with an open quote has none."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     name = ""
     for line in lines:
         with suppress(ValueError):
             for word in shlex.split(line, comments=True):
                 if option := re.fullmatch(r"--([a-z][\w-]*)(?:=(.*))?|-(\w)(.*)", word, re.DOTALL):
                     name = option[1] or _SHORT.get(option[3], option[3])
-                    found[name] = option[2] or option[4] or ""
+                    options[name] = option[2] or option[4] or ""
                 elif name:
-                    found[name] = word
-    return found
+                    options[name] = word
+    return options
 
 
 def count_gpus(topology: Topology) -> int | None:
@@ -68,39 +92,3 @@ def count_gpus(topology: Topology) -> int | None:
         return 0
     numbers = [whole(part.split("(")[0].rpartition(":")[2]) for part in gres.split(",") if re.match(r"gpu\b", part)]
     return None if not numbers or None in numbers else sum(number or 0 for number in numbers)
-
-
-def _time(topology: Topology) -> Iterator[Fault]:
-    if topology.time is None or topology.time.upper() in ("UNLIMITED", "INFINITE"):
-        return
-    seconds = seconds_of(topology.time)
-    if seconds is None:
-        fix = "Write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS."
-        yield Fault(("topology.time",), f"{shortened(topology.time)} is no time of Slurm's", fix)
-    elif seconds <= topology.signal_before:
-        what = f"a run of {seconds} s would be told to stop {topology.signal_before} s before its end, at its start"
-        yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
-
-
-def _together(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Keys that contradict each other."""
-    asked = count_gpus(topology)
-    if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
-        what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
-        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Take one of the two away.")
-    if topology.requeue and resume != "auto":
-        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
-        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
-
-
-def _options(topology: Topology) -> Iterator[Fault]:
-    for at, line in enumerate(topology.sbatch):
-        where = (f"topology.sbatch[{at}]",)
-        given = parse_options([line])
-        if not given or "\n" in line or not line.startswith("-"):
-            yield Fault(where, f"{line!r} is no option of sbatch", "Write it as on its command line: --exclude=n7.")
-            continue
-        for name in sorted(_FIXED.keys() & given):
-            yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
-    if "\n" in (topology.command or ""):
-        yield Fault(("topology.command",), "it has a line break", "Write it in one line.")

@@ -8,8 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from packtrain.config.fields import ObjectiveKind
-from packtrain.config.objective import TRAITS
+from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, READ_TOO, REQUIRED, Format
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from packtrain.config.fields import ObjectiveKind
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import DataSource, Split, SplitText
 from packtrain.data.sources import quickstart

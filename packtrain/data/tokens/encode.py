@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from packtrain.config.fields import ObjectiveKind
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, hash_content, hash_row
 from packtrain.data.formats.conversations import (

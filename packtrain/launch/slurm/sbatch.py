@@ -14,9 +14,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from packtrain.config.compose import Point
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
-from packtrain.config.sweep import Point
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch

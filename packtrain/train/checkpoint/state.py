@@ -201,16 +201,13 @@ class Checkpoints:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
         self._write_whole(folder, self._whole_weights())
 
-    def save_weights_in(self, dtype: torch.dtype, folder: Path, seed: int | None) -> None:
-        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any.
-
-        With a `seed` they are rounded by chance.
-        """
+    def save_weights_in(self, dtype: torch.dtype, folder: Path) -> None:
+        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any."""
         whole, main = self._whole_weights(), self._accelerator.is_main_process
         if whole is None:
             whole = self._model.state_dict() if main else {}
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
-        self._write_whole(folder, in_format(whole if main else {}, self._model, exact, dtype, seed))
+        self._write_whole(folder, in_format(whole if main else {}, self._model, exact, dtype))
         if main and not self._adapts:
             name_format(folder, dtype)
 

@@ -28,9 +28,9 @@ from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
-from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
@@ -128,7 +128,7 @@ def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
     """A clause on what takes the updates of bfloat16 weights, where some are trained."""
     if not any(map(loses_updates, model.parameters())):
         return ""
-    rounded = ", rounded by chance" if optim.rounding == "stochastic" else ""
+    rounded = ", rounded by chance" if optim.bf16_rounding == "stochastic" else ""
     if optim.keeps_masters or strategy in STAGES:
         return f", float32 masters{rounded}"
     return rounded or ", updates rounded to them"
@@ -199,7 +199,7 @@ def pairs(
 ) -> None:
     """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
     prompts(log, layout, unshared)
-    weights = objective.loss_weights or [1.0] * len(objective.losses)
+    weights = objective.option("loss_weights") or [1.0] * len(objective.losses)
     losses = [
         name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
     ]
@@ -208,9 +208,9 @@ def pairs(
 
 def unpaired(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
     """The loss of answers with labels and the reference; `dropout` is peft.dropout."""
-    weights = (objective.desirable_weight, objective.undesirable_weight)
+    weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
     weighed = "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
-    _held_to(log, objective, f"{objective.kto_loss}{weighed}", reference, dropout)
+    _held_to(log, objective, f"{objective.losses[0]}{weighed}", reference, dropout)
 
 
 def _held_to(log: Log, objective: Objective, loss: str, reference: ReferenceChoice, dropout: float) -> None:

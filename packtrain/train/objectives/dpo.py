@@ -65,7 +65,7 @@ class DPO(ReferenceObjective, PairObjective):
                 raise UserError(
                     f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
                     f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
-                    where="objective.loss_type",
+                    where="objective.loss",
                     fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another "
                     "loss",
                 )

@@ -102,11 +102,10 @@ class DPOLoss(HeldLoss):
 
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
     """The loss as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the batches."""
-    same = ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting")
     return {
-        **{name: getattr(objective, name) for name in (*same, "discopop_tau")},
+        **objective.options,
+        "beta": objective.beta,
         "precompute_ref_log_probs": precomputed,
         "loss_type": list(objective.losses),
-        "loss_weights": list(objective.loss_weights) if objective.loss_weights else None,
         "router_aux_loss_coef": 0.0,
     }

@@ -65,7 +65,7 @@ class KTO(ReferenceObjective):
     def longest_document(self, data: UnpairedDataset) -> int:
         """Tokens of the longest prompt with an answer, its own or another one's."""
         longest = int(data.lengths.max())
-        if self.objective.kto_loss != "kto":
+        if self.objective.losses != ["kto"]:
             return longest
         mismatched = int((data.lengths - data.trained).max()) + int(data.trained.max())
         return max(longest, mismatched if self._max_length is None else min(mismatched, self._max_length))
@@ -90,7 +90,7 @@ class KTO(ReferenceObjective):
     ) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        estimates = self.objective.kto_loss == "kto"
+        estimates = self.objective.losses == ["kto"]
         return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates, whole=evaluation)
 
     def loss(
@@ -102,7 +102,7 @@ class KTO(ReferenceObjective):
     ) -> KTOLoss:
         """The loss of answers with labels on `model`. Raises UserError as `check_sizes`."""
         own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
-        if self.objective.kto_loss == "kto":
+        if self.objective.losses == ["kto"]:
             check_sizes(settings)
         args = arguments_on_one_gpu(KTOConfig, **arguments, **own)
         return KTOLoss(model, args, tokenizer, settings, self._reference_model)
@@ -141,7 +141,7 @@ class KTO(ReferenceObjective):
         depends = (steps.data.fingerprint, self.identity, (precision.weights, precision.autocast), rows)
         place = self._cache / cache_key("kto", *depends)
         steps = replace(steps, reference=precompute(place, (len(steps.data),), steps.first_pass(), ranks, logps))
-        if self.objective.kto_loss != "kto":
+        if self.objective.losses != ["kto"]:
             return steps
         every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
         place, pairs = self._cache / cache_key("kto", *depends, every), steps.mismatched()
@@ -154,7 +154,7 @@ def check_sizes(settings: LoopSettings) -> None:
 
     Of steps of a number of tokens that is not known beforehand.
     """
-    fix = "take another number, or objective.kto_loss=apo_zero_unpaired, which has no KL estimate"
+    fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
     evaluation, schedule, count = settings.evaluation, settings.steps.schedule, len(settings.steps.data)
     each = schedule.examples_per_step
     if (
@@ -169,7 +169,7 @@ def check_sizes(settings: LoopSettings) -> None:
     if evaluation is not None and len(evaluation.data) == 1:
         what = "a single answer is held out, and the KL estimate is made of two or more"
         raise UserError(
-            what, where="data.eval", fix="give more, or set objective.kto_loss=apo_zero_unpaired, which has none"
+            what, where="data.eval", fix="give more, or set objective.loss=apo_zero_unpaired, which has none"
         )
 
 
@@ -182,14 +182,17 @@ def balance(labels: LabelFigures, objective: Objective) -> str | None:
     if not (desirable and undesirable):
         kind = "desirable" if desirable else "undesirable"
         return f"all answers are {kind}: nothing says what the others would be like"
-    gains, losses = desirable * objective.desirable_weight, undesirable * objective.undesirable_weight
+    gains, losses = (
+        desirable * objective.option("desirable_weight"),
+        undesirable * objective.option("undesirable_weight"),
+    )
     ratio = gains / losses if losses else math.inf
     if 0.9 <= ratio <= 1.5:  # what chance leaves of a balance is none of the weights' business
         return None
     side, least = "desirable", losses / desirable
     if ratio > 1:
         side, least = "undesirable", gains / undesirable * 3 / 4
-    wanted = f"objective.{side}_weight={least:.3g} to {least * 4 / 3:.3g}"
+    wanted = f"objective.options.{side}_weight={least:.3g} to {least * 4 / 3:.3g}"
     return (
         f"{desirable:,} desirable and {undesirable:,} undesirable answers, by their weights {ratio:.2g} to 1: the KTO paper "
         f"advises 1 to 4/3, here {wanted}"

@@ -157,8 +157,9 @@ class KTOLoss(HeldLoss):
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
     """The loss as arguments of TRL's KTOConfig; `precomputed`: the reference's log-probabilities come with the batches."""
     return {
-        **{name: getattr(objective, name) for name in ("beta", "desirable_weight", "undesirable_weight")},
-        "loss_type": objective.kto_loss,
+        **objective.options,
+        "beta": objective.beta,
+        "loss_type": objective.losses[0],
         "precompute_ref_log_probs": precomputed,
         "router_aux_loss_coef": 0.0,
     }

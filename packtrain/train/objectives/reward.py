@@ -71,7 +71,7 @@ class Reward(PairObjective):
         loss = "Bradley-Terry"
         if margins.any():
             loss += f", with the margins of the data (mean {margins.mean():.3g})"
-        if center := self.objective.center_rewards_coefficient:
+        if center := self.objective.option("center_rewards_coefficient"):
             loss += f", and {center:g} × rewards centred at zero"
         log.fact("loss", loss)
         if preflight and self.layout != "padding":

@@ -86,4 +86,4 @@ class RewardFigures(WeightedFigures):
 
 def objective_arguments(objective: Objective) -> dict[str, Any]:
     """The loss as arguments of TRL's RewardConfig."""
-    return {"center_rewards_coefficient": objective.center_rewards_coefficient}
+    return dict(objective.options)

@@ -57,7 +57,7 @@ class SFTLoss(Loss):
     ) -> None:
         super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
         base = base_model(model)
-        self.routers = router_loss(base, objective.router_aux_coef)
+        self.routers = router_loss(base)
         head = patch_forward(base, documents=objective, autocast=self.autocast, backend=settings.backend)
         self.head = cast(Head, head)
 

@@ -1,8 +1,7 @@
-"""The weights of final/ in the format of trainer.save_dtype, from float32 masters where there are some."""
+"""The weights of final/ in the format of optim.bf16_rounding, from float32 masters where there are some."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,18 +13,18 @@ from peft import set_peft_model_state_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from packtrain.config.schema import SaveDtype
+from packtrain.config.schema import Rounding
 from packtrain.model.load import base_model
-from packtrain.train.optim.float32_step import MASTER, round_to
+from packtrain.train.optim.float32_step import MASTER
 from packtrain.train.optim.lost_updates import optimizer_inside
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """The whole float32 tensor that the optimizer keeps of a trained weight, None if it keeps none. Called by all processes together."""
 
 
-def format_of(save_dtype: SaveDtype, loaded: torch.dtype) -> torch.dtype:
+def format_of(rounding: Rounding, loaded: torch.dtype) -> torch.dtype:
     """The format of the saved weights; `loaded` is that of the model."""
-    return {"auto": loaded, "float32": torch.float32, "bfloat16": torch.bfloat16}[save_dtype]
+    return {"never": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
 
 
 def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adapted: bool) -> torch.dtype | None:
@@ -56,12 +55,11 @@ def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
 
 
 def in_format(
-    whole: dict[str, torch.Tensor], model: nn.Module, exact: Exact, dtype: torch.dtype, seed: int | None
+    whole: dict[str, torch.Tensor], model: nn.Module, exact: Exact, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The state dict `whole` of `model` with its weights in `dtype` on the CPU, made of what is `exact`; {} where `whole` is.
 
-    Adapters stay float32. With a `seed` weights are rounded by chance. Called by all processes, with {} on all but one; tied
-    weights stay one tensor.
+    Adapters stay float32. Called by all processes, with {} on all but one; tied weights stay one tensor.
     """
     made: dict[int, torch.Tensor | None] = {}
     saved, adapted = dict(whole), base_model(model) is not model
@@ -71,23 +69,14 @@ def in_format(
         if id(weight) not in made:
             kept = exact(weight)
             one = whole.get(name) if kept is None else kept
-            made[id(weight)] = None if name not in whole or one is None else rounded(one, own, name, seed).cpu()
+            made[id(weight)] = None if name not in whole or one is None else one.detach().to(own).cpu()
         if (found := made[id(weight)]) is not None and name in whole:
             saved[name] = found
     return saved
 
 
-def rounded(exact: torch.Tensor, dtype: torch.dtype, name: str, seed: int | None) -> torch.Tensor:
-    """The weight of that `name` in `dtype`, by chance with a `seed`."""
-    chance = None
-    if seed is not None and exact.dtype == torch.float32:
-        drawn = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
-        chance = torch.Generator(exact.device).manual_seed(drawn)
-    return round_to(exact.detach(), dtype, chance)
-
-
 @contextmanager
-def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype, seed: int | None) -> Iterator[Any]:
+def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     """Inside the block the adapted `model`, what was `trained` (as saved beside it) merged, has its weights in `dtype`.
 
     If that is not its own format, they are on the CPU, and merged in float32 for `dtype` float32. Afterwards the merged model
@@ -95,20 +84,20 @@ def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype, 
     """
     own, device = base_model(model).dtype, base_model(model).device
     if dtype == torch.float32 != own:
-        _move(model, lambda _, weight: weight.cpu().float())
+        _move(model, lambda weight: weight.cpu().float())
     set_peft_model_state_dict(model, trained)
     if dtype == own:
         yield model.merge_and_unload()
         return
     whole = model.merge_and_unload()
-    _move(whole, lambda name, weight: rounded(weight, dtype, name, seed).cpu())
+    _move(whole, lambda weight: weight.to(dtype).cpu())
     yield whole
-    _move(whole, lambda _, weight: weight.to(device, own))
+    _move(whole, lambda weight: weight.to(device, own))
 
 
-def _move(model: nn.Module, where: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    for name, weight in model.named_parameters():
-        weight.data = where(name, weight.data)
+def _move(model: nn.Module, where: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for weight in model.parameters():
+        weight.data = where(weight.data)
 
 
 def name_format(folder: Path, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ _SAMPLE = 2**14  # numbers of a tensor
 def advice(*, rounds_plainly: bool) -> str:
     """What to do about lost updates; `rounds_plainly`: the optimizer rounds bfloat16 weights after each of its steps."""
     if rounds_plainly:
-        return "set optim.master_weights=true, optim.rounding=stochastic or model.dtype=float32 (docs/precision.md)"
+        return "set optim.bf16_rounding to auto or stochastic, or model.dtype=float32 (docs/precision.md)"
     return "even float32 is too coarse for optim.learning_rate, raise it"
 
 

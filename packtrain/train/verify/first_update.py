@@ -78,5 +78,5 @@ def _maker(optim: Optim, *, in_float32: bool) -> Callable[[Any], torch.optim.Opt
     )
     kind, given = TransformersTrainer.get_optimizer_cls_and_kwargs(arguments)
     if in_float32:
-        kind = stepping_in_float32(kind, masters=optim.keeps_masters, rounding=optim.rounding, seed=0)
+        kind = stepping_in_float32(kind, masters=optim.keeps_masters, rounding=optim.bf16_rounding, seed=0)
     return lambda parameters: kind(parameters, **given)

@@ -197,23 +197,24 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head, C
             start = start_on_random_pairs(
                 loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed"
             )
-        return Head(objective.loss), compare_unpaired(loss, steps, backend), start
+        return Head(objective.token_loss), compare_unpaired(loss, steps, backend), start
     if isinstance(held, Reward):
         loss, steps = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer)
-        return Head(objective.loss), compare_pairs(loss, steps, backend, shares=shares), None
+        return Head(objective.token_loss), compare_pairs(loss, steps, backend, shares=shares), None
     if not isinstance(held, DPO):
         base, pad, autocast = base_model(model), int(run.tokenizer.pad_token_id or 0), run.precision.autocast
         add_fused_lm_head(base)
-        head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
+        head = add_loss_sum(base, loss=objective.token_loss, neftune_alpha=objective.option("neftune_noise_alpha"))
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
-        return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
+        kind = objective.token_loss
+        return head, compare_documents(model, backend, pad_token_id=pad, loss=kind, autocast=autocast), None
     (loss, steps), start = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer), None
     if held.reference.at_start:
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed")
     split = not objective.sorting_losses
-    return Head(objective.loss), compare_preferences(loss, steps, backend, shares=shares, split=split), start
+    return Head(objective.token_loss), compare_preferences(loss, steps, backend, shares=shares, split=split), start
 
 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,16 @@ import pytest
 import yaml
 
 from packtrain.config import help as key_help
-from packtrain.config.compose import changes, load_config, to_yaml
+from packtrain.config.compose import changes, load_config, load_points, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.removed_keys import REMOVED
-from packtrain.config.rules.combinations import check
-from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
-from packtrain.config.sweep import load_points
+from packtrain.config.rules import check
+from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
 CHOICES = sorted(shipped("configs").glob("*/*.yaml"))
 RECIPES = sorted(shipped("recipes").glob("*.yaml"))
 
@@ -140,16 +138,6 @@ def test_what_is_not_default_is_found_again_in_the_resolved_config() -> None:
     assert changes(load_config(write(to_yaml(config)), [])) == changes(config)
 
 
-@pytest.mark.parametrize("listed", ["", "defaults: [peft: none, _self_]\n"])
-def test_a_choice_on_the_command_line_needs_no_defaults_list(listed: str) -> None:
-    run = write(listed + "trainer: {seed: 1}\n")
-    assert load_config(run, [*COMPLETE, "peft=lora", "peft.r=4"]).peft.kind == "lora"
-
-
-def test_a_group_given_as_text_is_the_choice_of_that_name() -> None:
-    assert load_config(write("peft: lora\npacking: padding_free\n"), COMPLETE).packing.mode == "padding_free"
-
-
 def test_the_whole_override_grammar_works() -> None:
     run = write("data: {eval: 0.1, max_length: 64}\n")
     config = load_config(
@@ -177,11 +165,6 @@ def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(mon
     assert config.data.max_length == 99
 
 
-@pytest.mark.parametrize("number", ["2e-5", "0.00002", "2.0e-05", "'2e-5'"])
-def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> None:
-    assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
-
-
 def test_a_chat_template_is_named_as_the_model_is() -> None:
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
@@ -189,12 +172,6 @@ def test_a_chat_template_is_named_as_the_model_is() -> None:
 @pytest.mark.parametrize("word", ["no", "off"])
 def test_an_unquoted_no_is_the_choice_no(word: str) -> None:
     assert load_config(write(f"trainer: {{mixed_precision: {word}}}\n"), COMPLETE).trainer.mixed_precision == "no"
-
-
-def test_sources_can_be_mappings_with_weights() -> None:
-    run = write("data:\n  train:\n    - owner/one\n    - {path: owner/two, weight: 2}\n")
-    config = load_config(run, ["model.path=owner/model", "batch=small"])
-    assert config.data.train == ["owner/one", DataSource(path="owner/two", weight=2.0)]
 
 
 @pytest.mark.parametrize("text", ["${x}", r"\${x}", r"a\\${b}", "2e-5", "no", "null", "é: #", "  ", "a\nb", "07"])
@@ -210,7 +187,6 @@ def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
     ("line", "what", "fix"),
     [
         ("optim: {learning_rte: 1}", "no such key", "Did you mean optim.learning_rate?"),
-        ("learning_rate: 1", "no such key", "Did you mean optim.learning_rate?"),
         ("optim: {lr: 1}", "no such key", "Did you mean optim.learning_rate?"),
         ("trainer: {per_device_train_batch_size: 1}", "no such key", "batch.examples_per_device"),
         ("num_train_epochs: 3", "no such key", "trainer.epochs"),
@@ -221,16 +197,11 @@ def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
         ("optim: 3", "the whole number 3 where a group", "Write optim: {name"),
         ("packing: {mode: paked}", "the text 'paked'", "Allowed: padding|padding_free|packed. Did you mean packed?"),
         ("trainer: {max_steps: yes}", "found true", "whole number ≥ 1, or null"),
-        ("trainer: {max_steps: 1.5}", "the number 1.5", "whole number"),
-        ("trainer: {max_steps: '3'}", "the text '3'", "whole number"),
         ("trainer: {max_steps: 0}", "the whole number 0", "≥ 1"),
-        ("trainer: {epochs: 0}", "the whole number 0", "> 0"),
         ("trainer: {epochs: .inf}", "inf", "> 0"),
         ("data: {shuffle: 1}", "the whole number 1", "true or false"),
         ("data: {max_length: none}", "the text 'none'", "Write null for none."),
         ("model: {revision: 12}", "the whole number 12", "Quote it"),
-        ("data: {train: [3]}", "the whole number 3", "text or source"),
-        ("data: {columns: {a: 1}}", "mapping", "mapping"),
         ("tracking: {report_to: [wandb, tensorbord]}", "the text 'tensorbord'", "tensorboard"),
         ("peft: lor", "no choice 'lor'", "Did you mean lora?"),
         ("trainer: {output_dir: '${oc.env:NOT_SET_ANYWHERE}'}", "'NOT_SET_ANYWHERE' not found", "oc.env"),
@@ -265,11 +236,6 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
     assert what in found.what
 
 
-def test_a_broken_file_of_the_defaults_list_is_the_one_that_is_named() -> None:
-    write("trainer:\n  seed: 1\n  seed: 2\n", "base.yaml")
-    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3, trainer.seed"
-
-
 def test_a_file_that_is_not_utf_8_is_refused() -> None:
     Path("run.yaml").write_bytes(b"a: \xff\n")
     assert "UTF-8" in only("run.yaml").what
@@ -294,23 +260,16 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
         ("--partition=debug", "no such option", "Did you mean topology.sbatch?"),
         ("topology.account=lab", "this key was removed", "a line of topology.sbatch: --account=NAME."),
-        ("topology.main_address=n1,n2", "sweeps", "a text with commas"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
         ("data.train[0]=x", "no key has such a name", "lists are set whole"),
         ("optim..beta1=1", "no key has such a name", "GROUP.NAME"),
-        ("~", "no key has such a name", "GROUP.NAME"),
-        ("=1", "no key has such a name", "GROUP.NAME"),
         ("optim=null", "the name of a choice", "optim=CHOICE"),
-        ("optim@model=sgd", "no key has such a name", "GROUP.NAME"),
         ("~peft=lora", "no peft to take away", ""),
-        ("OPTIM.BETA1=0.5", "no such key", "Did you mean optim"),
         ("optim.BETA1=0.5", "no such key", "optim.beta1"),
-        ("optim.learning_rte=1", "no such key", "optim.learning_rate"),
         ("peft.r=many", "the text 'many'", "whole number"),
         ("~optim.beta1", "no optim.beta1 to take away", ""),
-        ("trainer={seed: 1}", "the name of a choice", "trainer.KEY"),
     ],
 )
 def test_a_wrong_override_is_named_as_such(override: str, what: str, fix: str) -> None:
@@ -336,18 +295,11 @@ def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
     }
 
 
-def test_a_key_that_is_already_wrong_is_not_called_missing_too() -> None:
-    assert only(None, "model.path=owner/model", "data.train=3", "batch=small").what == "found the whole number 3"
-
-
 def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
     run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
     assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
     spread = ("strategy.name=zero3", "optim=adafactor")
     assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
-
-
-RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
 
 
 @pytest.mark.parametrize(
@@ -356,17 +308,11 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["batch.examples_per_step=null"], "batch.examples_per_step", "size of an optimizer step is not set"),
         (["batch.tokens_per_step=8192"], "batch.tokens_per_step", "not in both"),
         (["data.train=null"], "data.train", "nothing to train on"),
-        (["data.train=[]"], "data.train", "nothing to train on"),
         (["data.train={split: x}"], "data.train", "no path"),
         (["data.train=./none.jsonl"], "data.train", "no file or folder ./none.jsonl"),
-        (["data.train=none.parquet"], "data.train", "no file or folder"),
         (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
-        (["data.eval=x.jsonl"], "data.eval", "no file or folder"),
         (["data.chat_template=mine.jinja"], "data.chat_template", "no file or folder"),
-        (["model.path=./gone"], "model.path", "no file or folder"),
         (["model.path=gone.gguf"], "model.path", "no file or folder"),
-        (["data.max_length=9000"], "data.max_length", "9000 tokens do not fit in rows of 8192 (its default"),
-        (["batch.tokens_per_device=64"], "batch.tokens_per_device", "2048 tokens do not fit in rows of 64"),
         (
             ["batch.examples_per_step=null", "batch.tokens_per_step=20000"],
             "batch.tokens_per_step",
@@ -388,31 +334,23 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
         (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
         (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
-        (["topology=single", "topology.node_rank=1"], "topology.node_rank", "has no use for it"),
         (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
-        (["+topology.environment.A=null"], "topology.environment.A", "found None"),
         (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
-        (["+topology.environment.PACKTRAIN_X=2"], "topology.environment.PACKTRAIN_X", "packtrain sets it itself"),
         (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
         (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
         (["trainer.output_dir="], "trainer.output_dir", "the run folder has no name"),
         (["data.eval='0.05'"], "data.eval", "A fraction is a number without quotes, e.g. 0.05."),
         (["data.max_length=null", "data.overlong=drop"], "data.overlong", "nothing is overlong"),
         (["data.format=text", "data.loss_on=assistant"], "data.loss_on", "plain text has no assistant part"),
-        (["objective.kind=dpo", "objective.loss_type=[]"], "objective.loss_type", "there is no loss"),
+        (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "there is no loss"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
         (["trainer.restarts=1"], "trainer.restarts", "only be started again from its beginning"),
         (["topology.min_nodes=1"], "topology.min_nodes", "nothing without trainer.restarts"),
-        ([*RESTARTED, "topology.nodes=2", "topology.min_nodes=3"], "topology.min_nodes", "3 machines at least, of 2"),
         (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
         (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),
-        (["trainer.early_stop_patience=5", "data.eval=0.1"], "trainer.early_stop_patience", "during training"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
-        (["data.eval=[]"], "data.eval", "null holds nothing out"),
-        (["data.eval=None"], "data.eval", "null holds nothing out"),
-        (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
         (["trainer.resume=nevr"], "trainer.resume", "Did you mean never?"),
         (["trainer.resume=/"], "trainer.resume", "RUN/checkpoints/step-N"),
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
@@ -420,42 +358,47 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
         (["objective.kind=dpo", "data.format=messages"], "data.format", "rows of messages hold no preference pairs"),
         (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
-        (["objective.kind=reward", "data.format=messages"], "data.format", "rows of messages hold no preference pairs"),
-        (["objective.kind=reward", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
         (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "of preference pairs the answers are scored"),
         (
             ["objective.kind=reward", "packing.mode=padding", "packing.share_prefix=true"],
             "packing.share_prefix",
             "padded batches have a prompt for every answer",
         ),
-        (["objective.kind=dpo", "objective.loss_type=[ipo,sfft]"], "objective.loss_type[1]", "Did you mean sft?"),
-        (["objective.kind=dpo", "objective.loss_weights=[1,2]"], "objective.loss_weights", "2 weights for 1 loss"),
+        (["objective.kind=dpo", "objective.loss=[ipo,sfft]"], "objective.loss[1]", "Did you mean sft?"),
+        (
+            ["objective.kind=dpo", "objective.options.loss_weights=[1,2]"],
+            "options.loss_weights",
+            "2 weights for 1 loss",
+        ),
+        (["objective.kind=dpo", "objective.loss=kto"], "objective.loss", "use packtrain kto (objective.kind=kto)"),
+        (["objective.kind=kto", "objective.loss=[hinge]"], "objective.loss", "hinge is no loss of packtrain kto"),
+        (["objective.kind=reward", "objective.loss=nll"], "objective.loss", "nll is no loss of packtrain reward"),
+        (["objective.kind=dpo", "objective.options.ld_alfa=1"], "objective.options.ld_alfa", "Did you mean ld_alpha?"),
+        (["objective.options.label_smoothing=0.1"], "objective.options.label_smoothing", "Use packtrain dpo"),
+        (
+            ["objective.kind=kto", "objective.options={desirable_weight: 0, undesirable_weight: 0}"],
+            "objective.options",
+            "trains nothing",
+        ),
         (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
-        (["+data.truncation_mode=keep_end"], "data.truncation_mode", "Did you mean data.overlong?"),
         (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
-        (["objective.kind=dpo", "objective.neftune_alpha=5"], "objective.neftune_alpha", "a key of packtrain sft"),
+        (["objective.kind=dpo", "objective.options.neftune_noise_alpha=5"], "neftune_noise_alpha", "Use packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
         (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
-        (["trainer.mixed_precision=off"], "trainer.mixed_precision", "Did you mean no?"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
-        (["trainer.torch_compile=true", "strategy=fsdp2"], "trainer.torch_compile", "strategy=ddp or zero2"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
-        (["objective.kind=dpo", "objective.ld_alpha=1.5"], "objective.ld_alpha", "at most 1"),
+        (["objective.kind=dpo", "objective.options.ld_alpha=1.5"], "objective.options.ld_alpha", "from 0 to 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
-        (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
-        (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
-        (["topology.gpus_per_node=1000000"], "topology.gpus_per_node", "at most 1024"),
         (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
         (["data.columns={promt: question}"], "data.columns.promt", "Did you mean prompt?"),
         (["data.columns={question: prompt}"], "data.columns.question", "Ours comes first: {prompt: question}."),
         (["data.chat_template=chatmll"], "data.chat_template", "Did you mean chatml?"),
-        (["data.chat_template=my-own-words"], "data.chat_template", "name a .jinja file"),
     ],
 )
 def test_an_impossible_combination_is_refused(overrides: list[str], key: str, said: str) -> None:
@@ -529,9 +472,7 @@ def test_rules_are_silent_about_what_may_work() -> None:
     assert check(config, frozenset()) == []
 
 
-@pytest.mark.parametrize(
-    "key", ["optim.master_weights=true", "optim.rounding=stochastic", "trainer.save_dtype=bfloat16"]
-)
+@pytest.mark.parametrize("key", ["optim.bf16_rounding=stochastic", "optim.bf16_rounding=final"])
 def test_the_head_of_a_reward_model_is_rounded_though_adapters_are_not(key: str) -> None:
     adapters = [*COMPLETE, "peft=lora", "model.dtype=bfloat16", key]
     assert only(None, *adapters).where
@@ -566,14 +507,19 @@ def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, adv
 
 
 def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
-    old: dict[str, dict[str, Any]] = {}
+    old: dict[str, dict[str, Any]] = {"objective": {"kind": "dpo", "loss": "nll"}}
     for path in REMOVED:
         group, _, name = path.partition(".")
         old.setdefault(group, {})[name] = None
     old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis", "checkpoint_timeout": 1800}
     old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest", "largest_first": "auto"}
-    old["optim"] |= {"epsilon": 1e-8}
-    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)
+    old["trainer"] |= {"save_dtype": "auto"}
+    old["optim"] |= {"epsilon": 1e-8, "master_weights": "auto", "rounding": "nearest"}
+    old["objective"] |= {"loss_type": "sigmoid", "kto_loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    old["objective"] |= {"label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5}
+    old["objective"] |= {"discopop_tau": 0.05, "use_weighting": False}
+    new = load_config(None, [*COMPLETE, "objective.kind=dpo"])
+    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == new
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:
@@ -582,19 +528,134 @@ def test_docs_config_md_is_what_the_dataclasses_say() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_help_names_every_key_and_fits_the_terminal(width: int) -> None:
-    text = key_help.help_text(width)
-    assert all(path in text for path in keys())
-    longest = max(len(word) for word in text.split())
-    assert max(len(line) for line in text.splitlines()) <= max(width, longest + 8)
+def test_the_help_has_every_key_on_two_screens_and_explains_those_that_are_named(width: int) -> None:
+    lines = key_help.help_text(width).splitlines()
+    named = re.findall(r"(?<=[ (])([a-z_0-9]+)=", " ".join(lines))
+    assert {path.rpartition(".")[2] for path in keys()} <= {*named} and len(lines) <= 80
+    assert len(keys()) <= 90
+    asked = key_help.help_text(width, ["optim", "trainer.max_steps"]).splitlines()
+    assert [key for key in keys() if any(line.startswith(f"{key} ") for line in asked)] == [
+        *(key for key in keys() if key.startswith("optim.")),
+        "trainer.max_steps",
+    ]
+    for line in (*lines, *asked):
+        assert len(line) <= max(width, *(len(word) + 8 for word in line.split()), 0)
 
 
-def test_a_config_is_refused_without_importing_torch() -> None:
-    code = (
-        "import sys\n"
-        "from packtrain.config.compose import load_config\n"
-        "from packtrain.errors import UserError\n"
-        "try: load_config(None, [])\n"
-        "except UserError: print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("optim: &x {beta1: *x}\n", "run.yaml", "aliases (*) written out"),
+        (BOMB, "run.yaml:", "aliases (*) written out"),
+        ("? [a, b]\n: 2\n", "run.yaml:1", "unhashable key"),
+        ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
+        ("optim:\n  null: 2\n", "run.yaml:1", "Incompatible key"),
+        ('optim:\n  beta1: !!int "x"\n', "run.yaml", "invalid literal for int"),
+        ("1.5: 2\n", "run.yaml:1, 1.5", "no such key"),
+        ("optim: ???\n", "run.yaml:1, optim", "Missing mandatory value"),
+        ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "Missing mandatory value"),
+        ("trainer: {samples: ['${nope}']}\n", "run.yaml:1, trainer.samples[0]", "Interpolation key 'nope' not found"),
+        ('trainer: {output_dir: "a\\0b"}\n', "run.yaml:1, trainer.output_dir", "the text 'a\\x00b'"),
+        (f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n", "run.yaml", "40 levels"),
+        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "nested too deeply"),
+        ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "two choices for peft"),
+        ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "takes no interpolation"),
+        ("trainer: {samples: !!set {a, b}}\n", "run.yaml", "'set'"),
+        ("optim: [beta1]\n", "run.yaml:1, optim", "the list ['beta1'] where a group of keys belongs"),
+        ("trainer: {samples: {a: b}}\n", "run.yaml:1, trainer.samples", "the mapping"),
+        ("optim: {on: 2}\n", "run.yaml:1, optim", "no such key"),
+        (f"trainer: {{seed: 1{'0' * 400}}}\n", "run.yaml:1, trainer.seed", "the whole number 1000"),
+        (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
+        ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
+        ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "it has a line break"),
+        ('topology: {command: "a\\nb"}\n', "run.yaml:1, topology.command", "it has a line break"),
+        ('topology: {sbatch: ["--mem=0\\n-N 2"]}\n', "run.yaml:1, topology.sbatch[0]", "no option of sbatch"),
+        ("\ndefaults: [run, _self_]\n", "run.yaml", "leads back to the file"),
+        ("\ndefaults: peft\n", "run.yaml:2, defaults", "must be a list"),
+        ("trainer: {resume: ~nobody-here/run}\n", "run.yaml:1, trainer.resume", "no checkpoint folder"),
+        ("data: {cache_dir: run.yaml}\n", "run.yaml:1, data.cache_dir", "run.yaml is a file"),
+    ],
+)
+def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str) -> None:
+    found = problems(write(text), *COMPLETE)
+    assert len(found) == 1, [str(one) for one in found]
+    assert found[0].where.startswith(place)
+    assert what in found[0].what
+
+
+def test_keys_that_are_written_twice_are_all_reported_with_both_lines() -> None:
+    found = problems(write("optim:\n  beta1: 0.5\n  beta1: 0.6\ndata: {eval: 0.1}\noptim: {name: sgd}\n"), *COMPLETE)
+    assert [(one.where, one.fix) for one in found] == [
+        ("run.yaml:3, optim.beta1", "Keep one of them."),
+        ("run.yaml:5, optim", "Keep one of them."),
+    ]
+    assert found[1].what == "the key is written twice, on lines 1 and 5"
+
+
+@pytest.mark.parametrize(
+    "path", ["~nobody-here/x.jsonl", f"./{'x' * 3000}.jsonl", "none-here-*.jsonl", "/none/**/*.csv"]
+)
+def test_a_path_that_cannot_be_there_is_refused_like_one_that_is_not(path: str) -> None:
+    (problem,) = problems(write(""), *COMPLETE, f"data.train='{path}'")
+    assert problem.where == "command line, data.train"
+    assert "there is no file" in problem.what
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/run.yaml", f"{'x' * 3000}.yaml"])
+def test_a_config_that_cannot_be_there_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="no such config file"):
+        load_config(name, [])
+
+
+@pytest.mark.parametrize(
+    "name", ["a=1.yaml", "${x}.yaml", "~a @b.yaml", "it's/[x] #1/run.v2.yaml", "a\\b/é.yaml", "null.yaml"]
+)
+def test_a_config_may_have_any_name(name: str) -> None:
+    assert load_config(write("optim: {beta1: 0.5}\n", name), [*COMPLETE, "peft=lora"]).optim.beta1 == 0.5
+
+
+def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_of_its_keys() -> None:
+    run = write("packing: padding\noptim: adafactor\n")
+    config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
+    assert (config.packing.mode, config.packing.strategy) == ("padding", "in_order")
+    assert (config.optim.name, config.optim.learning_rate) == ("adafactor", 0.5)
+
+
+def test_a_group_given_as_text_may_be_a_file_of_the_user_with_a_defaults_list() -> None:
+    write("defaults: [lora, _self_]\nr: 3\n", "peft/mine.yaml")
+    config = load_config(write("peft: mine\n"), COMPLETE)
+    assert (config.peft.kind, config.peft.r) == ("lora", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("kind: [\n", "peft/mine.yaml:2"), ("kimd: lora\n", "peft/mine.yaml:1, peft.kimd")]
+)
+def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
+    write(text, "peft/mine.yaml")
+    assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
+
+
+def test_arguments_that_hydra_refuses_hide_no_other_problem() -> None:
+    found = problems(write("optim: {lr: 1}\n"), *COMPLETE, "~optim.beta1", "peft={r: 3}", "trainer.seed=x")
+    assert sorted(problem.where for problem in found) == [
+        "command line, peft={r: 3}",
+        "command line, trainer.seed",
+        "command line, ~optim.beta1",
+        "run.yaml:1, optim.lr",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "words"),
+    [
+        ("nothing.at.all=1", "command line, nothing", "no such key"),
+        ("optim.beta1.x=1", "command line, optim.beta1", "the mapping {'x': 1}"),
+        ("lora.r=3", "command line, lora", "Choose peft=lora"),
+        ("tracking.report_to=wandb", "command line, tracking.report_to", "Write [wandb]."),
+        ("data.columns={text: 3}", "command line, data.columns", "mapping to text"),
+    ],
+)
+def test_a_hostile_override_is_named_with_what_to_do(override: str, where: str, words: str) -> None:
+    (problem,) = problems(write(""), *COMPLETE, override)
+    assert problem.where == where
+    assert words in f"{problem.what} {problem.fix}"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.config.keys import check_resume_despite, is_fixed, is_free
 from packtrain.config.rules.paths_and_packages import resume_folder
-from packtrain.config.rules.resume_keys import is_fixed, is_free, resume_rules
-from packtrain.config.schema import Trainer
 
 FREE = (
     "data.bad_rows trainer.log_every trainer.output_dir packing.mode batch.tokens_per_device strategy.name model.path torch "
@@ -37,7 +36,7 @@ def test_keys_are_free_decisive_or_fixed() -> None:
     ],
 )
 def test_what_cannot_be_listed_is_refused(name: str, what: str, fix: str) -> None:
-    (fault,) = resume_rules(Trainer(resume_despite=["optim.beta1", "model.weights", name]))
+    (fault,) = check_resume_despite(["optim.beta1", "model.weights", name])
     assert fault.what.startswith(what) and fault.fix == fix
 
 
@@ -53,4 +52,4 @@ def test_a_run_folder_in_place_of_a_checkpoint_names_one_in_it(tmp_path: Path) -
 
 
 def test_what_changes_the_course_can_be_listed() -> None:
-    assert not list(resume_rules(Trainer(resume_despite=["trainer.epochs", "data.train", "model.config.rope_theta"])))
+    assert not list(check_resume_despite(["trainer.epochs", "data.train", "model.config.rope_theta"]))

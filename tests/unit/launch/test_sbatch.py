@@ -18,11 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 from packtrain.cli import app
-from packtrain.config.compose import load_config
+from packtrain.config.compose import load_config, load_points
 from packtrain.config.keys import keys
 from packtrain.config.rules.slurm import count_gpus, seconds_of
 from packtrain.config.schema import Topology
-from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
 from packtrain.run_folder import RunFolder, write_json
 
@@ -282,13 +281,13 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
         ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),
         ([*MACHINES, "batch.examples_per_step=null", "batch.tokens_per_step=8192"], "batch.tokens_per_step", "65536"),
         ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
-        ([*MACHINES, "-m", "trainer.seed=range(1,1)"], "trainer.seed", "there are no values"),
+        ([*MACHINES, "-m", "trainer.seed=range(1,1)"], "trainer.seed", "no values"),
         ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "no values to try one by one"),
         ([*MACHINES, "-m", "topology.signal_before=60,90"], "topology", "the same machines for all of them"),
         ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
         ([*MACHINES, "topology.time=soon"], "topology.time", "'soon' is no time of Slurm's"),
         ([*MACHINES, "topology.time=30"], "topology.time", "Quote it"),
-        ([*MACHINES, "topology.time=1:30"], "topology.time", "told to stop 120 s before its end, at its start"),
+        ([*MACHINES, "topology.time=1:30"], "topology.time", "120 s before its end, at its start"),
         ([*MACHINES, "topology.sbatch=['--gres=gpu:2']"], "topology.gpus_per_node", "asks for 2 GPUs"),
         ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
         ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Set topology.nodes."),

@@ -14,7 +14,7 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
-from packtrain.plan.view.memory_bar import memory_bars
+from packtrain.plan.screen import memory_bars
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
@@ -99,13 +99,6 @@ def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_
     assert few and (known([*sized("llama", **wide), "batch.tokens_per_device=4096", reward]).activations or few) < few
 
 
-@pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw_torch", 8), ("sgd", 0), ("adamw_torch_fused", 8)])
-def test_optimizer_state_depends_on_the_optimizer(optimizer: str, per_parameter: int) -> None:
-    found = known([*sized("llama"), f"optim.name={optimizer}"])
-    assert found.optimizer == per_parameter * found.parameters
-    assert found.gradients == 4 * found.parameters
-
-
 @pytest.mark.parametrize(
     ("overrides", "missing"),
     [
@@ -149,7 +142,6 @@ def test_a_model_in_the_cache_of_the_hub_is_found(monkeypatch: pytest.MonkeyPatc
 def test_a_reference_model_is_counted_where_one_is_kept() -> None:
     llama = [*sized("llama"), "objective.kind=dpo"]
     assert known(llama).reference == known(llama).weights > 0
-    assert "reference" in known(llama).sentence()
     for kept_elsewhere in (["peft=lora"], ["objective.reference=precomputed"], ["objective.kind=sft"]):
         assert known([*llama, *kept_elsewhere]).reference == 0
 
@@ -196,8 +188,8 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
     [  # of weights, gradients and optimizer per parameter, as counted in DeepSpeed 0.19.8 and torch 2.13; P: over processes
         ("ddp", "float32", (4, 4, 8)),
         ("ddp", "bfloat16", (2, 2, 12)),
-        ("ddp", "bfloat16 optim.rounding=stochastic", (2, 2, 4)),
-        ("ddp", "bfloat16 optim.master_weights=false", (2, 2, 4)),
+        ("ddp", "bfloat16 optim.bf16_rounding=stochastic", (2, 2, 4)),
+        ("ddp", "bfloat16 optim.bf16_rounding=nearest", (2, 2, 4)),
         ("zero1", "float32", (4, 4, "12/P")),
         ("zero1", "bfloat16", (2, 4, "12/P")),
         ("zero2", "float32", (4, "4/P", "12/P")),
@@ -206,7 +198,7 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
         ("zero3", "bfloat16", ("2/P", "4/P", "12/P")),
         ("fsdp2", "float32", ("4/P", "4/P", "8/P")),
         ("fsdp2", "bfloat16", ("2/P", "2/P", "12/P")),
-        ("fsdp2", "bfloat16 optim.rounding=stochastic", ("2/P", "2/P", "4/P")),
+        ("fsdp2", "bfloat16 optim.bf16_rounding=stochastic", ("2/P", "2/P", "4/P")),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2, 64])
@@ -222,7 +214,7 @@ def test_each_strategy_holds_what_its_framework_keeps(
 def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() -> None:
     large = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=1", "data.max_length=2"]
     head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]  # the largest tensor is stepped by itself
-    for how, each in (("", 4), ("optim.rounding=stochastic", 20), ("optim.master_weights=false", 0)):
+    for how, each in (("", 4), ("optim.bf16_rounding=stochastic", 20), ("optim.bf16_rounding=nearest", 0)):
         found = known([*large, *how.split(), "trainer.gradient_checkpointing=true"])
         assert found.buffers == max(each * head - (found.activations or 0), 0), how
 
@@ -264,7 +256,7 @@ def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
     bf16, no = (known([*sized("llama"), f"trainer.mixed_precision={one}"]) for one in ("bf16", "no"))
     for asked in ("auto", "fast"):
-        on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}", "topology.gpu_memory=40"])
+        on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}"], device=40 * GIB)
         assert replace(on_gpus, device=None) == bf16
         assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
 
@@ -327,7 +319,7 @@ def test_a_model_of_the_hub_is_counted_from_sizes_that_are_given() -> None:
         (8, ["trainer.gradient_checkpointing=true"], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
         (1, ["peft=lora"], "ddp", f"{CHECKPOINTING}, {SMALLER}, {OFFLOAD}, larger GPUs"),
         (8, ["optim.name=adafactor"], "ddp", f"{CHECKPOINTING}, {SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
-        (1, ["objective.kind=dpo", "objective.loss_type=aot"], "zero3_offload", f"{CHECKPOINTING}, peft=lora, larger GPUs"),
+        (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", f"{CHECKPOINTING}, peft=lora, larger GPUs"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_flagged_with_what_to_try(
@@ -337,14 +329,13 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
     found = known([*model, *overrides], processes, GIB, strategy)
     assert found.fits is False and found.total + found.outside > GIB
     assert found.advice == f"try {tries}"
-    assert "That exceeds the 1.00 GiB of a GPU" in found.sentence() and found.advice in found.sentence()
+    assert "of the 1.00 GiB of each GPU: DOES NOT FIT" in found.sentence() and found.advice in found.sentence()
     assert found.to_json()["fits"] is False
     assert known([*model, *overrides], processes, 500 * GIB, strategy).fits
 
 
-def test_gpus_that_a_plan_is_made_for_win_over_those_that_are_found() -> None:
-    found = known([*sized("llama"), "topology.gpu_memory=40"], device=80 * GIB)
-    assert (found.device, found.fits) == (40 * GIB, True)
+def test_whether_a_run_fits_is_known_where_the_size_of_the_gpus_is() -> None:
+    assert known(sized("llama"), device=40 * GIB).fits
     assert known(sized("llama")).fits is None
 
 
@@ -367,8 +358,6 @@ def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
     room = found.total + found.outside
     assert replace(found, device=room).fits and not replace(found, device=room - 1).fits
-    said = replace(found, device=GIB).sentence()
-    assert f"({found.outside / GIB:.2f} of them for CUDA{' and NCCL' * (processes > 1)})" in said
     bars = [str(row) for row in memory_bars(found, 100, plain=True)]
     name = "CUDA, NCCL" if communicators else "CUDA"
     assert any(row.startswith(f"{name:<11}{found.outside / GIB:>8.2f} ") for row in bars)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.config.compose import load_config
-from packtrain.plan.mixed_precision import decide, sentence
+from packtrain.plan.known_model import choose_precision, precision_in_words
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "model.config.model_type=llama", "data.train=owner/data"]
 MADE += ["batch.examples_per_step=4"]
@@ -32,7 +32,7 @@ def test_mixed_precision_is_decided_by_weights_and_device(
 ) -> None:
     speed = given.pop("speed", 0.0)
     known = {"adapters": False, "gpu": False, "has_bf16": True, **given}
-    value, because = decide(asked, weights=weights, speed=lambda: speed, **known)
+    value, because = choose_precision(asked, weights=weights, speed=lambda: speed, **known)
     assert value == expected and why in because
 
 
@@ -52,4 +52,4 @@ def test_mixed_precision_is_decided_by_weights_and_device(
     ],
 )
 def test_a_plan_says_what_it_depends_on(overrides: list[str], gpu: bool, said: str) -> None:
-    assert said in sentence(load_config(None, [*MADE, *overrides]), gpu=gpu)
+    assert said in precision_in_words(load_config(None, [*MADE, *overrides]), gpu=gpu)

@@ -65,8 +65,17 @@ def test_the_newest_whole_checkpoint_decides_at_once(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_version_that_recorded_more_is_gone_on_from(tmp_path: Path) -> None:
     made = checkpoint(RunFolder(tmp_path), "step-000002")
-    (made / "origin.json").write_text(json.dumps({**facts(), "kernel": "FlashAttention 2", "optim.epsilon": "1e-08"}))
+    (made / "origin.json").write_text(json.dumps({**facts(), "kernel": "FlashAttention 2"}))
     assert check_origin(made, facts()) == ([], []) and same_course(origin_in(made), facts())
+
+
+def test_a_loss_is_the_same_named_or_by_default_and_its_options_are_one_fact(tmp_path: Path) -> None:
+    dpo, option = "objective.kind=dpo", "objective.options.ld_alpha=0.5"
+    assert same_course(facts(dpo), facts(dpo, "objective.loss=sigmoid"))
+    assert not same_course(facts(dpo), facts(dpo, "objective.loss=[ipo]"))
+    checkpoint(RunFolder(tmp_path), "step-000002", dpo, option)
+    assert refused(RunFolder(tmp_path), dpo) == "objective.options"
+    assert not refused(RunFolder(tmp_path), dpo, "trainer.resume_despite=[objective.options]")
 
 
 def test_options_of_the_schedule_are_one_fact(tmp_path: Path) -> None:

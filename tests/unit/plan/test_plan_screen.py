@@ -17,7 +17,7 @@ LLAMA = [f"model.config.{name}" for name in ("vocab_size=600", "num_key_value_he
 QUICKSTART = ["recipes/quickstart-sft.yaml", *LLAMA]
 LARGE = [
     "recipes/sft-16x8.yaml",
-    "topology.gpu_memory=80",
+    *("--gpu-memory", "80"),
     "model.config.model_type=qwen3",
     "model.config.hidden_size=5120",
     "model.config.intermediate_size=25600",
@@ -28,7 +28,7 @@ LARGE = [
     "model.config.vocab_size=151936",
 ]
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-16]", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "8"}
-HUGE = ["model.config.hidden_size=1000000000", "model.config.num_hidden_layers=9000", "topology.gpu_memory=0.001"]
+HUGE = ["model.config.hidden_size=1000000000", "model.config.num_hidden_layers=9000", "--gpu-memory", "0.001"]
 
 
 def planned(folder: Path, *arguments: str, **variables: str) -> list[str]:
@@ -45,7 +45,7 @@ def planned(folder: Path, *arguments: str, **variables: str) -> list[str]:
         (["recipes/sft-1x8.yaml"], {}),
         (["recipes/sft-4x8.yaml"], {}),
         (LARGE, {}),
-        ([*LARGE, "topology.gpu_memory=8"], {}),
+        ([*LARGE, "--gpu-memory", "8"], {}),
         (LARGE, JOB),
         ([*QUICKSTART, *HUGE], {}),
     ],
@@ -62,7 +62,7 @@ def test_the_answer_fits_on_a_screen(arguments: list[str], variables: dict[str, 
 
 
 def test_memory_is_a_bar_by_part_against_the_gpu(tmp_path: Path) -> None:
-    fits, tight = ("\n".join(planned(tmp_path, *LARGE, f"topology.gpu_memory={size}")) for size in (80, 8))
+    fits, tight = ("\n".join(planned(tmp_path, *LARGE, "--gpu-memory", size)) for size in ("80", "8"))
     total = float(re.search(r"memory +([\d.]+) of the 80.00 GiB of each GPU: fits", fits)[1])  # pyright: ignore
     parts = [float(found) for found in re.findall(r"^ {11}[\w, ]+? +([\d.]+) +█", fits, re.M)]
     assert len(parts) == 7 and parts[-1] == pytest.approx(total) == pytest.approx(sum(parts[:-1]), abs=0.04)
@@ -110,12 +110,6 @@ def test_steps_and_tokens_of_an_epoch_come_from_the_cache(tmp_path: Path, monkey
     assert "gets about 4,000 tokens a step: rows of batch.tokens_per_device=8,192 never fill" in " ".join(
         " ".join(shown).split()
     )
-    remember(DataSize(101, 42_000, 900), Model(path="m"), Data(train="chats.jsonl"), "kto", 0)
-    single = "of 101 answers the last step of an epoch has a single one"
-    kto = [*arguments, "objective.kind=kto"]
-    assert single in " ".join(" ".join(planned(tmp_path, *kto)).split())
-    for fine in ("objective.kto_loss=apo_zero_unpaired", "batch.examples_per_step=11"):
-        assert single not in " ".join(" ".join(planned(tmp_path, *kto, fine)).split())
     os.utime(file, (time.time() + 9, time.time() + 9))  # another content, for all that is known
     assert any("is known once" in line for line in planned(tmp_path, *arguments))
 

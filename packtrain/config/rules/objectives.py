@@ -1,0 +1,121 @@
+"""What is certain to go wrong with an objective: losses and options that TRL refuses or gets wrong, keys of other objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from packtrain.config.keys import Fault, keys, suggest
+from packtrain.config.objective import LOSSES, OPTIONS, Objective
+from packtrain.config.schema import LABELLED, RunConfig
+from packtrain.wording import counted, shortened
+
+_OF_PAIRS = ("preference", "ranked")
+_DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+_SMOOTHED = {"exo_pair", "robust", "aot", "aot_unpaired"}
+
+
+def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Faults of objective.* and of keys that the objective has no use for; `given` are the keys that the user set."""
+    objective, traits = config.objective, config.objective.traits
+    for path, key in keys().items():
+        if path in given and key.objectives and objective.kind not in key.objectives:
+            other = key.objectives[0]
+            fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
+            yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
+    if config.packing.share_prefix is not None and not traits.pairs:
+        what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
+        yield Fault(("packing.share_prefix",), what, "Take the key away.")
+    if traits.scores and config.trainer.samples:
+        yield Fault(("trainer.samples",), "a reward model scores answers, and gives none", "Take the key away.")
+    yield from _losses(objective)
+    yield from _options(objective)
+    if objective.kind != "sft":
+        yield from _answers(config, given)
+    if objective.kind == "dpo":
+        yield from _dpo(objective)
+    if objective.kind == "kto" and config.batch.examples_per_step == 1 and objective.losses == ["kto"]:
+        what = "the KL estimate of a step is made of two answers or more"
+        fix = "Set it to 2 or more (e.g. 32), or objective.loss=apo_zero_unpaired."
+        yield Fault(("batch.examples_per_step",), what, fix)
+
+
+def _losses(objective: Objective) -> Iterator[Fault]:
+    known, where = LOSSES[objective.kind], ("objective.loss",)
+    if objective.loss is None:
+        return
+    unknown = [loss for loss in objective.losses if loss not in known]
+    for loss in unknown:
+        others = [kind for kind, losses in LOSSES.items() if loss in losses]
+        allowed = f"Allowed: {', '.join(known)}" if known else "Take the key away"
+        fix = f"{allowed}; or use packtrain {others[0]} (objective.kind={others[0]})."
+        yield Fault(where, f"{loss} is no loss of packtrain {objective.kind}", fix)
+    if not objective.losses:
+        yield Fault(where, "there is no loss", "Name at least one.")
+    elif not unknown and isinstance(objective.loss, list) and objective.kind != "dpo":
+        yield Fault(where, f"packtrain {objective.kind} has one loss, not a list", f"Write {objective.loss[0]}.")
+
+
+def _options(objective: Objective) -> Iterator[Fault]:
+    known = OPTIONS[objective.kind]
+    for name, value in objective.options.items():
+        where = (f"objective.options.{name}",)
+        if name not in known:
+            other = next((kind for kind, options in OPTIONS.items() if name in options), None)
+            fix = suggest(name, known, f"It has {', '.join(known)}.")
+            fix = f"Use packtrain {other} (objective.kind={other})." if other else fix
+            yield Fault(where, f"packtrain {objective.kind} has no such option", fix)
+        elif value != known[name].default and not known[name].accepts(value):
+            yield Fault(where, f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
+    weights = ("desirable_weight", "undesirable_weight")
+    if objective.kind == "kto" and all(objective.options.get(name) == 0 for name in weights):
+        yield Fault(("objective.options",), "both weights are 0: that trains nothing", "Set one above 0.")
+
+
+def _dpo(objective: Objective) -> Iterator[Fault]:
+    """Combinations of losses and options that TRL's DPOTrainer refuses or gets wrong."""
+    losses, smoothing = objective.losses, objective.option("label_smoothing")
+    weights = objective.option("loss_weights")
+    if isinstance(weights, list) and len(weights) != len(losses):
+        what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
+        yield Fault(("objective.options.loss_weights",), what, "Give one for each, in their order.")
+    if "exo_pair" in losses and smoothing == 0:
+        what = "the loss exo_pair needs label smoothing"
+        yield Fault(("objective.loss",), what, "Set objective.options.label_smoothing; its paper recommends 1e-3.")
+    if smoothing and not _SMOOTHED & {*losses}:
+        what = f"TRL's {', '.join(losses)} takes no label smoothing"
+        yield Fault(("objective.options.label_smoothing",), what, "Take it away, or choose the loss robust.")
+    divergence = objective.option("f_divergence_type")
+    if divergence != "reverse_kl" and (others := sorted({*losses} - _DIVERGING)):
+        what = f"{', '.join(others)} is not defined for {divergence}"
+        yield Fault(("objective.options.f_divergence_type",), what, "Use reverse_kl.")
+    if objective.option("use_weighting"):
+        reasons = [f"{name} sorts pairs, which would get the weights of others" for name in objective.sorting_losses]
+        if "sft" in losses:
+            reasons.append("sft is a mean over tokens, of which TRL cannot weigh the pairs")
+        for what in reasons:
+            yield Fault(("objective.options.use_weighting",), what, "Take it away, or choose another loss.")
+
+
+def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Faults of objectives that train or score answers: of pairs (dpo, reward) or with labels (kto)."""
+    data, traits = config.data, config.objective.traits
+    what = "preference pairs" if traits.pairs else "answers with labels"
+    if "data.loss_on" in given:
+        of_them = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
+        yield Fault(("data.loss_on",), of_them, "Take the key away.")
+    formats = ("auto", *_OF_PAIRS) if traits.pairs else ("auto", *LABELLED, *_OF_PAIRS)
+    if data.format not in formats:
+        lack = "no preference pairs" if traits.pairs else "no answer that could be desirable or not"
+        fix = f"Choose {', '.join(formats[:-1])} or {formats[-1]}"
+        fix += ", or use packtrain sft." if traits.pairs else "."
+        yield Fault(("data.format",), f"rows of {data.format} hold {lack}", fix)
+    if data.overlong == "split":
+        cannot = "a preference pair" if traits.pairs else "an answer with a label"
+        fix = f"Choose truncate, {'keep_end, ' if traits.pairs else ''}drop or error."
+        yield Fault(("data.overlong",), f"{cannot} cannot be split: the later parts would have no prompt", fix)
+    if config.packing.share_prefix and config.packing.mode == "padding" and traits.pairs:
+        what, fix = "padded batches have a prompt for every answer", "Choose packing.mode=packed or padding_free."
+        yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")
+    if config.objective.reference == "adapters_off" and config.peft.kind == "none" and traits.reference:
+        fix = "Choose peft=lora, or objective.reference=model."
+        yield Fault(("objective.reference",), "there are no adapters to switch off", fix)

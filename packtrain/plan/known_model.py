@@ -1,0 +1,294 @@
+"""What is known of a model before it is loaded: the shapes of its weights, the sizes in its config, the format it computes in.
+
+No torch, no hub. Shapes come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not
+there, from the sizes in its config (or in model.config), for llama and models like it, whose layers are known. If neither is
+available, the error says what is missing; nothing is guessed. Which keys and layers a model has, the library says when it is
+loaded (model/load.py); and a run decides on its precision then (model/precision.py), a plan by the GPUs that it knows of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from packtrain.config.schema import Model, Peft, RunConfig
+from packtrain.errors import Problem, UserError, read_json
+from packtrain.plan.reference_choice import base_of
+from packtrain.wording import shortened
+
+_LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_COUNT = re.compile(
+    r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_(hidden_layers|attention_heads|key_value_heads)"
+    r"|max_position_embeddings|n_(positions|embd|layer|head|ctx)"
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
+_HEADER_LIMIT = 100 * 2**20
+_MOST_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
+FAST_ENOUGH = 1.5
+"""How many times as fast as float32 a CPU must multiply in bfloat16 for trainer.mixed_precision=fast: the rest of a step gains less."""
+SCORE = "score.weight"
+"""The head of a reward model."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`shapes` by name, the bytes of a `stored` number, and the known values of the model's own config (`sizes`)."""
+
+    shapes: Shapes
+    stored: int
+    sizes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A llama-like model by its widths in numbers: those of the residual stream, the inside of the MLP, all queries
+    together, and all keys."""
+
+    kind: str
+    number: int
+    heads: int
+    hidden: int
+    inner: int
+    query: int
+    key: int
+    head: int
+    vocabulary: int
+
+
+def check_model(model: Model) -> None:
+    """Raises UserError with the values of model.config that no model can have."""
+    problems = []
+    for name, value in model.config.items():
+        several = value if isinstance(value, list) else [value]  # a list has the width of each layer
+        if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
+            problems.append(Problem(f"found {shortened(value)}", f"model.config.{name}", "Allowed: whole number ≥ 1."))
+    if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
+        where = "model.config.model_type" if "model_type" in model.config else f"{model.path}/config.json: model_type"
+        problems.append(Problem(f"found {shortened(kind)}", where, "Allowed: text, such as llama."))
+    if problems:
+        raise UserError(problems)
+
+
+def left_to_loading(model: Model, peft: Peft) -> str:
+    """What of the model a plan cannot know, beside its memory, in words; "" if it knows all that the config asks for."""
+    named = peft.kind == "lora" and (peft.target_modules != "all-linear" or peft.modules_to_save)
+    unknown = {
+        "the keys of model.config": model.config,
+        "the names of layers in peft": named,
+        "how many positions the model has": positions_of_config(model) is None,
+    }
+    return ", ".join(what for what, applies in unknown.items() if applies)
+
+
+def positions_of_config(model: Model) -> int | None:
+    """The most positions that the model is made for; None where its config does not say."""
+    sizes = known_sizes(model)
+    return next((sizes[name] for name in _POSITIONS if type(sizes.get(name)) is int), None)
+
+
+def weights_of(model: Model, *, scores: bool = False) -> Weights:
+    """The weights of a model, without adapters; with `scores` those of a reward model, which has a score for its output head.
+
+    Raises UserError with what is missing to know them before it is loaded.
+    """
+    folder, sizes = _folder(model), known_sizes(model)
+    if model.init == "random":
+        weights = Weights(_from_sizes(sizes), 4, sizes)
+    elif model.path and model.path.endswith(".gguf"):
+        raise UserError("a .gguf file is read while loading only")
+    elif folder is not None:
+        weights = _stored(folder, sizes)
+    elif "model_type" in sizes:
+        weights = Weights(_from_sizes(sizes), 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
+    else:
+        how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
+        raise UserError(f"{_base(model)} is not on this machine yet; {how}")
+    if not scores:
+        return weights
+    widths = [shape[1] for name, shape in weights.shapes.items() if re.search(r"embed_tokens|\bwte\b|embed_in", name)]
+    head = {SCORE: (1, widths[0])} if widths else {}
+    kept = {name: shape for name, shape in weights.shapes.items() if not re.search(r"\b(lm_head|embed_out)\b", name)}
+    return replace(weights, shapes={**head, **kept})
+
+
+def known_sizes(model: Model) -> dict[str, Any]:
+    """The values of the model's own config that are known: those of its config.json, where it is on this machine, and of model.config.
+
+    Raises UserError for a file that is no config.
+    """
+    folder = _folder(model)
+    return {**(_read(folder / "config.json") if folder else {}), **model.config}
+
+
+def layers_of(sizes: Mapping[str, Any]) -> Layers:
+    """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
+    kind = sizes.get("model_type")
+    if kind not in _LLAMA_KIN:
+        raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
+    needed = (
+        *_SIZES,
+        *(("num_key_value_heads",) if kind != "llama" else ()),
+        *(("head_dim",) if kind == "qwen3" else ()),
+    )
+    for name in needed:
+        if not isinstance(sizes.get(name), int) or sizes[name] < 1:
+            whose = "tokenizer" if name == "vocab_size" else "model type"
+            raise UserError(f"model.config.{name} is left to the {whose}")
+    hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
+    if number > _MOST_LAYERS:
+        raise UserError(f"model.config.num_hidden_layers={number:,}: up to {_MOST_LAYERS:,} are counted")
+    head = sizes.get("head_dim") or hidden // heads
+    shared = (sizes.get("num_key_value_heads") or heads) * head
+    return Layers(kind, number, heads, hidden, inner, heads * head, shared, head, vocabulary)
+
+
+def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
+    """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
+    trained: list[tuple[int, ...]] = []
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else {*peft.target_modules}
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if name != SCORE and len(shape) == 2 and is_adapted(layer, targets):
+            trained += [(peft.r, shape[1]), (shape[0], peft.r)]
+        if name == SCORE or any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
+            trained.append(shape)
+    return trained
+
+
+def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
+    """Whether peft gives an adapter to the linear layer of this name."""
+    if targets == "all-linear":
+        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
+    return any(ending in targets for ending in _endings(layer))
+
+
+def choose_precision(
+    asked: str, *, weights: str, adapters: bool, gpu: bool, has_bf16: bool, speed: Callable[[], float]
+) -> tuple[str, str]:
+    """What trainer.mixed_precision=`asked` comes to for `weights` in this format: ("no" or "bf16", why).
+
+    `adapters`: some are trained, which are float32. `has_bf16` is whether the GPU has bfloat16; `speed` measures a CPU's in
+    bfloat16 over that in float32.
+    """
+    if asked in ("no", "bf16"):
+        return asked, "asked for"
+    if weights == "float16":
+        return "no", "the weights are float16"
+    if weights == "bfloat16" and not adapters:
+        return "no", "the weights are bfloat16 already"
+    if gpu:
+        return ("bf16", "the GPU has bfloat16") if has_bf16 else ("no", "the GPU has no bfloat16")
+    if asked == "auto":
+        return "no", "on a CPU; trainer.mixed_precision=fast measures whether bfloat16 is faster"
+    ratio = speed()
+    how = f"this CPU multiplies {ratio:.1f} times as fast in bfloat16"
+    return ("bf16", how) if ratio >= FAST_ENOUGH else ("no", f"{how}, {FAST_ENOUGH:g} are asked for")
+
+
+def plan_precision(config: RunConfig, weights: str, *, gpu: bool) -> tuple[str, str]:
+    """What a plan counts with, and on what it depends; `weights` is their format, `gpu` whether the plan is for GPUs."""
+    asked, adapters = config.trainer.mixed_precision, config.peft.kind != "none"
+    value, why = choose_precision(asked, weights=weights, adapters=adapters, gpu=gpu, has_bf16=True, speed=lambda: 0.0)
+    if asked == "fast" and why.startswith("this CPU"):
+        return "no", f"unless the start finds bfloat16 {FAST_ENOUGH:g} times as fast on the CPU"
+    return value, why.replace("the GPU has bfloat16", "on GPUs that have it; on a CPU no")
+
+
+def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
+    """What the layers compute in."""
+    weights = config.model.dtype
+    value, why = plan_precision(config, "float32" if weights == "auto" else weights, gpu=gpu)
+    over = f"{weights} weights" if weights != "auto" else "weights as in the model's files"
+    computed = "computed in bfloat16" if value == "bf16" else "no mixed precision"
+    return f"{over}, {computed} ({why}{'; if they are float32' if weights == 'auto' and value == 'bf16' else ''})"
+
+
+def _base(model: Model) -> str | None:
+    return (base_of(model.path) if model.init == "pretrained" else None) or model.path
+
+
+def _folder(model: Model) -> Path | None:
+    """The local folder of the model, or of the base of adapters: its path, else its snapshot in the hub's cache; None for none."""
+    name = _base(model)
+    if name is None:
+        return None
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        return path
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    revision = model.revision or "main"
+    with contextlib.suppress(OSError):  # a revision may be a commit itself
+        revision = (repository / "refs" / revision).read_text().strip()
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
+    """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
+    index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
+    files = (
+        sorted({str(item) for item in index.values()}) if isinstance(index, dict) and index else ["model.safetensors"]
+    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    width = 4
+    for file in files:
+        if not (folder / file).is_file():
+            raise UserError("there are no weights, or they are no regular file", where=str(folder / file))
+        try:
+            with open(folder / file, "rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
+            header.pop("__metadata__", None)
+            shapes |= {name: tuple(item["shape"]) for name, item in header.items()}
+            width = 2 if any(item["dtype"] in ("BF16", "F16") for item in header.values()) else 4
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{folder / file} cannot be read as safetensors") from error
+    return Weights(shapes, width, sizes)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, {} where there is none. Raises UserError for anything else."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
+    """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
+    of = layers_of(sizes)
+    bias = of.kind == "qwen2" or (of.kind != "mistral" and sizes.get("attention_bias", False))
+    parts = {"input_layernorm": (of.hidden,), "post_attention_layernorm": (of.hidden,)}
+    parts |= {f"mlp.{name}": (of.inner, of.hidden) for name in ("gate_proj", "up_proj")}
+    parts |= {"mlp.down_proj": (of.hidden, of.inner), "self_attn.o_proj": (of.hidden, of.query)}
+    parts |= {f"self_attn.{name}": (rows, of.hidden) for name, rows in _rows(of)}
+    if of.kind == "qwen3":
+        parts |= {f"self_attn.{name}": (of.head,) for name in ("q_norm", "k_norm")}
+    layer = {f"{name}.weight": shape for name, shape in parts.items()}
+    if bias:
+        layer |= {f"self_attn.{name}.bias": (rows,) for name, rows in _rows(of)}
+        layer |= {"self_attn.o_proj.bias": (of.hidden,)} if of.kind != "qwen2" else {}
+    outside = {"model.embed_tokens.weight": (of.vocabulary, of.hidden), "model.norm.weight": (of.hidden,)}
+    if not sizes.get("tie_word_embeddings", False):
+        outside["lm_head.weight"] = (of.vocabulary, of.hidden)
+    return outside | {f"model.layers.{at}.{name}": shape for at in range(of.number) for name, shape in layer.items()}
+
+
+def _rows(of: Layers) -> tuple[tuple[str, int], ...]:
+    return ("q_proj", of.query), ("k_proj", of.key), ("v_proj", of.key)
+
+
+def _endings(layer: str) -> Iterator[str]:
+    """The names by which peft finds a layer: a.b.c, b.c and c."""
+    while layer:
+        yield layer
+        layer = layer.partition(".")[2]
