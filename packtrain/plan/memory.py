@@ -60,7 +60,7 @@ _REDUCED = (
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/verify/dpo_start.py)."""
+"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
 STEPPED = 2**26
 """Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
 PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")

@@ -114,7 +114,7 @@ def prove_isolation(
             measured = measure(
                 model,
                 lambda documents: logits_in_row(model, np.concatenate(documents), segments),
-                Documents(own, other, alone, control),
+                ProofInputs(own, other, alone, control),
                 _replacements(segments),
                 autocast,
             )
@@ -126,7 +126,7 @@ def prove_isolation(
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class ProofInputs:
     """What is proved on: the tokens of documents and `other` ones for each, and float32 outputs [length, vocabulary] of each `alone`, and
     with nothing to keep them apart (`control`)."""
 
@@ -158,7 +158,7 @@ class Measurement:
 def measure(
     model: PreTrainedModel,
     run: Callable[[list[np.ndarray]], list[torch.Tensor]],
-    documents: Documents,
+    documents: ProofInputs,
     replacements: list[set[int]],
     autocast: torch.dtype | None,
 ) -> Measurement:

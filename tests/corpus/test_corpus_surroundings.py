@@ -265,7 +265,7 @@ SLOW = [
         arguments=("sft", "-h"),
         begin=slowly_read,
         expect=(0,),
-        says=("takes a random half",),
+        says=("An entry of `data.train`",),
     ),
     trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
 ]

@@ -29,7 +29,7 @@ from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.isolation import (
     DOCUMENTS,
     LENGTHS,
-    Documents,
+    ProofInputs,
     evaluating,
     least_control,
     measure,
@@ -133,7 +133,7 @@ def _measured(
         alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
         control = list(_logits(model, _plain(model, own), None)[0].split(LENGTHS))
         collated = collate(foreign, collator, own)
-        given = Documents(own, other, alone, control)
+        given = ProofInputs(own, other, alone, control)
         measured = measure(model, run, given, [{number} for number in range(len(own))], autocast)
     order = sorted(range(len(own)), key=lambda number: collated.places[number])
     rank = [order.index(number) for number in range(len(own))]
