@@ -59,7 +59,7 @@ def _by_document(module: nn.Module) -> Callable[..., Any]:
                 f"the rotary embeddings of {type(self).__name__} depend on a document's length, which cannot share a prefix",
                 fix="set model.attention=per_document",
             )
-        parts = [inner(x, one, *args, **kwargs) for one in documents]
+        parts = [inner(x, positions, *args, **kwargs) for positions in documents]
         return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
     return forward

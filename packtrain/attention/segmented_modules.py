@@ -192,7 +192,7 @@ def _cut(name: str, value: Any, row: Segments, module: str) -> list[Any]:
     if isinstance(value, dict):
         return _cut_all(value, row, module)
     if isinstance(value, (tuple, list)):
-        columns = [_cut(name, one, row, module) for one in value]
+        columns = [_cut(name, part, row, module) for part in value]
         return [type(value)(column[number] for column in columns) for number in range(calls)]
     if isinstance(value, torch.Tensor):
         pieces = _cut_tensor(name, value, row)
@@ -255,7 +255,7 @@ def _joined(outputs: list[Any], row: Segments, module: str) -> Any:
     """The output for the row [1, T, …]; of a tuple, its first item is joined, and others (attention weights) are kept if equal."""
     if isinstance(outputs[0], (tuple, list)):
         first, *others = zip(*outputs, strict=True)
-        shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
+        shared = [other[0] if all(value is other[0] for value in other) else None for other in others]
         return type(outputs[0])([_joined(list(first), row, module), *shared])
     documents: dict[int, torch.Tensor] = {}
     for output, (length, leaves) in zip(outputs, _batches(row).items(), strict=True):
@@ -270,6 +270,6 @@ def in_row(documents: dict[int, torch.Tensor], row: Segments) -> torch.Tensor:
     place: dict[int, torch.Tensor] = {}
     for leaf in row.leaves:
         path = row.path(leaf)
-        for number, piece in zip(path, documents[leaf].split([row.lengths[one] for one in path]), strict=True):
+        for number, piece in zip(path, documents[leaf].split([row.lengths[segment] for segment in path]), strict=True):
             place.setdefault(number, piece)
     return torch.cat([place[number] for number in range(len(row.lengths))])[None]

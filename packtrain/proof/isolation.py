@@ -217,7 +217,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
         if not padding:
             return
         alone = _alone(model, ids[0], DOCUMENTS)
-        documents = [Document(one, np.zeros(len(one), dtype=bool)) for one in np.split(ids[0], DOCUMENTS.starts[1:])]
+        documents = [Document(part, np.zeros(len(part), dtype=bool)) for part in np.split(ids[0], DOCUMENTS.starts[1:])]
         padded = logits_of(model, collate_padded(documents, 0))
     beside = [padded[number, :length] for number, length in enumerate(LENGTHS)]
     off = difference(beside, alone, typical=(autocast or model.dtype).itemsize < 4)
@@ -260,7 +260,7 @@ def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[
     """
     row = segments.unrolled()
     documents = np.split(ids[row.tokens], row.segments.starts[1:])
-    outputs = torch.cat([_whole(model, one[None])[0] for one in documents])
+    outputs = torch.cat([_whole(model, part[None])[0] for part in documents])
     return list(outputs[torch.from_numpy(row.outputs)].split(segments.lengths))
 
 
@@ -321,8 +321,8 @@ def positions_of(model: PreTrainedModel) -> int | None:
     """The longest document that `model` supports, in tokens; None if it has no limit, or its config does not name one."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
-    said = (getattr(config, name, None) for name in names)
-    return next((number for number in said if type(number) is int and number > 0), None)
+    sizes = (getattr(config, name, None) for name in names)
+    return next((number for number in sizes if type(number) is int and number > 0), None)
 
 
 def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:

@@ -107,9 +107,9 @@ def _sums(value: Any) -> list[float]:
         weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
         return [part.abs().sum().item(), (part * weights).sum().item()]
     if isinstance(value, dict):
-        return [total for one in value.values() for total in _sums(one)]
+        return [total for part in value.values() for total in _sums(part)]
     if isinstance(value, (list, tuple)):
-        return [total for one in value for total in _sums(one)]
+        return [total for part in value for total in _sums(part)]
     return []
 
 

@@ -68,7 +68,7 @@ class Routing:
 
 def _routing_of(given: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The experts of each token and their weights, in the arguments of a call; None if they are others."""
-    if len(given) != 3 or not all(isinstance(one, torch.Tensor) and one.dim() == 2 for one in given[1:]):
+    if len(given) != 3 or not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in given[1:]):
         return None
     chosen, weights = given[1:]
     return None if chosen.is_floating_point() or len(chosen) != len(weights) else (chosen, weights)

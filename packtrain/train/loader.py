@@ -59,8 +59,10 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """In memory that a device reads by itself; called by the DataLoader."""
-        inputs = {name: one.pin_memory() if hasattr(one, "pin_memory") else one for name, one in self.inputs.items()}
-        return replace(self, inputs=inputs, mismatched=tuple(one.pin_memory() for one in self.mismatched))
+        inputs = {
+            name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
+        }
+        return replace(self, inputs=inputs, mismatched=tuple(batch.pin_memory() for batch in self.mismatched))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Steps(Dataset):
     def __getitem__(self, step: int) -> list[MicroBatch]:
         parts = self.schedule.micro_batches(step, self.rank, self.world_size)
         if self.left_out or self.given_up:
-            parts = [np.array([one for one in part if self.trains_on(int(one), step)], int) for part in parts]
+            parts = [np.array([number for number in part if self.trains_on(int(number), step)], int) for part in parts]
         return [self.collate(numbers) for numbers in parts]
 
     def trains_on(self, number: int, step: int) -> bool:
@@ -227,7 +229,7 @@ class UnpairedSteps(Steps):
     def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
         """One forward pass over mismatched `pairs` int64 [n, 2]; `known` float32 [n] by the reference, if precomputed."""
         documents = []
-        for prompt, completion in ((self.data[int(one)], self.data[int(other)]) for one, other in pairs):
+        for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
             asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
             ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
             ids = ids[: self.max_length]

@@ -48,8 +48,8 @@ from packtrain.plan.origin import check_length, check_origin, length_of, origin_
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
+from packtrain.train.checkpoint.disk_space import remark_before_training
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
-from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.largest_row import RowLimits, memory_error
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.log import console
@@ -325,8 +325,8 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
     def places(numbers: list[int]) -> list[str]:
         corpus = corpus_of(config.data, config.objective.kind, run.prepared.tokenizer, data, seed=config.trainer.seed)
         rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.together)[numbers, 0]].tolist()
-        found = read_rows(corpus, rows)
-        return [found[row][0] for row in rows]
+        contents = read_rows(corpus, rows)
+        return [contents[row][0] for row in rows]
 
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
 
@@ -386,10 +386,10 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
     resume, folder = run.config.trainer.resume, run.folder
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
-    found = [find_resume(resume, folder.checkpoints) if run.ranks.main else None]
+    answer = [find_resume(resume, folder.checkpoints) if run.ranks.main else None]
     _wait_for_all(run, "checkpoint")  # rank 0 reads whole checkpoints, for longer than a collective's time limit
     with waiting("rank 0 to find the checkpoint"):
-        checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
+        checkpoint, remarks = cast(list, broadcast_object_list(answer))[0]
     for remark in remarks:
         run.log.warn(remark)
     return checkpoint

@@ -65,7 +65,7 @@ class RecentFigures:
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
             if factor is not None and len(self.figures) >= _FEWEST:
-                usual = statistics.median(one[at] for one in self.figures)
+                usual = statistics.median(figures[at] for figures in self.figures)
                 if value > factor * usual > 0:
                     return f"the {name} is {value:.4g}, usual is {usual:.4g}"
         return ""
@@ -237,14 +237,14 @@ def _taken_up(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
     `file` has them whole afterwards: a kill may have left half of the last one, and a loss of power anything.
     """
     text, lines = "", list[dict[str, Any]]()
-    for one in (checkpoint.parent.parent / file.name, file):
+    for place in (checkpoint.parent.parent / file.name, file):
         with suppress(OSError):
-            text = one.read_text(errors="replace")
+            text = place.read_text(errors="replace")
     for line in text.splitlines():
         with suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and _decides(found):
-                lines.append(found)
+            decision = json.loads(line)
+            if isinstance(decision, dict) and _decides(decision):
+                lines.append(decision)
     if lines:
         with suppress(OSError):  # what is decided holds
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))

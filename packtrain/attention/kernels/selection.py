@@ -141,8 +141,8 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
     ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
     reference = dense_attention(*exact, segments, scoring)  # type: ignore[arg-type]
     gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
-    ours_back = torch.autograd.grad(ours, [one for one in inputs if one is not None], gradient)
-    exact_back = torch.autograd.grad(reference, [one for one in exact if one is not None], gradient.double())
+    ours_back = torch.autograd.grad(ours, [tensor for tensor in inputs if tensor is not None], gradient)
+    exact_back = torch.autograd.grad(reference, [tensor for tensor in exact if tensor is not None], gradient.double())
     pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
     return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
 

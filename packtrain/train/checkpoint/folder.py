@@ -137,18 +137,25 @@ def damage(checkpoint: Path) -> str | None:
 
 def _check_values(path: Path) -> None:
     """Raises whatever comes of values of other types, in a file that someone or another tool has changed with its manifest."""
-    found: Any = json.loads(path.read_bytes()) if path.suffix == ".json" else None
+    value: Any = json.loads(path.read_bytes()) if path.suffix == ".json" else None
     if path.name == TRAINER_STATE_NAME:
-        said = {name: one for name, one in vars(TrainerState(**found)).items() if one is not None}
-        steps = [found["global_step"], said.get("best_global_step", 0)]
-        steps += [one["step"] for one in list.copy(said["log_history"])]
-        sum([*map(int.__index__, steps), said.get("best_metric", 0), said["total_flos"], said["num_input_tokens_seen"]])
-        str.strip(said.get("best_model_checkpoint", ""))
+        known = {name: field for name, field in vars(TrainerState(**value)).items() if field is not None}
+        steps = [value["global_step"], known.get("best_global_step", 0)]
+        steps += [line["step"] for line in list.copy(known["log_history"])]
+        sum(
+            [
+                *map(int.__index__, steps),
+                known.get("best_metric", 0),
+                known["total_flos"],
+                known["num_input_tokens_seen"],
+            ]
+        )
+        str.strip(known.get("best_model_checkpoint", ""))
     elif path.name == "spikes.json":
-        sum(loss + norm for loss, norm in found)
+        sum(loss + norm for loss, norm in value)
     elif path.name == ORIGIN:
-        str.strip(found[STRATEGY])
-        int.__index__(found[PROCESSES])
+        str.strip(value[STRATEGY])
+        int.__index__(value[PROCESSES])
 
 
 def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
@@ -179,7 +186,7 @@ def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[st
     _sweep(checkpoints)
     if keep is None:
         return
-    for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
+    for old in [checkpoint for checkpoint in listed(checkpoints).values() if _of_run(checkpoint, origin)][:-keep]:
         if best is None or old != folder_of(checkpoints, best):
             remove(old)
 
@@ -209,9 +216,9 @@ def origin_of(
     config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
 ) -> dict[str, Any]:
     """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
-    base, weights = base_model(model), sum(elements(one) for one in model.parameters() if one.requires_grad)
+    base, weights = base_model(model), sum(elements(weight) for weight in model.parameters() if weight.requires_grad)
     shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
-    frozen = any(not one.requires_grad for one in model.parameters())  # below adapters, or as the model is made
+    frozen = any(not weight.requires_grad for weight in model.parameters())  # below adapters, or as the model is made
     return {
         **facts_of(config),
         **shared_versions(environment()),

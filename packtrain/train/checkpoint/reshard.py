@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from packtrain.train.checkpoint.saved import SavedStates
+from packtrain.train.checkpoint.contents import CheckpointContents
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
 
 Names = Mapping[torch.Tensor, str]
@@ -24,14 +24,14 @@ _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp
 """The float32 weights of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 ones."""
 
 
-def put_weights(saved: SavedStates, names: Names) -> None:
+def put_weights(saved: CheckpointContents, names: Names) -> None:
     """Copies the weights, each into its format; not under ZeRO-3, whose engine has them."""
     with torch.no_grad():
         for weight, name in names.items():
             weight.copy_(_share(saved.weight(name), weight))
 
 
-def put_into_torch(saved: SavedStates, optimizer: torch.optim.Optimizer, names: Names) -> None:
+def put_into_torch(saved: CheckpointContents, optimizer: torch.optim.Optimizer, names: Names) -> None:
     """Fills the states of `optimizer`; weights that it keeps masters of get them."""
     masters = getattr(optimizer, "masters", False)
     whole = optimizer.state_dict()
@@ -49,7 +49,7 @@ def put_into_torch(saved: SavedStates, optimizer: torch.optim.Optimizer, names: 
     optimizer.load_state_dict(whole)
 
 
-def put_into_zero(saved: SavedStates, zero: Any, names: Names) -> None:
+def put_into_zero(saved: CheckpointContents, zero: Any, names: Names) -> None:
     """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
     partitioned = hasattr(zero, _FLATS[0])
     flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
@@ -64,7 +64,7 @@ def put_into_zero(saved: SavedStates, zero: Any, names: Names) -> None:
             else:
                 filled[group].setdefault(key, value)
     own = zero.state_dict()
-    exact = [one.pop("", flat) for one, flat in zip(filled, flats, strict=True)]
+    exact = [state.pop("", flat) for state, flat in zip(filled, flats, strict=True)]
     own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
     states = {group: one for group, one in enumerate(filled) if one}
     own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
@@ -107,12 +107,12 @@ def _by_fragment(zero: Any, names: Names) -> list[_Place]:
     return [
         (
             weight,
-            one.param_group_index,
-            one.hp_fragment_address.start,
-            one.lp_fragment_address.start,
-            one.lp_fragment_address.numel,
+            mapping.param_group_index,
+            mapping.hp_fragment_address.start,
+            mapping.lp_fragment_address.start,
+            mapping.lp_fragment_address.numel,
         )
-        for weight, one in mapped
+        for weight, mapping in mapped
     ]
 
 
@@ -126,7 +126,7 @@ def _by_partition(zero: Any, names: Names) -> list[_Place]:
     return places
 
 
-def _exact(saved: SavedStates, name: str) -> torch.Tensor:
+def _exact(saved: CheckpointContents, name: str) -> torch.Tensor:
     """The weight in float32: its master, where there is one."""
     master = saved.states(name).get(MASTER)
     return saved.weight(name).float() if master is None else master

@@ -25,10 +25,10 @@ from packtrain.model.spread import load_shards, save_shards, shards_of, whole_we
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.origin import ORIGIN, same_format, world_of
 from packtrain.run_folder import write_json
+from packtrain.train.checkpoint.contents import ORDER, read_contents
+from packtrain.train.checkpoint.disk_space import checkpoint_bytes, lack_of_space
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
-from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
-from packtrain.train.checkpoint.saved import ORDER, saved_in
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
@@ -96,7 +96,7 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             try:
                 of_run = self._settings.optim, self._settings.strategy, self._settings.checkpoints
-                lack = lack_of_room(staging, checkpoint_bytes(self._model, *of_run))
+                lack = lack_of_space(staging, checkpoint_bytes(self._model, *of_run))
                 if not lack:
                     staging.mkdir(parents=True)
             except OSError as error:
@@ -155,7 +155,7 @@ class Checkpoints:
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         beside = {} if self._adapts else model.state_dict(keep_vars=True)
         buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
-        saved = saved_in(checkpoint, strategy, model)
+        saved = read_contents(checkpoint, strategy, model)
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         same = same and saved.order in (None, engine.order)  # which libraries of another version may number otherwise
         if same and strategy == "fsdp2":

@@ -254,9 +254,9 @@ class CheckpointWriter:
         """The first rank's `why` that is not empty."""
         if self._group is None:
             return why
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, why, group=self._group)
-        return next(filter(None, found), "")
+        answers: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(answers, why, group=self._group)
+        return next(filter(None, answers), "")
 
 
 def _thread(name: str, work: Callable[[], object]) -> Thread:
@@ -280,8 +280,8 @@ def _here() -> int:
 
 def _fits(state: Any, copies: int) -> bool:
     """Whether the machine's memory has room for so many copies of `state`."""
-    tensors = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
-    size = sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
     return copies * size <= _SHARE * memory_free()
 
 

@@ -68,8 +68,8 @@ def in_format(
             continue
         if id(weight) not in made:
             kept = exact(weight)
-            one = whole.get(name) if kept is None else kept
-            made[id(weight)] = None if name not in whole or one is None else one.detach().to(own).cpu()
+            value = whole.get(name) if kept is None else kept
+            made[id(weight)] = None if name not in whole or value is None else value.detach().to(own).cpu()
         if (found := made[id(weight)]) is not None and name in whole:
             saved[name] = found
     return saved
@@ -108,6 +108,6 @@ def name_format(folder: Path, dtype: torch.dtype) -> None:
         if not isinstance(value, dict):
             return value
         name = str(dtype).removeprefix("torch.")
-        return {key: name if key in ("dtype", "torch_dtype") else named(one) for key, one in value.items()}
+        return {key: name if key in ("dtype", "torch_dtype") else named(inner) for key, inner in value.items()}
 
     path.write_text(json.dumps(named(json.loads(path.read_text())), indent=2) + "\n")

@@ -57,16 +57,16 @@ class _Float32Step(Optimizer):
             getattr(self, "check_overrides", lambda: None)()
         lists = [group["params"] for group in self.param_groups]
         weights = [(params, at, weight) for params in lists for at, weight in enumerate(params)]
-        stepped = [(*one, number) for number, one in enumerate(weights) if one[2].grad is not None]
+        stepped = [(*weight, number) for number, weight in enumerate(weights) if weight[2].grad is not None]
         gradients = [weight.grad for _, _, weight, _ in stepped]
         for _, _, weight, _ in stepped:
             weight.grad = None  # so that the optimizer passes over those whose turn it is not
         for part in _parts([weight.numel() for _, _, weight, _ in stepped]):
             opened = []
-            for one in part:
-                params, at, weight, number = stepped[one]
+            for index in part:
+                params, at, weight, number = stepped[index]
                 exact, rounded = self._open(weight)
-                exact.grad, params[at] = gradients[one].to(exact.dtype), exact
+                exact.grad, params[at] = gradients[index].to(exact.dtype), exact
                 opened.append((params, at, weight, number, exact, rounded))
             if self.lost is not None:
                 self.lost.before(self.param_groups)
@@ -125,13 +125,13 @@ def round_to(exact: torch.Tensor, dtype: torch.dtype, chance: torch.Generator | 
 
     The further one is as likely as the nearer one is near: 16 random bits are added to the 16 that are cut off.
     """
-    found = exact.to(dtype)
+    rounded = exact.to(dtype)
     if chance is not None and dtype == torch.bfloat16:
         whole = local(exact)
         noise = torch.randint(0, 1 << 16, whole.shape, dtype=torch.int32, device=whole.device, generator=chance)
         bits = (whole.view(torch.int32) + noise) & -(1 << 16)
-        local(found).copy_(torch.where(whole.isfinite(), bits.view(torch.float32), whole))
-    return found
+        local(rounded).copy_(torch.where(whole.isfinite(), bits.view(torch.float32), whole))
+    return rounded
 
 
 def _generator(weight: torch.Tensor, seed: int, number: int, rounded: int) -> torch.Generator:

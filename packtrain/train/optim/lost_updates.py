@@ -46,7 +46,7 @@ class LostUpdates:
         if hasattr(optimizer, "lost"):  # float32_step.py, which has float32 tensors in the groups while it steps
             optimizer.lost = self
             return
-        optimizer.register_step_pre_hook(lambda found, *_: self.before(found.param_groups))
+        optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
         optimizer.register_step_post_hook(lambda *_: self.after())
 
     def open_step(self, step: int) -> None:
@@ -78,8 +78,8 @@ class LostUpdates:
         for weight, at, before, updated in self._sampled:
             here = _flat(weight)
             lost = (_at(here, at) == before) & updated
-            one = torch.stack([lost.sum(), updated.sum()]).double() * (here.numel() / len(before))
-            self._counts = one if self._counts is None else self._counts + one
+            counts = torch.stack([lost.sum(), updated.sum()]).double() * (here.numel() / len(before))
+            self._counts = counts if self._counts is None else self._counts + counts
         self._sampled = []
 
     def take(self, device: torch.device) -> torch.Tensor | None:

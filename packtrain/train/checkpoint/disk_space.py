@@ -20,7 +20,7 @@ _BESIDE = 2**20  # config, states of chance and of the run
 def weights_bytes(model: nn.Module) -> int:
     """Bytes of the weights that are saved of `model`: all, or adapters and what is trained beside them."""
     whole = base_model(model) is model
-    return sum(elements(one) * one.itemsize for one in model.parameters() if whole or one.requires_grad)
+    return sum(elements(weight) * weight.itemsize for weight in model.parameters() if whole or weight.requires_grad)
 
 
 def checkpoint_bytes(model: nn.Module, optim: Optim, strategy: str, checkpoints: Path) -> int:
@@ -28,12 +28,12 @@ def checkpoint_bytes(model: nn.Module, optim: Optim, strategy: str, checkpoints:
     for newest in reversed(listed(checkpoints).values()):
         if files := written_into(newest):
             return sum(number for number, _ in files.values())
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     states = optimizer_bytes(optim, strategy, sum(map(elements, trained)), trained[0].itemsize if trained else 0)
     return weights_bytes(model) + states + _BESIDE
 
 
-def lack_of_room(folder: Path, needed: int) -> str:
+def lack_of_space(folder: Path, needed: int) -> str:
     """What is wrong with the room for `needed` bytes on the disk of `folder`, "" if nothing is known to be."""
     while not folder.exists():
         folder = folder.parent
@@ -48,7 +48,7 @@ def remark_before_training(
     final, there = weights_bytes(model), len(listed(checkpoints))
     most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
     each = checkpoint_bytes(model, optim, strategy, checkpoints) if most else 0
-    lack = lack_of_room(checkpoints, final + max(most - there, min(most, 1)) * each)
+    lack = lack_of_space(checkpoints, final + max(most - there, min(most, 1)) * each)
     if not lack:
         return ""
     parts = [f"{most} checkpoints of {size(each)}"] if most else []

@@ -1,6 +1,6 @@
 """What a checkpoint holds of each trained weight, whichever strategy wrote it on however many processes.
 
-A `SavedStates` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
+A `CheckpointContents` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
 at a time: files are mapped into memory, so that a process holds little more than what it asks for. DeepSpeed has the same in
 its universal checkpoints, for Adam alone and as a second copy on the disk.
 """
@@ -29,7 +29,7 @@ ORDER = "order"
 """In the file of an optimizer: the names of its weights, which it numbers."""
 
 
-class SavedStates(Protocol):
+class CheckpointContents(Protocol):
     """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
 
     @property
@@ -46,7 +46,7 @@ class SavedStates(Protocol):
         raise NotImplementedError
 
 
-def saved_in(checkpoint: Path, strategy: str, model: nn.Module) -> SavedStates:
+def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> CheckpointContents:
     """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`."""
     if strategy == "fsdp2":
         return _Shards(checkpoint)
@@ -95,7 +95,7 @@ class _Plain:
         with loading_whole():
             loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
         held = (*loaded.named_parameters(remove_duplicate=False), *loaded.named_buffers(remove_duplicate=False))
-        return {name: one.detach() for name, one in held}
+        return {name: tensor.detach() for name, tensor in held}
 
 
 class _Shards:
@@ -125,8 +125,8 @@ class _Zero:
     def __init__(self, checkpoint: Path) -> None:
         folder = checkpoint / (checkpoint / "latest").read_text().strip()
         self._ranks: list[dict[str, Any]] = []
-        while found := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
-            self._ranks.append(_opened(found[0])["optimizer_state_dict"])
+        while files := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
+            self._ranks.append(_opened(files[0])["optimizer_state_dict"])
         first = folder / "mp_rank_00_model_states.pt"  # of the stages that keep weights whole
         first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
         engine = _opened(first)
@@ -144,7 +144,7 @@ class _Zero:
     def states(self, name: str) -> dict[str, Any]:
         kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
         return {
-            key: self._whole(name, [one[key] for one in kept])
+            key: self._whole(name, [state[key] for state in kept])
             if isinstance(value, torch.Tensor) and value.dim()
             else value
             for key, value in kept[0].items()
