@@ -269,12 +269,12 @@ def break_step(number: int) -> None:
     def broken(self: Any, *given: Any) -> Any:
         import torch
 
-        own, bad = self.loss.of, self.state.global_step + 1 == number
-        self.loss.of = lambda *given: own(*given) * (float("nan") if bad and torch.is_grad_enabled() else 1)
+        own, bad = self.loss.compute, self.state.global_step + 1 == number
+        self.loss.compute = lambda *given: own(*given) * (float("nan") if bad and torch.is_grad_enabled() else 1)
         try:
             return step(self, *given)
         finally:
-            self.loss.of = own
+            self.loss.compute = own
 
     StepTrainer.forward_and_backward = broken
 

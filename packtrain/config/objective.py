@@ -103,7 +103,7 @@ OPTIONS: dict[ObjectiveKind, dict[str, Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What sets an objective apart outside of its own files.
+    """The properties of an objective that other modules need.
 
     An example is `documents` documents of the data set (2: preference pairs) and is called one of `unit`; `reference`: the
     model is held to a reference; `scores`: it has a score in place of the output head; `about`: in words.
@@ -166,7 +166,7 @@ class Objective:
     @property
     def token_loss(self) -> TokenLoss:
         """What a model's head computes of each token; of all kinds but sft the negative log-likelihood."""
-        return "dft" if self.kind == "sft" and self.loss == "dft" else "nll"
+        return self.losses[0] if self.kind == "sft" else "nll"
 
     def option(self, name: str) -> Any:
         """The value of one of OPTIONS, TRL's default where it is not set."""

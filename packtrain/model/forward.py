@@ -162,7 +162,7 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
-    return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs)
+    return {"nll": -log_probs, "dft": -log_probs * log_probs.exp().detach()}[loss]
 
 
 @torch.no_grad()

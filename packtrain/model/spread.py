@@ -6,8 +6,7 @@ never more than a layer beside its share). From then on every call of the model,
 model on all processes together: a process that calls it once more than the others hangs.
 
 FSDP2 is applied here, one group for each layer and one for all the rest, which stays gathered during a forward pass, since
-the loss reads the output head's weights without calling it. transformers' trainer is told that the model was sharded while
-loading, and leaves it alone (train/loop.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP. In mixed
+the loss reads the output head's weights without calling it. accelerate leaves the model alone then (train/engine.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP. In mixed
 precision each process casts its share of the weights before it is gathered, and gradients are added up in float32.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a

@@ -101,7 +101,7 @@ class WorkRecord:
         self._work = self._tried = None
 
     @property
-    def tries(self) -> bool:
+    def is_trial(self) -> bool:
         """Whether what runs is no step, but a micro-batch that is tried before step 1."""
         return self._tried is not None
 
@@ -134,7 +134,7 @@ def try_largest(
         for _ in range(2):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()
             with cast_once, engine.exchanging_gradients(last=engine.deepspeed):
-                engine.accelerator.backward(loss.of(engine.wrapped, batch, counts))
+                engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
         del held
     engine.wrapped.zero_grad()
     for buffer, before in buffers:

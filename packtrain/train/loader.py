@@ -38,7 +38,7 @@ from packtrain.packing.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only.
+    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Of a filler all but slots are 0.
 
     Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
     one of a step of kto has the `mismatched` pairs of all of it.

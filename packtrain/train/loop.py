@@ -1,7 +1,7 @@
 """The loop over optimizer steps, from top to bottom (`run_steps`), and the parts that it calls (`StepTrainer`).
 
-The loop is ours. The objective has the loss, which it asks of the TRL trainer that it holds (objectives/loss.py); accelerate
-spreads the model, transformers makes optimizer and schedule (engine.py).
+packtrain runs the loop itself. The loss is the objective's, computed by TRL's code (objectives/loss.py); accelerate spreads the model,
+and transformers makes the optimizer and the schedule (engine.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.log.metrics import MetricsFile, StepFigures
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.lost_updates import MOST, LostUpdates
+from packtrain.train.optim.lost_updates import MOST_LOST, LostUpdates
 from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
@@ -39,16 +39,17 @@ from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Runs the steps from that of `checkpoint` (None: from the first one) to the last, or until the run is to stop.
+    """Runs the steps after that of `checkpoint` (None: from the first one) to the last, or until the run is asked to stop.
 
-    Raises CheckFailed where a step's figures end the run.
+    Raises CheckFailed where a step's figures end the run. DeepSpeed's engine clips, asks `judge` and updates within the last backward
+    pass of a step: 4 to 6 then find this done.
     """
     trainer.prepare(checkpoint)
     trainer.notify("train_begin")
     if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
     batches = trainer.batches(checkpoint)
-    while trainer.goes_on():
+    while trainer.should_continue():
         trainer.notify("step_begin")
         # 1. data: this rank's micro-batches of the step, laid out by packing/schedule.py and collated by loader.py
         micro_batches = trainer.next_batches(batches)
@@ -58,7 +59,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         loss = trainer.forward_and_backward(micro_batches, counts)
         # 4. clip
         norm = trainer.clip()
-        # 5. judge: whether the step is a spike, whose update is not made
+        # 5. judge: no update is made if the step is a loss spike
         judgement = trainer.judge(loss, norm, counts)
         if judgement.back is not None:
             batches = trainer.go_back(*judgement.back)
@@ -67,20 +68,20 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         rate = trainer.update(judgement.loss)
         trainer.notify("step_end")
         # 7. log
-        if trainer.logs():
+        if trainer.should_log():
             trainer.log_step(judgement.norm, rate)
         # 8. evaluate
-        if trainer.evaluates():
+        if trainer.should_evaluate():
             trainer.evaluate()
         # 9. checkpoint
-        if trainer.saves():
+        if trainer.should_save():
             trainer.save_checkpoint()
             trainer.notify("save")
     trainer.notify("train_end")
 
 
 class StepTrainer:
-    """Trains by LoopSettings with the `loss` of an objective; what listens to the run are transformers' `callbacks`."""
+    """Trains by LoopSettings with the `loss` of an objective; transformers' `callbacks` are notified of events."""
 
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
@@ -92,7 +93,7 @@ class StepTrainer:
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.watch: FirstStepWatch | None = None
-        self.lost = LostUpdates()
+        self.lost_updates = LostUpdates()
         self.close_proofs: Callable[[], None] = lambda: None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
@@ -104,35 +105,36 @@ class StepTrainer:
         loss.enter = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
-        self._watched, self._begun = 0, None
-        self._last_loss = self._loss_since_line = torch.zeros((), device=loss.device)
-        self._last_line = 0
+        self._watched, self._resumed_from = 0, None
+        self._loss_and_counts: Any = None
+        self._last_loss = self._loss_since_log = torch.zeros((), device=loss.device)
+        self._last_logged_step = 0
 
     # Before the first step.
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """Spreads the model, makes optimizer and schedule, and takes up the state of `checkpoint`."""
-        self.open_state(checkpoint)
+        """Spreads the model, makes optimizer and schedule, and restores the state of `checkpoint`."""
+        self.restore_state(checkpoint)
         align_special_tokens(self.model, self.loss.trl.processing_class)
         self.close_proofs()
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
-        self.lost.advice = self.engine.advice
-        self.lost.watch(self.engine.optimizer)
-        self.lost.measured = sum("updates_lost" in line for line in self.state.log_history)
+        self.lost_updates.advice = self.engine.advice
+        self.lost_updates.watch(self.engine.optimizer)
+        self.lost_updates.measured = sum("updates_lost" in line for line in self.state.log_history)
         if self.engine.deepspeed:
             ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
         self.spikes.read(checkpoint)
-        self._begun = checkpoint
+        self._resumed_from = checkpoint
         self.steps = self.spikes.leave_out(self.steps)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
             try_largest(self.steps, self.settings.first_step, self.engine, self.loss, self.work, self.settings)
         self.engine.wrapped.zero_grad()
 
-    def open_state(self, checkpoint: Path | None) -> None:
-        """Begins the state of the run, or takes it up from `checkpoint`; this run's log_every, eval_every and length hold."""
+    def restore_state(self, checkpoint: Path | None) -> None:
+        """Restores the state of the run from `checkpoint`, if any; this run's log_every, eval_every and length override what is saved."""
         self.state = TrainerState()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -140,25 +142,25 @@ class StepTrainer:
         self.state.is_local_process_zero = self.accelerator.is_local_main_process
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.compute_steps(self.args, len(self.steps))
-        self._loss_since_line = torch.zeros((), device=self.loss.device)
-        self._last_line = self.state.global_step
+        self._loss_since_log = torch.zeros((), device=self.loss.device)
+        self._last_logged_step = self.state.global_step
 
     def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step to come, on this rank; the state of chance is that of `checkpoint`."""
+        """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
         return iter(step_loader(self.steps, first=self.state.global_step))
 
-    def notify(self, event: str, **given: Any) -> None:
-        """Tells those that listen to the run: metrics.jsonl, the terminal, trackers (run.py)."""
-        given |= {"model": self.model, "processing_class": self.loss.trl.processing_class}
+    def notify(self, event: str, **arguments: Any) -> None:
+        """Notifies the listeners: metrics.jsonl, the terminal, trackers (run.py)."""
+        arguments |= {"model": self.model, "processing_class": self.loss.trl.processing_class}
         for listener in self.listeners:
-            answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **given)
+            answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **arguments)
             self.control = answer or self.control
 
     # The parts of a step, in order.
 
-    def goes_on(self) -> bool:
+    def should_continue(self) -> bool:
         """Whether another step is to be made."""
         stops = self.control.should_training_stop or self.settings.stop.agreed
         return self.state.global_step < self.state.max_steps and not stops
@@ -175,7 +177,7 @@ class StepTrainer:
         """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
 
         The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
-        result is read on the host when the step's work is queued (`_take_counts`): now the device would have to be waited for.
+        result is read on the host when the step's work is queued (`_read_counts`): reading it here would wait for the device.
         """
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
@@ -195,23 +197,23 @@ class StepTrainer:
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
         self._watch_first_steps(batches)
-        self.lost.open_step(self.state.global_step + 1)
+        self.lost_updates.open_step(self.state.global_step + 1)
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
         self.loss.open_step(batches)
-        # sharded weights are whole for one layer at a time, which copies of all of them would undo
+        # sharded weights are gathered for one layer at a time; keeping their casts would keep all layers
         with nullcontext() if self.settings.sharded else weights_cast_once():
             for number, batch in enumerate(batches, start=1):
                 self.work.begin(self.state.global_step, number, batch)
                 self.clock.enter("forward", micro=number)
                 with self.engine.exchanging_gradients(last=number == len(batches)):
-                    loss = self.loss.of(model, batch, counts)
+                    loss = self.loss.compute(model, batch, counts)
                     total += loss.detach()
-                    self._of_step = total, counts
+                    self._loss_and_counts = total, counts
                     self.clock.enter("backward", micro=number)
                     self.accelerator.backward(loss)
-        if self.accelerator.num_processes == 1:  # nobody to agree with
+        if self.accelerator.num_processes == 1:  # there is no other rank to agree with
             self.settings.stop.agree(*self.settings.stop.counts())
         self.work.end()
         return total
@@ -229,30 +231,30 @@ class StepTrainer:
         if not self.spikes.watches:
             return Judgement(loss, norm)
         step = self.state.global_step + 1
-        # DeepSpeed's engine has asked within the backward pass
+        # DeepSpeed's engine has asked within the backward pass (`_judge_for_engine`)
         if not self.engine.deepspeed and self.spikes.is_spike(step, loss, norm, counts):
-            self.engine.wrapped.zero_grad()  # an optimizer passes over weights without gradients
-            self.lost.leave_out()
+            self.engine.wrapped.zero_grad()  # optimizers skip weights whose grad is None
+            self.lost_updates.leave_out()
         if not self.spikes.fault:
             return Judgement(loss, norm)
         if not self.spikes.loss_is_finite:
-            self.loss.drop_figures()  # no numbers either
+            self.loss.drop_figures()  # they are not finite either
         back = self.spikes.decide(step, self._newest_checkpoint, self._losses_of_examples)
-        return Judgement(*self.spikes.usual_of(self.loss.device), back)
+        return Judgement(*self.spikes.last_good_figures(self.loss.device), back)
 
     def update(self, loss: torch.Tensor) -> float:
-        """Makes the update of the step, whose part of the loss on this rank is `loss`; returns its learning rate."""
+        """Makes the update; `loss` is this rank's part of the step's loss. Returns the learning rate."""
         self.clock.enter("optimizer")
         self._last_loss = loss
-        self._loss_since_line += loss
+        self._loss_since_log += loss
         rate = self.engine.update()
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
-        self._take_counts()
+        self._read_counts()
         return rate
 
-    def logs(self) -> bool:
-        """Whether this step has a line: the first, every trainer.log_every, and the last."""
+    def should_log(self) -> bool:
+        """Whether this step is logged: the first, every trainer.log_every, and the last."""
         step, state = self.state.global_step, self.state
         last = step >= state.max_steps or bool(self.settings.stop.agreed)
         return step == 1 or step % state.logging_steps == 0 or last
@@ -260,11 +262,11 @@ class StepTrainer:
     def log_step(self, norm: Any, rate: float) -> None:
         """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
         self.clock.enter("step end")
-        step, total = self.state.global_step, self._loss_since_line
+        step, total = self.state.global_step, self._loss_since_log
         with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
-        self._loss_since_line, self._last_line = torch.zeros_like(total), step
-        self._refuse_nan(loss)
+            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_logged_step)
+        self._loss_since_log, self._last_logged_step = torch.zeros_like(total), step
+        self._raise_if_not_finite(loss)
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
@@ -274,14 +276,14 @@ class StepTrainer:
         line |= self.step_figures.close(step) | self.loss.figures() | self.times.figures()
         self._log(line | self._updates_lost() | self.spikes.figures())
 
-    def evaluates(self) -> bool:
+    def should_evaluate(self) -> bool:
         """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
         step, state = self.state.global_step, self.state
         return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Logs the objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
+        """Logs the objective's figures over the whole evaluation set, independent of the layout and the number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
@@ -292,7 +294,7 @@ class StepTrainer:
         self.model.train()
         self.step_figures.leave_out(time.perf_counter() - started)
 
-    def saves(self) -> bool:
+    def should_save(self) -> bool:
         """Whether this step has a checkpoint: every trainer.checkpoint_every, the last, the best one, one that the run stops after."""
         step = self.state.global_step
         timely = step % self.state.save_steps == 0 or step >= self.state.max_steps
@@ -304,7 +306,7 @@ class StepTrainer:
         self.clock.enter("checkpoint", step=self.state.global_step)
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
-        self._refuse_nan(loss)
+        self._raise_if_not_finite(loss)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.control.should_save = False
 
@@ -315,19 +317,19 @@ class StepTrainer:
         self.loss.figures()
         self.engine.wrapped.zero_grad()
         self.checkpoints.restore(folder)
-        self.open_state(folder)
+        self.restore_state(folder)
         self.spikes.go_back(folder)
         self.steps = self.spikes.leave_out(self.steps)
         for listener in self.listeners:
-            if isinstance(listener, MetricsFile):  # lines of later steps are made again
+            if isinstance(listener, MetricsFile):  # the lines of later steps will be written again
                 listener.on_train_begin(self.args, self.state, self.control)
         return self.batches(folder)
 
-    # What these call.
+    # Helpers.
 
-    def _take_counts(self) -> None:
+    def _read_counts(self) -> None:
         """Reads the counts of the step: its tokens, and the requests to stop."""
-        with waiting("the counts of all ranks"):  # where a GPU is behind, here is where its process learns of it
+        with waiting("the counts of all ranks"):  # here the host waits where its GPU lags behind
             _, tokens, _, _, *requests = self.step_figures.take_last()
         self.state.num_input_tokens_seen += tokens
         self.settings.stop.agree(*requests)
@@ -346,9 +348,9 @@ class StepTrainer:
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
         """As `SpikeJudge.is_spike`, for DeepSpeed's engine before it updates; None where steps are not judged."""
-        if self.work.tries:
+        if self.work.is_trial:
             return True
-        loss, counts = self._of_step
+        loss, counts = self._loss_and_counts
         return self.spikes.is_spike(self.state.global_step + 1, loss, norm(), counts) if self.spikes.watches else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
@@ -357,7 +359,7 @@ class StepTrainer:
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
         if step is not None and self.accelerator.is_main_process:
-            begun = self._begun if step == self.settings.first_step else None  # maybe in another run folder
+            begun = self._resumed_from if step == self.settings.first_step else None  # it may be in another run folder
             places = (folder_of(self.settings.checkpoints, step), begun)
             folder = next((place for place in places if place is not None and place.is_dir()), None)
         with waiting("rank 0 to find the checkpoint"):
@@ -365,35 +367,37 @@ class StepTrainer:
         return None if step is None or folder is None else (step, folder)
 
     def _losses_of_examples(self) -> list[tuple[int, float]]:
-        """Number and loss, by the model as it is, of each example of the step at hand, on all ranks together."""
+        """Number and loss, by the model as it is, of each example of the current step, on all ranks together."""
         step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
         self.model.eval()
         with torch.no_grad(), self.loss.keeping_figures():
-            for at in range(most_of_all(len(mine), self.loss.device)):  # sharded weights are called equally often
+            for at in range(
+                most_of_all(len(mine), self.loss.device)
+            ):  # sharded weights: every rank must run as many forward passes
                 batch = steps.collate(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.loss.device)
-                loss = self.loss.of(self.model, batch, counts).item() / self.accelerator.num_processes
+                loss = self.loss.compute(self.model, batch, counts).item() / self.accelerator.num_processes
                 losses += [(number, loss) for number in mine[at : at + 1]]
         self.model.train()
         with waiting("the documents of all ranks"):
             return gather_object(losses)
 
-    def _refuse_nan(self, loss: float) -> None:
+    def _raise_if_not_finite(self, loss: float) -> None:
         """Raises CheckFailed on every process if the loss is not finite."""
         step = self.state.global_step
-        self.spikes.refuse_nan(step, loss, self.steps.schedule.documents(step - 1).tolist())
+        self.spikes.raise_if_not_finite(step, loss, self.steps.schedule.documents(step - 1).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
-        """Gives a line to those that listen, and keeps it in the state of the run."""
+        """Notifies the listeners of a line, and keeps it in the state of the run."""
         line["epoch"] = self.state.epoch
         self.state.log_history.append({**line, "step": self.state.global_step})
         self.notify("log", logs=line)
 
     def _updates_lost(self) -> dict[str, float]:
         """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
-        counts = self.lost.take(self.loss.device)
+        counts = self.lost_updates.take(self.loss.device)
         if counts is None:
             return {}
         with waiting("the lost updates of all ranks"):
@@ -401,9 +405,9 @@ class StepTrainer:
         if not updates:
             return {}
         share = lost / updates
-        if share > MOST and not self.lost.warned:
-            self.lost.warned = True
-            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost.advice}")
+        if share > MOST_LOST and not self.lost_updates.warned:
+            self.lost_updates.warned = True
+            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost_updates.advice}")
         return {"updates_lost": share}
 
     def _evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:

@@ -1,7 +1,6 @@
 """A training run in one process, in order: from the resolved config to the trained model (`train_in`).
 
-Only this file sees the whole config: everything below takes its own group of it, and values that are decided here once. A new
-objective is a class with the members of `TrainingObjective`, a trainer, and a line in `objective_of`.
+This file and preparation.py see the whole config: everything below takes its own group of it, and values that are decided here once.
 """
 
 from __future__ import annotations

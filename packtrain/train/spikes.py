@@ -109,7 +109,7 @@ class SpikeJudge:
             return
         lines: list[Any] = [[]]
         if checkpoint is not None and self._accelerator.is_main_process:
-            lines = [_taken_up(self.rules.file, checkpoint)]
+            lines = [_load_decisions(self.rules.file, checkpoint)]
         with waiting("rank 0 to read spikes.jsonl"):
             lines = cast(list, broadcast_object_list(lines))[0]
         self.decided = {line["step"]: line for line in lines if line["action"] != "stop"}
@@ -175,7 +175,7 @@ class SpikeJudge:
         self._say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
         return back
 
-    def refuse_nan(self, step: int, loss: float, documents: Sequence[int]) -> None:
+    def raise_if_not_finite(self, step: int, loss: float, documents: Sequence[int]) -> None:
         """Raises CheckFailed on every process if the `loss` of `step` is not finite: the weights are ruined from then on.
 
         After a line in spikes.jsonl with the `documents` of the step, without their losses.
@@ -191,7 +191,7 @@ class SpikeJudge:
             fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
         )
 
-    def usual_of(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def last_good_figures(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and gradient norm that are logged of a step whose update is not made: those of the last one that was."""
         loss, norm = self.recent.last()
         return torch.full((), loss, device=device), torch.tensor(norm)
@@ -231,7 +231,7 @@ class SpikeJudge:
             self._say(f"{self.rules.file.name} cannot be written: {error}")
 
 
-def _taken_up(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
+def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """The lines of spikes.jsonl that the run goes on with, of the run folder of `checkpoint` if its own has none.
 
     `file` has them whole afterwards: a kill may have left half of the last one, and a loss of power anything.

@@ -23,7 +23,7 @@ from packtrain.train.objectives import sft
 from packtrain.__main__ import _work
 
 fault, steps, loss, trl = os.environ["FAULT"], loader.Steps, sft.SFTLoss, sft.SFTTrainer
-whole, read, of, write, evaluate = steps.__len__, steps.__getitem__, loss.of, trl._save_rng_state, loss.evaluate
+whole, read, of, write, evaluate = steps.__len__, steps.__getitem__, loss.compute, trl._save_rng_state, loss.evaluate
 begun_steps = []
 Path("begun").touch()
 
@@ -71,7 +71,7 @@ if os.environ["RANK"] == "1":
     if fault == "slow": trl._save_rng_state = slow_write
     if fault == "slow evaluation": loss.evaluate = slow_evaluation
     if fault == "ended": steps.__len__ = lambda steps: whole(steps) - 1
-    if fault in ("raises", "memory"): loss.of = broken_loss
+    if fault in ("raises", "memory"): loss.compute = broken_loss
 run_worker(_work)
 """
 NOWHERE = "nowhere0"

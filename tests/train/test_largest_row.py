@@ -88,7 +88,7 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
         steps[0] += 1
 
     steps = [int(from_step == 0)]
-    monkeypatch.setattr(SFTLoss, "of", watched(SFTLoss.of))
+    monkeypatch.setattr(SFTLoss, "compute", watched(SFTLoss.compute))
     monkeypatch.setattr(SFTLoss, "open_step", counted)
 
 
@@ -162,14 +162,14 @@ def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    own = SFTLoss.of
+    own = SFTLoss.compute
 
     def of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
         if torch.is_grad_enabled():
             seen.append(batch.slots)
         return own(self, model, batch, counts)
 
-    monkeypatch.setattr(SFTLoss, "of", of)
+    monkeypatch.setattr(SFTLoss, "compute", of)
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
     for mode in ("packed", "padding"):

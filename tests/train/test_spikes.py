@@ -20,7 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
-from packtrain.train.spikes import IN_A_ROW, RecentFigures, _taken_up
+from packtrain.train.spikes import IN_A_ROW, RecentFigures, _load_decisions
 from tests.train import forked
 
 SPIKE = 5
@@ -35,13 +35,13 @@ def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
     backward = StepTrainer.forward_and_backward
 
     def forward_and_backward(self: Any, inputs: Any, counts: Any) -> Any:
-        own = self.loss.of
+        own = self.loss.compute
         if step <= self.state.global_step + 1 <= max(step, last):
-            self.loss.of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
+            self.loss.compute = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
         try:
             return backward(self, inputs, counts)
         finally:
-            self.loss.of = own
+            self.loss.compute = own
 
     return forward_and_backward
 
@@ -267,5 +267,5 @@ def test_decisions_hold_beside_what_a_loss_of_power_or_a_hand_left(tmp_path: Pat
     odd = ({"step": "7", "action": "skip"}, {"step": 7, "action": "rollback", "from": 9}, {"step": 7, "action": "x"})
     by_hand = "".join(f"{json.dumps(one)}\n" for one in odd).encode()
     (file := tmp_path / "spikes.jsonl").write_bytes(json.dumps(line).encode() + b"\n\xff\x00\xfe\n" + by_hand)
-    assert _taken_up(file, tmp_path / "checkpoints" / "step-000006") == [line]
+    assert _load_decisions(file, tmp_path / "checkpoints" / "step-000006") == [line]
     assert file.read_text() == json.dumps(line) + "\n"

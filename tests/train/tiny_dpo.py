@@ -121,7 +121,7 @@ def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor,
     trainer.loss.open_step(batches)
     total = 0.0
     for batch in batches:
-        loss = trainer.loss.of(trainer.model, batch, counts)
+        loss = trainer.loss.compute(trainer.model, batch, counts)
         loss.backward()
         total += loss.item()
     return total, gradient(trainer.model), trainer.loss.figures()

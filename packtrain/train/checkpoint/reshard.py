@@ -1,4 +1,4 @@
-"""Puts what any checkpoint holds (saved.py) into the model and the optimizer of this run, whatever strategy spreads them.
+"""Puts what any checkpoint holds (contents.py) into the model and the optimizer of this run, whatever strategy spreads them.
 
 Each process takes its share of one whole weight after the other. torch's optimizers, those over FSDP2's weights among them, are
 given a state dict; DeepSpeed's engine is given what it would have saved itself as this process of this many. The optimizer's

@@ -75,8 +75,8 @@ class DPOLoss(HeldLoss):
         self.add_figures({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
         return loss
 
-    def open_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Has TRL mean over the micro-batch."""
+    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Has TRL average over the micro-batch."""
         self.trl.loss_weights = self._weights
 
     def of_zero_margin(self, batch: MicroBatch) -> float | None:

@@ -75,7 +75,7 @@ class KTOLoss(HeldLoss):
         if self.estimates:
             self._kl = self._divergence(batches(UnpairedSteps.mismatched))
 
-    def open_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
         """The same over the mismatched pairs that come with the batch; 0 if not `estimated`."""
         self._kl = torch.zeros_like(self._kl)
         if estimated:

@@ -32,9 +32,9 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 
 
 class Loss:
-    """The loss of a micro-batch by `trl`, a TRL trainer, which is held for it and never trains.
+    """The loss of a micro-batch by `trl`, a TRL trainer that is kept only to compute losses.
 
-    A subclass defines `of` and `evaluate`, and patches the forward of the model.
+    A subclass defines `compute` and `evaluate`, and patches the forward of the model.
     """
 
     extra_forwards = 0
@@ -51,7 +51,7 @@ class Loss:
         self.enter: Callable[..., object] = lambda phase, **_: None
         """Is called with the phase of the step where a loss runs the model more than once (loop.py sets it)."""
 
-    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Scalar: what a micro-batch adds to the loss of the step, times the number of processes, since gradients are averaged.
 
         `counts` int64 [4] are those of the whole step: trained targets, tokens, slots, examples.
@@ -106,7 +106,7 @@ class ExampleLoss(Loss):
     def open_evaluation(self, batches: EvaluationBatches) -> None:
         """Called before the losses of an evaluation."""
 
-    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """As of Loss, by TRL's own code."""
         return self.part(model, batch, counts) * self.accelerator.num_processes
 
@@ -157,8 +157,15 @@ class HeldLoss(ExampleLoss):
 
     answers: tuple[str, ...]
     """What the answers of each part of Logps are called (first_loss.py)."""
-    _beside = ("completion_mask", "label", "ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")
-    """What of a batch is not for the model."""
+    _not_for_the_model = (
+        "completion_mask",
+        "label",
+        "ref_logps",
+        "ref_KL_logps",
+        "ref_chosen_logps",
+        "ref_rejected_logps",
+    )
+    """Entries of a batch that the model does not take."""
 
     def __init__(self, trl: Any, settings: LoopSettings, outputs: tuple[str, ...]) -> None:
         """`outputs` are those of TRL's fused head that its loss reads."""
@@ -198,7 +205,7 @@ class HeldLoss(ExampleLoss):
         """What the loss of a micro-batch is while the model is its own reference; None where no formula says it."""
         raise NotImplementedError
 
-    def open_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
         """Called before the loss of a micro-batch alone."""
 
     def alone(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
@@ -206,7 +213,7 @@ class HeldLoss(ExampleLoss):
         inputs = self.inputs(batch)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
-        self.open_alone(batch, estimated=reference is None)
+        self.prepare_alone(batch, estimated=reference is None)
         try:
             return self.by_trl(self.model, inputs).item()
         finally:
@@ -220,7 +227,7 @@ class HeldLoss(ExampleLoss):
 
     def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What of `inputs` is for the model."""
-        return {name: value for name, value in inputs.items() if name not in self._beside}
+        return {name: value for name, value in inputs.items() if name not in self._not_for_the_model}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.

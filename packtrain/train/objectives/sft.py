@@ -66,7 +66,7 @@ class SFTLoss(Loss):
         if self.routers is not None:
             self.routers.open_step(batches, self._run_without_labels, self.accelerator)
 
-    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Σ of the token losses / trained tokens of the step, and the micro-batch's part of the routers' loss."""
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 FIRST, EVERY = 3, 100
 """The first steps that are measured, and one of how many after that."""
-MOST = 0.1
+MOST_LOST = 0.1
 """The share of lost updates above which a run is warned."""
 _LEAST_RATE = 0.1  # of the peak: what is below, at the ends of a schedule, is meant to move nothing
 _SAMPLE = 2**14  # numbers of a tensor

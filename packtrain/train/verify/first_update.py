@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from packtrain.config.schema import Optim
 from packtrain.train.optim.float32_step import stepping_in_float32
-from packtrain.train.optim.lost_updates import MOST, LostUpdates, advice, local, sampled
+from packtrain.train.optim.lost_updates import MOST_LOST, LostUpdates, advice, local, sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Lost:
     too much, and the `fix` for it, "" if it is not."""
 
     share: float | None
-    most: float = MOST
+    most: float = MOST_LOST
     fix: str = ""
 
 
@@ -62,7 +62,7 @@ def lost_in_first_update(some: Sequence[Sampled], norm: float, optim: Optim, *, 
     if not total[1]:
         return Lost(None)
     share = (total[0] / total[1]).item()
-    return Lost(share, fix=advice(rounds_plainly=rounds and not optim.steps_in_float32) if share > MOST else "")
+    return Lost(share, fix=advice(rounds_plainly=rounds and not optim.steps_in_float32) if share > MOST_LOST else "")
 
 
 def _maker(optim: Optim, *, in_float32: bool) -> Callable[[Any], torch.optim.Optimizer]:

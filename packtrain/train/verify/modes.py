@@ -233,7 +233,7 @@ def compare_examples(
     alone = [padded.collate(part) for part in ([[number] for number in every] if split else parts)]
 
     def part_of_loss(batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        return loss.of(model, batch, counts) / loss.accelerator.num_processes
+        return loss.compute(model, batch, counts) / loss.accelerator.num_processes
 
     def loss_of(batches: Sequence[Any] | None) -> float:
         batches, total = alone if batches is None else batches, 0.0
