@@ -162,7 +162,10 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
-    return {"nll": -log_probs, "dft": -log_probs * log_probs.exp().detach()}[loss]
+    if loss == "dft":
+        return -log_probs * log_probs.exp().detach()
+    assert loss == "nll", loss
+    return -log_probs
 
 
 @torch.no_grad()
