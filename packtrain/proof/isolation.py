@@ -161,10 +161,12 @@ def measure(
     documents: ProofInputs,
     replacements: list[set[int]],
     autocast: torch.dtype | None,
+    *,
+    in_order: bool = True,
 ) -> Measurement:
     """The engine of the proofs: `run` has the model run documents together, and gives the outputs of each.
 
-    Each set of documents is replaced in turn. Leaves the model in training mode, without dropout, or in eval mode.
+    Each set of documents is replaced in turn; `in_order`: they stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
     """
     own, other, alone, computed = documents.own, documents.other, documents.alone, autocast or model.dtype
     tolerance, coarse = tolerance_of(computed), computed.itemsize < 4
@@ -181,11 +183,12 @@ def measure(
     moved: dict[tuple[int, int], float] = {}
     for replaced in replacements:
         by = movements(replaced)
-        if routing.known and coarse and max(by.values()) > tolerance:
+        if in_order and routing.known and coarse and max(by.values()) > tolerance:
             still = [torch.full((len(part),), i in by) for i, part in enumerate(own)]
             with routing.kept(torch.cat(still)):
                 by = movements(replaced)
-        moved |= {(changed, i): value for i, value in by.items() for changed in (min(replaced), max(replaced))}
+        for pair, value in {(at, i): by[i] for i in by for at in (min(replaced), max(replaced))}.items():
+            moved[pair] = max(moved.get(pair, 0.0), value)
     # in 16 bits a router may choose another expert for single tokens: that is no leak
     equality = difference(unchanged, alone, typical=coarse)
     if not equality <= tolerance:  # noise of training mode is no leak either

@@ -7,6 +7,7 @@ elsewhere; their losses gather figures over ranks. DeepSpeed's engine updates th
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl.trainer import dpo_trainer, kto_trainer
 
 from packtrain.model.load import base_model
 
@@ -54,7 +54,7 @@ def hold_trainer(
     routers = getattr(text_config, "output_router_logits", None)
     batch_size = args.per_device_train_batch_size
     args.per_device_train_batch_size = max(batch_size, 2)  # KTO refuses 1, as it estimates KL over one batch
-    with _adapters_not_copied(model), _weights_not_hashed():
+    with _adapters_not_copied(model), _weights_not_hashed(sys.modules[kind.__module__]):
         trainer.__init__(
             model=model,
             args=args,
@@ -80,17 +80,14 @@ def without_gathering(accelerator: Accelerator) -> Accelerator:
 
 
 @contextmanager
-def _weights_not_hashed() -> Iterator[None]:
+def _weights_not_hashed(module: Any) -> Iterator[None]:
     """TRL hashes weights for its cache of log-probabilities, which fails on sharded ones (model/reference.py has its own)."""
-    modules: list[Any] = [dpo_trainer, kto_trainer]
-    kept = [module.hash_module for module in modules]
+    hash_of = getattr(module, "hash_module", None)
     try:
-        for module in modules:
-            module.hash_module = lambda _: ""
+        module.hash_module = lambda _: ""
         yield
     finally:
-        for module, hash_of in zip(modules, kept, strict=True):
-            module.hash_module = hash_of
+        module.hash_module = hash_of
 
 
 @contextmanager

@@ -162,7 +162,9 @@ class Checkpoints:
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
             put_weights(saved, names | buffers)
-            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            # the ranks of a machine share the mapped file, which goes to their GPUs tensor by tensor
+            mapped = self._accelerator.device.type == "cuda"
+            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
             engine.optimizer.load_state_dict(states)
         elif same and processes == self._accelerator.num_processes:
             deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._adapts)

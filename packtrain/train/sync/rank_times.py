@@ -32,7 +32,9 @@ _FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data")
 _STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _GPU_PHASES = ("forward", "backward", "counts")
 _REMEMBERED = 16
-_STEPS_AHEAD = 2  # of its GPU is a process at most, since it reads the counts of a step before the next one (loop.py)
+_STEPS_AHEAD = (
+    2  # of its GPU is a process at most, since it reads the counts of a step before the next one begins (loop.py)
+)
 _WINDOW_STEPS = 20
 EXCHANGE_EVERY = 10
 """Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
