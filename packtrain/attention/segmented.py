@@ -46,7 +46,7 @@ def registered(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..
     def register(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
         @functools.wraps(attend)
         def attention(module, query, key, value, attention_mask, *, segments=None, sliding_window=None, **kwargs):
-            segments, window = _row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
+            segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
             return attend(module, query, key, value, segments, window, **kwargs), None
 
         AttentionInterface.register(name, attention)
@@ -121,7 +121,7 @@ def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def _row_of(
+def row_of(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -171,8 +171,8 @@ def test_what_is_no_reward_training_ends_with_a_sentence_and_2(tmp_path: Path) -
         ([f"data.train={pairs}", f"model.path={model}", *new[3:]], "trained to give 2 scores"),
         (
             [f"data.train={pairs}", *new, "trainer.samples=[hi]", "objective.beta=1"],
-            "a reward model does not answer",
-            "it is a key of packtrain dpo",
+            "trainer.samples: a reward model",
+            "objective.beta: it is a key of packtrain dpo",
         ),
         (
             [f"data.train={pairs}", *new[:2], unknown, *new[3:]],

@@ -190,7 +190,7 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     for spec, said in {
         "others": "names no function",
         "nowhere.py:x": "there is no file nowhere.py",
-        "others:leaving": "others:leaving ended the process with exit code 0, and nothing was proved",
+        "others:leaving": "others:leaving cannot collate: SystemExit",
         "broken:x": "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
     }.items():
         assert said in command("--collator", spec, expect=2).stderr
