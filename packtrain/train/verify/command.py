@@ -133,9 +133,6 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     console.print(f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}{problem}")
     if report["fix"]:
         console.print(f"  → {escape(report['fix'])}")
-    if (lost := report["updates_lost"])["fix"]:
-        console.print(f"[yellow]{lost['share']:.0%} of the first update would be lost in rounding[/]")
-        console.print(f"  → {escape(lost['fix'])}")
 
 
 def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -206,9 +203,6 @@ def _table(report: dict[str, Any]) -> Table:
     for mode, figures in {**report["modes"], **({"packed with shared prompts": shared} if shared else {})}.items():
         add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
-    lost = report["updates_lost"]
-    if lost["share"] is not None:
-        add("weights that an update leaves as they were", lost["share"], lost["most"], wrong="[yellow]lost[/]")
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
 

@@ -7,10 +7,14 @@ control shows that a leak would be seen: the same row with nothing to keep its d
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +22,8 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import own_attention
+from packtrain.boundary import TRACEBACK
+from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, PacktrainError, UserError
@@ -33,11 +39,13 @@ from packtrain.proof.isolation import (
     evaluating,
     least_control,
     measure,
+    refusals_of_a_model,
     vocabulary_of,
 )
 from packtrain.proof.leak import find_leak
-from packtrain.train.verify.users_code import Foreign, load_foreign
+from packtrain.wording import first_line
 
+_OPTION = "--collator"
 _FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens, their labels, and ones)"
 
 
@@ -81,7 +89,7 @@ def verify_collator(
     `attention` is transformers' name of an implementation, its own choice if None; `attached`: after `packtrain.attach(model)`.
     Raises UserError for a collator that cannot be had, called or understood.
     """
-    foreign, tokenizer = load_foreign(spec), load_tokenizer(model)
+    thing, tokenizer = _import(spec), load_tokenizer(model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     whole = load_model(model, peft, tokenizer, seed=trainer.seed).to(cast(Any, device))
     autocast = decide_precision(whole, trainer.mixed_precision, Ranks(0, 1, device)).autocast
@@ -93,7 +101,13 @@ def verify_collator(
             raise UserError(
                 f"{type(base).__name__} has no attention {attention}: {error}", where="--attention"
             ) from error
-    collator = foreign.made({"tokenizer": tokenizer, "processing_class": tokenizer, "model": base, "pad_token_id": tokenizer.pad_token_id})  # fmt: skip
+    known = {
+        "tokenizer": tokenizer,
+        "processing_class": tokenizer,
+        "model": base,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    collator = _collator_of(thing, spec, known)
     backend = f"{attach(base).backends[0]}, by packtrain.attach" if attached else own_attention(base)
     report = {
         "model": model.path or f"new weights ({base.config.model_type})",
@@ -101,10 +115,72 @@ def verify_collator(
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": str(device),
         "backend": backend,
-        "collator": foreign.shown,
-        **_measured(base, foreign, collator, _ids(base, tokenizer), autocast),
+        "collator": spec,
+        **_measured(base, spec, collator, _ids(base, tokenizer), autocast),
     }
     return 0 if report["verdict"] == "exact" else CheckFailed.exit_code, report
+
+
+@contextmanager
+def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
+    """An exception inside the block becomes a UserError in its own words."""
+    try:
+        yield
+    except PacktrainError:
+        raise
+    except Exception as error:
+        kind = f"{type(error).__name__}: "
+        said = first_line(error).removeprefix(kind)
+        advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()
+        raise UserError(f"{spec} {what}: {kind}{said}", where=_OPTION, fix=advice) from error
+
+
+def _import(spec: str) -> Any:
+    """What MODULE:NAME or FILE.py:NAME names; the file may import what is beside it, modules may be in the working folder.
+
+    Raises UserError where there is no such thing, or importing it fails.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise UserError(f"{spec!r} names no function", where=_OPTION, fix="Give MODULE:NAME or FILE.py:NAME.")
+    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise UserError(f"there is no file {place}", where=_OPTION, fix="Name a file, or a module without .py.")
+    sys.path.insert(0, str(file.parent if file else Path.cwd()))
+    with _blaming(spec, "cannot be imported"):
+        if file is None:
+            found = importlib.import_module(place)
+        else:
+            described: Any = importlib.util.spec_from_file_location(file.stem, file)
+            found = importlib.util.module_from_spec(described)
+            sys.modules.setdefault(file.stem, found)  # where pickle looks its classes up
+            described.loader.exec_module(found)
+    if not hasattr(found, name):
+        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(found)))
+    return getattr(found, name)
+
+
+def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+    """The collator: `thing` itself, or what it makes.
+
+    A class, and a function that requires nothing but `known` arguments, are called with these. Raises UserError where that is
+    not enough.
+    """
+    made = thing
+    if isinstance(thing, type) or inspect.isfunction(thing):
+        parameters = inspect.signature(thing).parameters.values()
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
+        unknown = [name for name in required if name not in known]
+        if isinstance(thing, type) and unknown:
+            what = f"{spec} needs {', '.join(unknown)}, which packtrain does not know"
+            raise UserError(what, where=_OPTION, fix=f"Name a function that makes it; it may take {', '.join(known)}.")
+        if not unknown:
+            with _blaming(spec, "cannot be made"):
+                made = thing(**{name: known[name] for name in required})
+    if not callable(made):
+        raise UserError(f"{spec} is {type(made).__name__}, which cannot be called", where=_OPTION)
+    return made
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
@@ -117,7 +193,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
 
 def _measured(
     model: PreTrainedModel,
-    foreign: Foreign,
+    spec: str,
     collator: Callable[..., Any],
     ids: np.ndarray,
     autocast: torch.dtype | None,
@@ -126,13 +202,13 @@ def _measured(
     own, other = (np.split(row, DOCUMENTS.starts[1:]) for row in ids)
 
     def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
-        made = collate(foreign, collator, documents)
-        return made.of_documents(_logits(model, made.batch, foreign))
+        made = _collate(spec, collator, documents)
+        return made.of_documents(_logits(model, made.batch, spec))
 
     with evaluating(model, autocast):
         alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
         control = list(_logits(model, _plain(model, own), None)[0].split(LENGTHS))
-        collated = collate(foreign, collator, own)
+        collated = _collate(spec, collator, own)
         given = Documents(own, other, alone, control)
         measured = measure(model, run, given, [{number} for number in range(len(own))], autocast)
     order = sorted(range(len(own)), key=lambda number: collated.places[number])
@@ -192,31 +268,33 @@ def _finding(found: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
     return "exact", "", ""
 
 
-def collate(foreign: Foreign, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
+def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
     """What the collator makes of documents, and where they are in it. Raises UserError if they are not."""
     features = [
         {"input_ids": one.tolist(), "labels": one.tolist(), "attention_mask": [1] * len(one)} for one in documents
     ]
-    with foreign.blamed("cannot collate", f"It is given features of {_FEATURES}."):
+    with _blaming(spec, "cannot collate", f"It is given features of {_FEATURES}."):
         made = collator(features)
     if not isinstance(made, Mapping) or not isinstance(made.get("input_ids"), torch.Tensor):
         keys = f"one with {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
-        raise UserError(f"{foreign.shown} returns no batch with a tensor input_ids, but {keys}", where="--collator")
+        raise UserError(f"{spec} returns no batch with a tensor input_ids, but {keys}", where=_OPTION)
     batch: dict[str, Any] = dict(made)
     rows = batch["input_ids"].cpu().numpy()
     if rows.ndim != 2:
-        raise UserError(f"{foreign.shown} returns input_ids {list(rows.shape)}, not [rows, tokens]", where="--collator")
-    return Collated(batch, tuple(_place_of(one, rows, number, foreign) for number, one in enumerate(documents, 1)))
+        raise UserError(f"{spec} returns input_ids {list(rows.shape)}, not [rows, tokens]", where=_OPTION)
+    return Collated(batch, tuple(_place_of(one, rows, number, spec) for number, one in enumerate(documents, 1)))
 
 
-def _place_of(document: np.ndarray, rows: np.ndarray, number: int, foreign: Foreign) -> tuple[int, int]:
+def _place_of(document: np.ndarray, rows: np.ndarray, number: int, spec: str) -> tuple[int, int]:
     """Row and first column at which the tokens of a document stand."""
     if rows.shape[1] >= len(document):
         windows = np.lib.stride_tricks.sliding_window_view(rows, len(document), axis=1)
         for row, at in np.argwhere((windows == document).all(axis=-1)).tolist():
             return row, at
-    what = f"{foreign.shown} does not leave documents whole: the {len(document)} tokens of document {number} are not in its batch"
-    raise UserError(what, where="--collator", fix="Give one that neither cuts nor changes tokens.")
+    what = (
+        f"{spec} does not leave documents whole: the {len(document)} tokens of document {number} are not in its batch"
+    )
+    raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
 
 
 def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
@@ -228,24 +306,18 @@ def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **positions}
 
 
-def _logits(model: PreTrainedModel, batch: dict[str, Any], foreign: Foreign | None) -> torch.Tensor:
+def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str | None) -> torch.Tensor:
     """float32 [rows, T, vocabulary], by the call that trainers make: without a cache."""
     torch.manual_seed(0)  # for the noise of training mode
     call = {"use_cache": False, **on_device(batch, model.device)}
-    with foreign.blamed(f"made a batch that {type(model).__name__} cannot run", "") if foreign else _as_it_is():
+    with (
+        _blaming(spec, f"made a batch that {type(model).__name__} cannot run")
+        if spec
+        else refusals_of_a_model("the model cannot run a document alone", fix="")
+    ):
         logits = model(**call).logits.float()
     if logits.shape[:2] != batch["input_ids"].shape:
         raise UserError(
             f"{type(model).__name__} returns logits {list(logits.shape)} for {list(batch['input_ids'].shape)}"
         )
     return logits
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    try:
-        yield
-    except (PacktrainError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise CheckFailed(f"the model cannot run a document alone: {error}") from error
