@@ -65,19 +65,20 @@ class Collated:
         given = self.batch.get("position_ids")
         if not isinstance(given, torch.Tensor) or given.shape != self.batch["input_ids"].shape:
             return "not given"
-        found = [one - one[0] for one in self.of_documents(given)]
-        starts = {int(one[0]) for one in self.of_documents(given)}
-        counts = all(torch.equal(one.cpu(), torch.arange(len(one))) for one in found)
-        return "restart" if counts and len(starts) == 1 else "run on"
+        documents = [own.cpu() for own in self.of_documents(given)]
+        start = int(documents[0][0])
+        restarts = all(torch.equal(own, torch.arange(start, start + len(own))) for own in documents)
+        return "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
         """Documents, from 1, whose first token is a label: what is before it in the row is trained to predict it."""
         labels = self.batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.shape != self.batch["input_ids"].shape:
             return []
-        trained = [int(one[0]) != IGNORE for one in self.of_documents(labels)]
-        behind = [any(other[0] == row and other[1] < at for other in self.places) for row, at in self.places]
-        return [number for number, both in enumerate(zip(trained, behind, strict=True), 1) if all(both)]
+        first = [int(own[0]) for own in self.of_documents(labels)]
+        begins = {row: min(at for other, at in self.places if other == row) for row, _ in self.places}
+        behind = [at > begins[row] for row, at in self.places]
+        return [number for number in range(1, len(first) + 1) if first[number - 1] != IGNORE and behind[number - 1]]
 
 
 @torch.no_grad()

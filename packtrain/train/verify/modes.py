@@ -113,11 +113,10 @@ class Comparison:
 def tolerances_of(dtype: torch.dtype, *, routed: bool) -> tuple[float, float]:
     """Relative differences of loss and gradients that rounding alone may cause, by what the model computes in.
 
-    The largest that was measured over tiny models of nine families and SmolLM2-135M (30 layers), padded and flattened,
-    is 1e-7 and 4e-6 in float32, 6e-6 and 1.3e-3 in float16, 9e-5 and 1.5e-2 in bfloat16: some units in the last place
-    (2^-23, 2^-10, 2^-7 from one value to the next). The tolerances leave gradients three times as much in 16 bits, and the
-    loss, which hardly shows a leak, more, for kernels that add up in another order. `routed`: a router may in 16 bits choose
-    another expert for a token whose experts are nearly even; gradients then differ by up to 0.25 without any leak.
+    The largest measured over tiny models of nine families and SmolLM2-135M (30 layers), padded and flattened, are 1e-7 and 4e-6
+    in float32, 6e-6 and 1.3e-3 in float16, 9e-5 and 1.5e-2 in bfloat16. In 16 bits gradients get three times as much, and the
+    loss, which hardly shows a leak, more, for kernels that add up in another order. `routed`: in 16 bits a router may choose
+    another expert where two are nearly even; gradients then differ by up to 0.25 without any leak.
     """
     if routed and dtype.itemsize < 4:
         return 2e-2, 0.3
@@ -270,8 +269,7 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
-    most = positions_of(model) or longest
-    return tuple(min(length, most) for length in (*_LENGTHS[:-1], longest))
+    return tuple(min(length, positions_of(model) or longest) for length in (*_LENGTHS[:-1], longest))
 
 
 def random_documents(model: PreTrainedModel) -> list[Document]:
@@ -285,6 +283,10 @@ def random_documents(model: PreTrainedModel) -> list[Document]:
 
 class RandomPairs(list[Preference]):
     """As a PairDataset, in memory; with margins."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in self], np.int32)
 
     @property
     def margins(self) -> np.ndarray:
@@ -326,31 +328,25 @@ def loss_on_random_pairs(
     precision: Precision,
     settings: Trainer,
 ) -> tuple[Any, Any]:
-    """The loss of the objective (against the reference that it has loaded), and the steps of a run of one of all pairs, padded.
+    """The loss of the objective (against the reference that it has loaded), and the padded steps of a run of one step.
 
-    Of packtrain kto the pairs are split into their answers.
-
-    The forward of `model` must not be patched yet.
+    That has all random pairs, of packtrain kto their answers. The forward of `model` must not be patched yet.
     """
     base = base_model(model)
     data: Any = RandomAnswers(base) if isinstance(objective, KTO) else random_pairs(base)
-    lengths = (
-        data.lengths
-        if isinstance(objective, KTO)
-        else np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in data], np.int32)
-    )
+    lengths = data.lengths
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
     schedule = make_schedule(lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    kinds: Any = {KTO: UnpairedSteps, Reward: ScoredSteps}
-    steps: Any = kinds.get(type(objective), PairSteps)(
-        data, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0)
+    kind: Any = (
+        UnpairedSteps if isinstance(objective, KTO) else ScoredSteps if isinstance(objective, Reward) else PairSteps
     )
+    steps: Any = kind(data, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
     if isinstance(objective, KTO):
         steps = replace(steps, max_length=max(lengths))  # within the model's positions
-    of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
+    loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
-    arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
-    return objective.loss(model, arguments, tokenizer, of_loop), steps
+    arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
+    return objective.loss(model, arguments, tokenizer, loop), steps
 
 
 def start_on_random_pairs(
@@ -398,7 +394,7 @@ def _with_noisy_reference(loss: DPOLoss | KTOLoss, steps: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Borderless(Segments):
-    """A row declared as one document: only the positions still restart at the borders."""
+    """A row declared as one document, in which only the positions restart at the borders."""
 
     positions: tuple[int, ...] = ()
 
