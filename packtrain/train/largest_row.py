@@ -83,29 +83,29 @@ class WorkRecord:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, 0
-        self._work: tuple[int, int, MicroBatch] | None = None
-        self._tried: np.ndarray | None = None
+        self._work: tuple[int, int, MicroBatch, np.ndarray | None] | None = None
 
     def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
         """Notes the micro-batch that runs next; `tried` are the numbers of its examples, before step 1."""
-        if micro == 1:
-            self._held = _allocated(self._device)
-        self._work, self._tried = (step, micro, batch), tried
+        if micro == 1 and self._device.type == "cuda":
+            self._held = torch.cuda.memory_allocated(self._device)
+        self._work = step, micro, batch, tried
 
     def end(self) -> None:
         """Notes that none is at work."""
-        self._work = self._tried = None
+        self._work = None
 
     @property
     def tries(self) -> bool:
-        """Whether what runs is no step, but a micro-batch that is tried before step 1."""
-        return self._tried is not None
+        """Whether a micro-batch is tried before step 1, and no step runs."""
+        return self._work is not None and self._work[3] is not None
 
     def row(self, steps: Steps) -> RowAtWork | None:
         """The micro-batch at work, if there is one; `steps` are the run's."""
         if self._work is None:
             return None
-        (step, micro, batch), numbers, number = self._work, self._tried, BEFORE
+        step, micro, batch, numbers = self._work
+        number = BEFORE
         if numbers is None:
             numbers, number = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1], step + 1
         return RowAtWork(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
@@ -124,8 +124,8 @@ def try_largest(
     counts = torch.tensor(batch.counts, device=device)
     work.begin(first_step, 1, batch, numbers)
     engine.wrapped.train()
-    counted = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), counted:
+    no_step = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), no_step:
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
         for _ in range(2):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()
@@ -198,7 +198,3 @@ def _what_to_set(limits: RowLimits, place: RowAtWork, strategy: str) -> tuple[st
         key = "data.max_length"
         fix += f"; or {key}={max(place.longest // (2 * limits.documents), 1)}, which cuts documents"
     return key, f"{fix}. packtrain plan shows what takes how much. Then start the same command again"
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

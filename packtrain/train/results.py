@@ -105,21 +105,19 @@ def _published(places: Sequence[Path]) -> Iterator[None]:
     for place in places:
         shutil.rmtree(_staging(place), ignore_errors=True)  # of a killed run
 
-    def publish_all() -> None:
-        for place in places:
-            if _staging(place).is_dir():
-                tidy(_staging(place))
-                target = meant_by(_staging(place))
-                if target.exists() and any(target.iterdir()):  # somebody's, since this run began
-                    target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-                publish(_staging(place), target)
-
+    refusal: UserError | None = None
     try:
         yield
-    except UserError:
-        publish_all()
-        raise
-    publish_all()
+    except UserError as error:
+        refusal = error
+    for place in filter(Path.is_dir, map(_staging, places)):
+        tidy(place)
+        target = meant_by(place)
+        if target.exists() and any(target.iterdir()):  # somebody's, since this run began
+            target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        publish(place, target)
+    if refusal is not None:
+        raise refusal
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:

@@ -87,21 +87,21 @@ def warnings_to(log: Log) -> None:
     warnings.showwarning = note
 
 
-def about_compiler(log: Log, device: torch.device) -> None:
+def warn_of_compiler(log: Log, device: torch.device) -> None:
     """Warns, once, where kernels that Triton builds are wanted and cannot be built."""
     if device.type == "cuda" and (lack := lack_of_compiler()):
         log.warn(f"{lack}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
-def about_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
-    """What is another than when the checkpoint of that name was written: it holds from here on."""
+def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
+    """Settings that differ from those with which the checkpoint was written; they hold from here on."""
     if asked_for:
         log.warn(f"from here on, by trainer.resume_despite: {'; '.join(asked_for)}")
     if others:
         log.fact("changed", f"since {checkpoint}: {'; '.join(others)}")
 
 
-def about_model(
+def log_model(
     log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
 ) -> None:
     """The trained model and its number formats."""
@@ -127,7 +127,7 @@ def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
     return masters + rounded or ", updates rounded to them"
 
 
-def about_steps(
+def log_steps(
     log: Log,
     thing: str,
     optim: Optim,
@@ -160,11 +160,11 @@ def about_steps(
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if batch.examples_per_step and batch.examples_per_step > len(data.train):
         log.warn(
-            f"a step of {batch.examples_per_step:,} is more than all {counted(len(data.train), thing)} of an epoch"
+            f"a step of {batch.examples_per_step:,} is more than the {counted(len(data.train), thing)} of an epoch"
         )
 
 
-def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
+def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
     """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
     if decision is None:
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
@@ -180,32 +180,22 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
         )
 
 
-def prompts(log: Log, layout: str, unshared: str) -> None:
+def log_prompts(log: Log, layout: str, unshared: str) -> None:
     """How the prompts of pairs run in a row."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
 
 
-def pairs(
-    log: Log, objective: Objective, layout: str, unshared: str, reference: ReferenceChoice, dropout: float
-) -> None:
-    """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
-    prompts(log, layout, unshared)
-    weights = objective.option("loss_weights") or [1.0] * len(objective.losses)
-    losses = zip(objective.losses, weights, strict=True)
-    total = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in losses)
-    _about_reference(log, objective, total, reference, dropout)
-
-
-def unpaired(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
-    """The loss of answers with labels and the reference; `dropout` is peft.dropout."""
-    weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
-    weighed = "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
-    _about_reference(log, objective, f"{objective.losses[0]}{weighed}", reference, dropout)
-
-
-def _about_reference(log: Log, objective: Objective, loss: str, reference: ReferenceChoice, dropout: float) -> None:
+def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
+    """The losses of preference training with their weights, and the reference; `dropout` is peft.dropout."""
+    if objective.kind == "kto":
+        weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
+        loss = objective.losses[0]
+        loss += "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
+    else:
+        each = zip(objective.losses, objective.option("loss_weights") or [1] * len(objective.losses), strict=True)
+        loss = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in each)
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import own_attention
-from packtrain.boundary import TRACEBACK
+from packtrain.boundary import TRACEBACK, boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -96,18 +96,10 @@ def verify_collator(
     autocast = decide_precision(whole, trainer.mixed_precision, Ranks(0, 1, device)).autocast
     base = base_model(whole)
     if attention is not None:
-        try:
+        with boundary(f"{type(base).__name__} has no attention {attention}", where="--attention"):
             base.set_attn_implementation(attention)
-        except Exception as error:  # of packages and devices that it lacks, by many types
-            raise UserError(
-                f"{type(base).__name__} has no attention {attention}: {error}", where="--attention"
-            ) from error
-    known = {
-        "tokenizer": tokenizer,
-        "processing_class": tokenizer,
-        "model": base,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    known = {"tokenizer": tokenizer, "model": base, "pad_token_id": tokenizer.pad_token_id}
+    known["processing_class"] = tokenizer
     collator = _collator_of(thing, spec, known)
     backend = f"{attach(base).backends[0]}, by packtrain.attach" if attached else own_attention(base)
     report = {
@@ -193,11 +185,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
 
 
 def _measured(
-    model: PreTrainedModel,
-    spec: str,
-    collator: Callable[..., Any],
-    ids: np.ndarray,
-    autocast: torch.dtype | None,
+    model: PreTrainedModel, spec: str, collator: Callable[..., Any], ids: np.ndarray, autocast: torch.dtype | None
 ) -> dict[str, Any]:
     """The figures and the verdict."""
     own, other = (np.split(row, DOCUMENTS.starts[1:]) for row in ids)
@@ -212,33 +200,28 @@ def _measured(
         collated = _collate(spec, collator, own)
         given = Documents(own, other, alone, control)
         measured = measure(model, run, given, [{number} for number in range(len(own))], autocast)
-    order = sorted(range(len(own)), key=lambda number: collated.places[number])
-    rank = [order.index(number) for number in range(len(own))]
-    before = measured.most(lambda changed, still: rank[changed] > rank[still])
-    after = measured.most(lambda changed, still: rank[changed] < rank[still])
+    place, tolerance = collated.places, measured.tolerance
     leaks = [
         {"changed": changed + 1, "moved": still + 1, "by": by}
         for (changed, still), by in sorted(measured.moved.items())
-        if not by <= measured.tolerance
+        if not by <= tolerance
     ]
-    in_order = tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(len(own))]
     where = None
-    if leaks and in_order:
+    if leaks and tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and sorted(place) == list(place):
         where = find_leak(model, None, run=lambda row: run(np.split(row, DOCUMENTS.starts[1:])))
-    figures = {
-        "max_abs_diff_before": before,
-        "max_abs_diff_after": after,
-        "max_abs_diff_alone": measured.alone,
-        "control": measured.control,
-        "tolerance": measured.tolerance,
-        "least_control": least_control(measured.most(lambda *_: True), measured.tolerance),
-    }
     found = {
         "rows": list(collated.batch["input_ids"].shape),
         "documents": list(LENGTHS),
         "positions": collated.positions(),
         "labels_across": collated.trained_across(),
-        "isolation": figures,
+        "isolation": {
+            "max_abs_diff_before": measured.most(lambda changed, still: place[changed] > place[still]),
+            "max_abs_diff_after": measured.most(lambda changed, still: place[changed] < place[still]),
+            "max_abs_diff_alone": measured.alone,
+            "control": measured.control,
+            "tolerance": tolerance,
+            "least_control": least_control(measured.most(lambda *_: True), tolerance),
+        },
         "leaks": leaks,
         "where": {"module": where.module, "kind": where.kind} if where else None,
     }
@@ -260,9 +243,8 @@ def _finding(found: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
         cause = why.get(found["positions"], "the model treats the row otherwise")
         return "leaks", f"documents come out otherwise than alone, off by {alone:.2g}: {cause}", ours
     if found["labels_across"]:
-        what = (
-            f"the first token of document {found['labels_across'][0]} is trained, predicted by the document before it"
-        )
+        number = found["labels_across"][0]
+        what = f"the first token of document {number} is trained, predicted by the document before it"
         return "leaks", what, f"set its label to {IGNORE}"
     if not seen:
         return "unsupported", "isolation cannot be shown: the model's outputs hardly depend on its context", ""
@@ -292,9 +274,8 @@ def _place_of(document: np.ndarray, rows: np.ndarray, number: int, spec: str) ->
         windows = np.lib.stride_tricks.sliding_window_view(rows, len(document), axis=1)
         for row, at in np.argwhere((windows == document).all(axis=-1)).tolist():
             return row, at
-    what = (
-        f"{spec} does not leave documents whole: the {len(document)} tokens of document {number} are not in its batch"
-    )
+    lost = f"the {len(document)} tokens of document {number} are not in its batch"
+    what = f"{spec} does not leave documents whole: {lost}"
     raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
 
 
@@ -311,14 +292,10 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str | None) -> 
     """float32 [rows, T, vocabulary], by the call that trainers make: without a cache."""
     torch.manual_seed(0)  # for the noise of training mode
     call = {"use_cache": False, **on_device(batch, model.device)}
-    with (
-        _blaming(spec, f"made a batch that {type(model).__name__} cannot run")
-        if spec
-        else refusals_of_a_model("the model cannot run a document alone", fix="")
-    ):
+    name, shape = type(model).__name__, batch["input_ids"].shape
+    alone = refusals_of_a_model(f"{name} cannot run a document alone", fix="")
+    with _blaming(spec, f"made a batch that {name} cannot run") if spec else alone:
         logits = model(**call).logits.float()
-    if logits.shape[:2] != batch["input_ids"].shape:
-        raise UserError(
-            f"{type(model).__name__} returns logits {list(logits.shape)} for {list(batch['input_ids'].shape)}"
-        )
+    if logits.shape[:2] != shape:
+        raise UserError(f"{name} returns logits {list(logits.shape)} for {list(shape)}")
     return logits
