@@ -258,13 +258,13 @@ def shards_in(checkpoint: Path) -> dict[str, Any]:
 
 def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
     """The whole tensors and plain values that `described` has of `shards_in`, on the CPU; by this process alone."""
-    found = {
+    values = {
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
         for key, one in described.items()
     }
-    if found:
-        dcp.load(found, checkpoint_id=checkpoint / SHARDS, no_dist=True)
-    return [found[key] for key in described]
+    if values:
+        dcp.load(values, checkpoint_id=checkpoint / SHARDS, no_dist=True)
+    return [values[key] for key in described]
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:

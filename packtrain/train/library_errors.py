@@ -57,7 +57,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
-        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"make room and {_GO_ON}")
+        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"free some space and {_GO_ON}")
     if isinstance(error, FileNotFoundError) and not folder.root.exists():
         what = f"the run folder {folder.root} was removed while the run went on"
         return UserError(what, where="trainer.output_dir", fix="leave it where it is until the run has ended")

@@ -61,18 +61,18 @@ def save_final(
 
     Whole models get weights in `dtype`; `scores` says that they are reward models.
     """
-    saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
+    contents, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
-        saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
+        contents = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
         if not settings.is_base_for_adapters:
             adapters = folder.adapters
-            saved = {folder.final: "the merged model", adapters: "the adapters"}
+            contents = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
         if peft.merge:
             merged.append(folder.merged)
-            saved[folder.merged] = "the merged model"
+            contents[folder.merged] = "the merged model"
     main = trainer.accelerator.is_main_process
-    with _published([*saved] if main else []):
+    with _published([*contents] if main else []):
         if peft.kind == "none" and dtype == base_model(model).dtype:
             trainer.checkpoints.save_model(_staging(adapters))
         else:
@@ -91,7 +91,7 @@ def save_final(
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
                         tokenizer.save_pretrained(place)
-    return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+    return [f"{place.name}/ holds {what}" for place, what in contents.items()]
 
 
 def _staging(place: Path) -> Path:
@@ -205,8 +205,8 @@ class Summary:
         }
 
 
-def show(log: Log, summary: Summary, folder: RunFolder, saved: list[str], commands: list[str]) -> None:
-    """The last lines of a run: its answers, losses, the folders (`saved`), and next commands."""
+def show(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
+    """The last lines of a run: its answers, losses, the folders (`contents`), and next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in summary.answers:
         log.say(
@@ -215,7 +215,7 @@ def show(log: Log, summary: Summary, folder: RunFolder, saved: list[str], comman
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
-    for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
+    for line in (*(f"  {one}" for one in contents), "next:", *(f"  {one}" for one in commands)):
         log.say(escape(line))
 
 

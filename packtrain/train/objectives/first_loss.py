@@ -101,14 +101,14 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     """The Start of a model that is its own reference. Called on all processes together."""
     with _training(loss.model):
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
-        found = loss.alone(batch)
+        first = loss.alone(batch)
         expected = loss.alone(batch, reference=policy)
         rounding = _rounding(loss, batch, max(part.abs().max().item() for part in (*policy, *reference)))
         tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(expected))
         zero_margin = loss.of_zero_margin(batch)
         zero_margin = expected if zero_margin is None else zero_margin
-        fine = abs(found - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
-        start = Start(found, zero_margin, tolerance)
+        fine = abs(first - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
+        start = Start(first, zero_margin, tolerance)
         if not most_of_all(not fine, loss.device):
             return start
         causes = list(_causes(loss, batch, policy, reference, rounding))
@@ -116,7 +116,7 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
         return start
     ours, theirs, answer = _furthest(loss, policy, reference)
     what = (
-        f"the first loss is {found:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
+        f"the first loss is {first:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
         f"micro-batch has log-probability {ours:.7g} by the model and {theirs:.7g} by the reference"
     )
     unknown = "" if causes else "nothing that is known to cause this was found: please report this model"

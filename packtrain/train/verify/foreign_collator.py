@@ -56,7 +56,7 @@ class Collated:
     batch: dict[str, Any]
     places: tuple[tuple[int, int], ...]
 
-    def of_documents(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """[length, …] of each document, of what is per token: [rows, T, …]."""
         return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
 
@@ -65,7 +65,7 @@ class Collated:
         given = self.batch.get("position_ids")
         if not isinstance(given, torch.Tensor) or given.shape != self.batch["input_ids"].shape:
             return "not given"
-        documents = [own.cpu() for own in self.of_documents(given)]
+        documents = [own.cpu() for own in self.split(given)]
         start = int(documents[0][0])
         restarts = all(torch.equal(own, torch.arange(start, start + len(own))) for own in documents)
         return "restart" if restarts else "run on"
@@ -75,7 +75,7 @@ class Collated:
         labels = self.batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.shape != self.batch["input_ids"].shape:
             return []
-        first = [int(own[0]) for own in self.of_documents(labels)]
+        first = [int(own[0]) for own in self.split(labels)]
         begins = {row: min(at for other, at in self.places if other == row) for row, _ in self.places}
         behind = [at > begins[row] for row, at in self.places]
         return [number for number in range(1, len(first) + 1) if first[number - 1] != IGNORE and behind[number - 1]]
@@ -142,15 +142,15 @@ def _import(spec: str) -> Any:
     sys.path.insert(0, str(file.parent if file else Path.cwd()))
     with _blaming(spec, "cannot be imported"):
         if file is None:
-            found = importlib.import_module(place)
+            thing = importlib.import_module(place)
         else:
             described: Any = importlib.util.spec_from_file_location(file.stem, file)
-            found = importlib.util.module_from_spec(described)
-            sys.modules.setdefault(file.stem, found)  # where pickle looks its classes up
-            described.loader.exec_module(found)
-    if not hasattr(found, name):
-        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(found)))
-    return getattr(found, name)
+            thing = importlib.util.module_from_spec(described)
+            sys.modules.setdefault(file.stem, thing)  # where pickle looks its classes up
+            described.loader.exec_module(thing)
+    if not hasattr(thing, name):
+        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(thing)))
+    return getattr(thing, name)
 
 
 def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
@@ -192,7 +192,7 @@ def _measured(
 
     def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
         made = _collate(spec, collator, documents)
-        return made.of_documents(_logits(model, made.batch, spec))
+        return made.split(_logits(model, made.batch, spec))
 
     with evaluating(model, autocast):
         alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
@@ -209,7 +209,7 @@ def _measured(
     where = None
     if leaks and tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and sorted(place) == list(place):
         where = find_leak(model, None, run=lambda row: run(np.split(row, DOCUMENTS.starts[1:])))
-    found = {
+    report = {
         "rows": list(collated.batch["input_ids"].shape),
         "documents": list(LENGTHS),
         "positions": collated.positions(),
@@ -225,25 +225,25 @@ def _measured(
         "leaks": leaks,
         "where": {"module": where.module, "kind": where.kind} if where else None,
     }
-    verdict, problem, fix = _finding(found, seen=measured.sees)
-    return {**found, "verdict": verdict, "problem": problem, "fix": fix}
+    verdict, problem, fix = _finding(report, seen=measured.sees)
+    return {**report, "verdict": verdict, "problem": problem, "fix": fix}
 
 
-def _finding(found: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
+def _finding(report: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
     """Verdict, problem and fix; the last two "" if all is exact."""
-    alone, tolerance = found["isolation"]["max_abs_diff_alone"], found["isolation"]["tolerance"]
+    alone, tolerance = report["isolation"]["max_abs_diff_alone"], report["isolation"]["tolerance"]
     ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
-    if found["leaks"]:
-        worst = max(found["leaks"], key=lambda one: one["by"])
+    if report["leaks"]:
+        worst = max(report["leaks"], key=lambda one: one["by"])
         what = f"a change of document {worst['changed']} reaches document {worst['moved']}, whose outputs move by {worst['by']:.2g}"
-        where = f" ({found['where']['module']}: {found['where']['kind']})" if found["where"] else ""
+        where = f" ({report['where']['module']}: {report['where']['kind']})" if report["where"] else ""
         return "leaks", what + where, ours
     if not alone <= tolerance:
         why = {"run on": "positions run on along the row", "not given": "the batch has no position_ids"}
-        cause = why.get(found["positions"], "the model treats the row otherwise")
+        cause = why.get(report["positions"], "the model treats the row otherwise")
         return "leaks", f"documents come out otherwise than alone, off by {alone:.2g}: {cause}", ours
-    if found["labels_across"]:
-        number = found["labels_across"][0]
+    if report["labels_across"]:
+        number = report["labels_across"][0]
         what = f"the first token of document {number} is trained, predicted by the document before it"
         return "leaks", what, f"set its label to {IGNORE}"
     if not seen:

@@ -83,13 +83,12 @@ class Isolation:
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """Proves, writes the report, and returns the exit code: 0 if the verdict is exact on every process, else 3.
 
-    Raises UserError if something cannot be loaded or is not
-    available, CheckFailed if the proof cannot run.
+    Raises UserError if something cannot be loaded or is not available, CheckFailed if the proof cannot run.
     """
     outcome: Any
     try:
         outcome = _measure(config, ranks, peers)
-    except Disagreement:
+    except Disagreement:  # on all processes
         raise
     except CheckFailed as refusal:
         outcome = refusal
@@ -117,10 +116,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
         isolation = isolation_of(config, ranks, base, autocast)
-        pairs, packs = (
-            None,
-            config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem,
-        )
+        packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
+        pairs = None
         if config.objective.traits.pairs and share is not False and packs:
             # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
             lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
@@ -130,8 +127,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     shares = pairs is not None and not pairs.problem
     head, comparison, start = _modes(run, isolation.backend, shares=shares)
-    found = _findings(isolation, comparison, pairs if share else None, start)
-    verdict, problem, fix = next(found, ("exact", "", ""))
+    findings = _findings(isolation, comparison, pairs if share else None, start)
+    verdict, problem, fix = next(findings, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
         "model": config.model.path or f"new weights ({base.config.model_type})",
@@ -215,9 +212,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
     except CheckFailed as refusal:
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
-    found = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
+    isolation = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    return replace(found, problem=problem.what, fix=problem.fix) if problem else found
+    return replace(isolation, problem=problem.what, fix=problem.fix) if problem else isolation
 
 
 def _findings(

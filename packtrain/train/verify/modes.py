@@ -91,13 +91,12 @@ class Comparison:
     @property
     def off(self) -> list[str]:
         """The modes that ran and differ from the definition by more than rounding."""
-        return [
-            mode
-            for mode, one in self.measured.items()
-            if one.loss_rel_diff is not None
-            and one.grad_rel_diff is not None
-            and not (one.loss_rel_diff <= self.loss_tolerance and one.grad_rel_diff <= self.grad_tolerance)  # as NaN
-        ]
+
+        def fits(own: Figures) -> bool:  # NaN does not
+            loss, gradients = own.loss_rel_diff or 0.0, own.grad_rel_diff or 0.0
+            return loss <= self.loss_tolerance and gradients <= self.grad_tolerance
+
+        return [mode for mode, own in self.measured.items() if not own.problem and not fits(own)]
 
     @property
     def least_control(self) -> float:
