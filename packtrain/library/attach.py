@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -60,9 +59,8 @@ class Stats:
     """What was run packed since `attach`, in all attached models.
 
     `padded_slots` are B · L of the packed calls, `real_tokens` those of them that are no padding, `row_slots` what the model
-    ran on, `shared_tokens` real tokens that were computed with others. `seconds` on the host, planning included, of which
-    `planning_seconds` went into finding the rows. `left_alone` counts the calls that ran as they came, by the reason.
-    `unrolled` says why prompts cannot be shared, "" if they can.
+    ran on, `shared_tokens` real tokens that were computed with others. `left_alone` counts the calls that ran as they came, by
+    the reason. `unrolled` says why prompts cannot be shared, "" if they can.
     """
 
     calls: int = 0
@@ -70,10 +68,16 @@ class Stats:
     real_tokens: int = 0
     row_slots: int = 0
     shared_tokens: int = 0
-    seconds: float = 0.0
-    planning_seconds: float = 0.0
     left_alone: Counter[str] = field(default_factory=Counter)
     unrolled: str = ""
+
+    def count(self, layout: Layout) -> None:
+        """Adds a call that was run in this layout."""
+        self.calls += 1
+        self.padded_slots += layout.shape.numel()
+        self.real_tokens += layout.real
+        self.row_slots += layout.tokens
+        self.shared_tokens += layout.real - layout.tokens
 
 
 @dataclass(slots=True)
@@ -143,13 +147,6 @@ def attach(
     return handle
 
 
-def _if_available(choose: Callable[[], AttentionChoice]) -> AttentionChoice | None:
-    try:
-        return choose()
-    except UserError:
-        return None
-
-
 def _autocast(trainer: Any) -> torch.dtype | None:
     """What the trainer's autocast computes in; None without."""
     args = getattr(trainer, "args", None)
@@ -199,11 +196,11 @@ class _PackedModel:
         self._stats, self._share, self._proof = stats, share_prefix, proof
         self._tokens_per_row, self._autocast = tokens_per_row, autocast
         self._positions: Positions | None = None
-        self._current: tuple[Layout, np.ndarray | None] | None = (
-            None  # that of the head's call, and its labelled places
+        self._planned: tuple[Layout, np.ndarray | None] | None = None  # by the head's call, and its labelled places
+        self._passing = False  # calls run as they come
+        self._row: Segments | None = (
+            None  # that a call has brought itself; the code above may not pass it on, as bloom's
         )
-        self._busy = False
-        self._row: Segments | None = None  # that a call has brought itself
         self._undo = ExitStack()
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
@@ -222,9 +219,8 @@ class _PackedModel:
         if choice.unshared:
             self._share = False
         self._positions = self._what_positions_count()
-        if any(hasattr(one, "ds_id") for one in self.model.parameters()) and getattr(
-            engine, "optimizer", None
-        ):  # ZeRO-3 would expect the calls of the proof again, in every step
+        zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
+        if zero3 and getattr(engine, "optimizer", None):  # it would expect the calls of the proof again, in every step
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
@@ -243,21 +239,22 @@ class _PackedModel:
         scored = self.model.get_output_embeddings() is not None
         subject, shares = self.model if scored else self._backbone, self._share is not False
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self._autocast)
-        found: Any = None
+        agreed: Any = None
         try:
             if self._proof:
-                found = choose("auto", pairs=shares)
+                agreed = choose("auto", pairs=shares)
             else:
-                found = next(
-                    filter(None, (_if_available(functools.partial(choose, name, prove=False)) for name in AUTO))
-                )
+                for name in AUTO:
+                    with suppress(UserError):  # not available
+                        agreed = choose(name, prove=False)
+                        break
         except CheckFailed as refusal:
-            found = refusal
+            agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            found = broadcast_object_list([found])[0]
-        if isinstance(found, CheckFailed):
-            raise found
-        return found
+            agreed = broadcast_object_list([agreed])[0]
+        if isinstance(agreed, CheckFailed):
+            raise agreed
+        return agreed
 
     def _check_sharded(self, backend: str) -> None:
         if self._tokens_per_row is not None:
@@ -265,30 +262,29 @@ class _PackedModel:
             raise CheckFailed(what, fix="leave it away: a call is then one row")
         zero3 = any(hasattr(one, "ds_id") for one in self.model.parameters())
         if backend == PER_DOCUMENT or (zero3 and not uses_attention_interface(self._backbone)):
-            what = (
-                f"{type(self.model).__name__} runs packed rows document by document, which sharded weights do not allow"
-            )
+            what = f"{type(self.model).__name__} runs rows document by document, which sharded weights do not allow"
             raise CheckFailed(what, fix="use DDP or ZeRO-2 with this model, or do not attach")
 
     def _what_positions_count(self) -> Positions | None:
-        """What a padded call of the model without positions counts, seen by its outputs behind padding."""
-        document = Segments((12,))
+        """What a padded call of the model without positions counts, measured by its outputs behind padding; None if neither."""
+        document, everything = Segments((12,)), torch.ones(1, 12, dtype=torch.int64, device=self.model.device)
         ids = torch.from_numpy(random_ids(self.model, document)[:1]).to(self.model.device)
-        padded, mask = torch.cat([ids[:, :_PADDED_BY], ids], dim=1), torch.ones(1, 12 + _PADDED_BY, dtype=torch.int64)
-        mask[:, :_PADDED_BY] = 0
-        tokens = document.position_ids().to(ids.device)
-        everything = torch.ones_like(ids)
-        with evaluating(self.model, self._autocast), torch.no_grad():
-            try:
-                with refusals_of_a_model("no positions", fix=""):
-                    found = self._hidden(padded, mask.to(ids.device))[:, _PADDED_BY:]
-                    for name, given in (("tokens", None), ("columns", tokens + _PADDED_BY)):
-                        alone = self._hidden(ids, everything, **({} if given is None else {"position_ids": given}))
-                        off = (found - alone).abs().max() / alone.abs().max()
-                        if off <= tolerance_of(self._autocast or self.model.dtype):
-                            return cast(Positions, name)
-            except CheckFailed:
-                pass
+        columns = document.position_ids().to(ids.device) + _PADDED_BY
+        padded, mask = (
+            torch.cat([ids[:, :_PADDED_BY], ids], dim=1),
+            torch.nn.functional.pad(everything, (_PADDED_BY, 0)),
+        )
+        with (
+            evaluating(self.model, self._autocast),
+            torch.no_grad(),
+            suppress(CheckFailed),
+            refusals_of_a_model("no positions", fix=""),
+        ):
+            behind = self._hidden(padded, mask)[:, _PADDED_BY:]
+            for name, given in (("tokens", {}), ("columns", {"position_ids": columns})):
+                alone = self._hidden(ids, everything, **given)
+                if (behind - alone).abs().max() / alone.abs().max() <= tolerance_of(self._autocast or self.model.dtype):
+                    return cast(Positions, name)
         return None
 
     def _hidden(self, ids: torch.Tensor, mask: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -309,20 +305,20 @@ class _PackedModel:
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = _by_name(signature, args, kwargs)
             row = self._row or call.get("segments")
-            if row is not None and self.backend and not self._busy:
+            if row is not None and self.backend and not self._passing:
                 return inner(**_of_row(call, row))
-            if self._busy or not self.backend:
+            if self._passing or not self.backend:
                 return inner(*args, **kwargs)
             if (row := row_of_positions(call)) is not None:
                 return inner(**call | {"segments": row})
-            layout, places = self._current or (None, None)
+            layout, places = self._planned or (None, None)
             try:
                 layout = layout or self._layout(call)
             except LeftAlone as reason:
                 self._stats.left_alone[str(reason)] += 1
                 return inner(*args, **kwargs)
-            with self._counted(layout):
-                return self._run(inner, call, layout, places)
+            self._stats.count(layout)
+            return self._run(inner, call, layout, places)
 
         return forward
 
@@ -335,16 +331,16 @@ class _PackedModel:
         @functools.wraps(type(self.model).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             row = kwargs.get("segments")
-            if row is None and self.backend and not self._busy:
+            if row is None and self.backend and not self._passing:
                 row = row_of_positions(_by_name(signature, args, kwargs))
             if row is not None:
                 given = kwargs if passes_on else {name: one for name, one in kwargs.items() if name != "segments"}
-                with self._row_of_its_own(row):
+                with self._holding(row=row):
                     return inner(*args, **given)
             call = _by_name(signature, args, kwargs)
             labels, fused = call.pop("labels", None), call.pop("fused_lm_head", False)
             predicts = predicting and isinstance(labels, torch.Tensor) and labels.dim() == 2
-            if not predicts or "shift_labels" in call or not self.backend or self._busy:
+            if not predicts or "shift_labels" in call or not self.backend or self._passing:
                 return inner(*args, **kwargs)
             count = call.pop("num_items_in_batch", None)
             try:
@@ -352,10 +348,10 @@ class _PackedModel:
                 places = places_with_labels(labels, layout)
             except LeftAlone as reason:
                 self._stats.left_alone[str(reason)] += 1
-                with self._not_packing():
+                with self._holding(passing=True):
                     return inner(*args, **kwargs)
             if not fused:
-                with self._laid_out(layout, None):
+                with self._holding(planned=(layout, None)):
                     return inner(*args, **kwargs)
             at = to_device(torch.from_numpy(places), labels.device)
             scored = labels[:, 1:].flatten()[at][None] if len(places) else labels.new_full((1, 1), IGNORE)
@@ -363,14 +359,13 @@ class _PackedModel:
             # one place at least, so that the outputs reach every parameter, as DDP needs it
             rows_and_columns = np.unravel_index(places if len(places) else np.zeros(1, dtype=np.int64), shape)
             labelled = layout.slots.reshape(layout.shape)[rows_and_columns].clip(max=layout.tokens - 1)
-            with self._laid_out(layout, labelled):
+            with self._holding(planned=(layout, labelled)):
                 outputs = inner(**call, shift_labels=scored, fused_lm_head=True, num_items_in_batch=count)
             return _scattered(outputs, at, shape)
 
         return forward
 
     def _layout(self, call: Mapping[str, Any]) -> Layout:
-        started = time.perf_counter()
         check_call(call)
         if self.backend == PER_DOCUMENT and (call.get("output_hidden_states") or call.get("output_router_logits")):
             raise LeftAlone("hidden states of all layers, of a model that runs document by document")
@@ -379,7 +374,6 @@ class _PackedModel:
         )
         if layout.columns and self.backend == PER_DOCUMENT:
             raise LeftAlone("positions that count padding, of a model that runs document by document")
-        self._stats.planning_seconds += time.perf_counter() - started
         return layout
 
     def _shares(self) -> bool:
@@ -391,49 +385,21 @@ class _PackedModel:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
-        with self._not_packing():
+        with self._holding(passing=True):
             outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
         slots = to_device(torch.from_numpy(layout.slots), ids.device)
         joined = _joined(outputs, [segments.tokens for segments, _ in layout.rows], slots, layout.shape, places)
         return joined.to_tuple() if as_tuple else joined
 
     @contextmanager
-    def _laid_out(self, layout: Layout, places: np.ndarray | None) -> Iterator[None]:
-        """Inside the block the backbone runs `layout`, and gives its hidden states at `places`, None: at all."""
-        self._current = layout, places
+    def _holding(self, **values: Any) -> Iterator[None]:
+        """Inside the block the backbone runs what is `planned`, runs this `row`, or is `passing` calls on."""
+        before = {f"_{name}": getattr(self, f"_{name}") for name in values}
+        vars(self).update({f"_{name}": value for name, value in values.items()})
         try:
             yield
         finally:
-            self._current = None
-
-    @contextmanager
-    def _row_of_its_own(self, row: Segments) -> Iterator[None]:
-        """Inside the block the backbone runs `row`, whether the code above it passes that on (bloom's does not) or not."""
-        before, self._row = self._row, row
-        try:
-            yield
-        finally:
-            self._row = before
-
-    @contextmanager
-    def _not_packing(self) -> Iterator[None]:
-        before, self._busy = self._busy, True
-        try:
-            yield
-        finally:
-            self._busy = before
-
-    @contextmanager
-    def _counted(self, layout: Layout) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        stats = self._stats
-        stats.seconds += time.perf_counter() - started
-        stats.calls += 1
-        stats.padded_slots += layout.shape.numel()
-        stats.real_tokens += layout.real
-        stats.row_slots += layout.tokens
-        stats.shared_tokens += layout.real - layout.tokens
+            vars(self).update(before)
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -139,9 +139,9 @@ def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
 
 def _numbers(values: Any, *, like: np.ndarray | None = None, name: str = "") -> np.ndarray:
     """int64 [n] of a list, an array or a tensor; ValueError where it is not as long as the tokens."""
-    found = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int64)
-    if found.ndim != 1:
-        raise ValueError(f"a feature is one document [tokens], not {list(found.shape)}: a list of ids each")
-    if like is not None and len(found) != len(like):
-        raise ValueError(f"a feature has {len(like)} input_ids and {len(found)} {name}")
-    return found
+    numbers = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int64)
+    if numbers.ndim != 1:
+        raise ValueError(f"a feature is one document [tokens], not {list(numbers.shape)}: a list of ids each")
+    if like is not None and len(numbers) != len(like):
+        raise ValueError(f"a feature has {len(like)} input_ids and {len(numbers)} {name}")
+    return numbers

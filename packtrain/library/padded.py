@@ -84,18 +84,18 @@ def layout_of_call(
         _, begins = np.unique(starts[rows], return_inverse=True)
         documents = [document + begin * (tokens.max() + 1) for document, begin in zip(documents, begins, strict=True)]
     packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
-    slots, before, found = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
+    slots, before, laid_rows = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
     for row in packed:
         places = [
             rows[number] * real.shape[1] + starts[rows[number]] + np.arange(len(documents[number]))
             for number in row.documents
         ]
         slots.flat[np.concatenate(places)] = before + np.concatenate(row.places)
-        found.append((row.segments, np.concatenate(places)[row.sources]))
+        laid_rows.append((row.segments, np.concatenate(places)[row.sources]))
         before += row.segments.tokens
     if before == real.size:
         raise LeftAlone("nothing padded and nothing shared")
-    return Layout(tuple(found), slots.ravel(), ids.shape, int(lengths.sum()), by_column)
+    return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()), by_column)
 
 
 def check_call(call: Mapping[str, Any]) -> None:

@@ -51,13 +51,14 @@ def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     wanted = [(one, [one]) for one in targets] if isinstance(targets, list) else [(targets, targets)]
     absent = [("target_modules", one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
     absent += [
-        ("modules_to_save", one) for one in peft.modules_to_save if not any(name.endswith(one) for name in names)
+        ("modules_to_save", end) for end in peft.modules_to_save if not any(name.endswith(end) for name in names)
     ]
     if absent:
         kind, fix, parts = type(model).__name__, _names(model), {part for name in names for part in name.split(".")}
-        raise UserError(
-            [Problem(f"{kind} has no module {one!r}", f"peft.{key}", suggest(one, parts, fix)) for key, one in absent]
-        )
+        problems = [
+            Problem(f"{kind} has no module {one!r}", f"peft.{key}", suggest(one, parts, fix)) for key, one in absent
+        ]
+        raise UserError(problems)
 
 
 def _names(model: PreTrainedModel) -> str:
@@ -89,18 +90,18 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
         if peft.kind != "lora":
             return cast(Any, adapted).merge_and_unload().requires_grad_(True)
     theirs: Any = adapted.peft_config["default"]
-    found = {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}
-    if other := [name for name, value in found.items() if value != getattr(peft, name)]:
-        raise UserError(
-            [
-                Problem(
-                    f"the adapters of {folder} have {name} {found[name]:g}, not {getattr(peft, name):g}",
-                    where=f"peft.{name}",
-                    fix=f"set peft.{name}={found[name]:g}, or peft=none to merge them and train the whole model",
-                )
-                for name in other
-            ]
+    settings = {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}
+    problems = [
+        Problem(
+            f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}",
+            where=f"peft.{name}",
+            fix=f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model",
         )
+        for name, value in settings.items()
+        if value != getattr(peft, name)
+    ]
+    if problems:
+        raise UserError(problems)
     return _head_is_free(adapted, model)
 
 
@@ -118,9 +119,8 @@ def add_reference(model: Any, folder: str) -> None:
     """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, inactive except where TRL turns them on, not saved."""
     place = Path(folder).expanduser()
     check_model_folder(place)
-    with boundary(
-        f"cannot load the adapters of {folder}", "objective.reference", f"See {place / 'adapter_config.json'}."
-    ):
+    fix = f"See {place / 'adapter_config.json'}."
+    with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix):
         model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
         model.set_adapter("default")
     model.save_pretrained = partial(model.save_pretrained, selected_adapters=["default"])

@@ -59,12 +59,12 @@ class _NllSum(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
     ) -> torch.Tensor:
         inputs, matrix = hidden.bfloat16(), weight.bfloat16()
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         total = torch.zeros(())
         grads: list[torch.Tensor | None] = [
-            torch.empty_like(hidden) if of_hidden else None,
-            torch.zeros(weight.shape) if of_weight else None,  # float32, also for bfloat16 weights
-            torch.zeros(weight.shape[0]) if of_bias else None,
+            torch.empty_like(hidden) if for_hidden else None,
+            torch.zeros(weight.shape) if for_weight else None,  # float32, also for bfloat16 weights
+            torch.zeros(weight.shape[0]) if for_bias else None,
         ]
         buffer = inputs.new_empty(min(CHUNK, len(inputs)), len(matrix))
         for first in range(0, len(inputs), CHUNK):
@@ -74,10 +74,10 @@ class _NllSum(torch.autograd.Function):
                 logits += bias.bfloat16()
             for rows, targets in zip(logits.split(_ROWS), own[:, None].split(_ROWS), strict=True):
                 log_probs = rows.log_softmax(1, dtype=torch.float32)
-                of_targets = log_probs.gather(1, targets)
-                total -= of_targets.sum()
+                target_log_probs = log_probs.gather(1, targets)
+                total -= target_log_probs.sum()
                 # the logits' gradient takes their place: the probabilities, minus 1 at the target
-                rows.copy_(log_probs.exp_().scatter_(1, targets, of_targets.exp() - 1))
+                rows.copy_(log_probs.exp_().scatter_(1, targets, target_log_probs.exp() - 1))
             if grads[0] is not None:
                 grads[0][first : first + CHUNK] = logits @ matrix
             if grads[1] is not None:
@@ -88,9 +88,10 @@ class _NllSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *of_sum: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None  # freed as they are used
         scaled = (
-            None if one is None else one.mul_(of_sum[0]).to(dtype) for one, dtype in zip(grads, ctx.dtypes, strict=True)
+            None if one is None else one.mul_(upstream[0]).to(dtype)
+            for one, dtype in zip(grads, ctx.dtypes, strict=True)
         )
         return (*scaled, None)

@@ -1,7 +1,7 @@
 """The floating-point operations that training a model takes, for the logged MFU (model FLOPs utilisation).
 
-As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted, whatever is computed: no
-padding, nothing that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the
+As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted: no padding, and nothing
+that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the
 gradient of its input, if anything before it is trained, and 2 for its own, if it is trained: 6 in full training, 4 for the
 frozen weights of LoRA. An expert counts by the share of tokens that it gets. Attention takes 2 FLOPs for every dimension of a
 query and a key that it may see, 2 for the value, and twice that backwards; a query sees the keys of its document up to
@@ -11,7 +11,7 @@ itself, or its window. A shared prompt counts once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,20 +50,19 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     """The FLOPs of training `model` (adapters included), with so many more `forwards` of it, such as DPO's of the reference."""
     base = base_model(model)
     config: Any = base.config.get_text_config()
-    layers = layers_of(base)
-    first = next((n for n, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())), len(layers))
-    embedding: Any = base.get_input_embeddings()
-    embedding_trained = any(p.requires_grad for p in embedding.parameters())
-    first = 0 if embedding_trained else first
-    more = 2 * forwards
-    token = 0.0
+    layers, embedding = layers_of(base), cast(Any, base.get_input_embeddings())
+    embedding_trained = any(weight.requires_grad for weight in embedding.parameters())
+    trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+    first = 0 if embedding_trained else next(trained, len(layers))
+    more, token = 2 * forwards, 0.0
     for number, layer in enumerate(layers):
-        token += sum(
-            elements(weight) * share * (2 + more * ("lora_" not in name) + back)
-            for name, weight, share, back in _weights_of(
-                layer, config, number > first or embedding_trained, number >= first
-            )
-        )
+        for name, weight in layer.named_parameters():
+            if len(getattr(weight, "ds_shape", weight.shape)) > 1 and "original_module" not in name:
+                gradients = 2 * (embedding_trained or number > first) + 2 * weight.requires_grad
+                if number == first and not embedding_trained:
+                    gradients += 2 * (name in _behind_trained(layer))
+                share = _share_of_an_expert(config) if ".experts." in f".{name}" else 1.0
+                token += elements(weight) * share * (2 + more * ("lora_" not in name) + gradients)
     if (head := base.get_output_embeddings()) is not None:
         head_weight: Any = head.weight
         reached = 2 if first < len(layers) else 0
@@ -71,42 +70,25 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     return TrainingFlops(token, _attention(config, len(layers), first, more))
 
 
-def _weights_of(
-    layer: torch.nn.Module, config: Any, input_trained: bool, reached: bool
-) -> list[tuple[str, torch.Tensor, float, int]]:
-    """(name, weight, share of the tokens that it multiplies, FLOPs a token and element of its backward pass) of `layer`.
+def _behind_trained(layer: torch.nn.Module) -> set[str]:
+    """The weights of `layer` whose input has a gradient although that of the layer has none: all behind its first trained part.
 
-    Where nothing before the layer is trained, the parts before its first trained one take no backward pass, and in that one the
-    projections that read the layer's input (all but the last) have no gradient of it.
+    In that part it is the last projection, which reads what the others made.
     """
-    weights = [
-        (name, p) for name, p in layer.named_parameters() if _dimensions(p) > 1 and "original_module" not in name
-    ]
-    places = [name.split(".") for name, _ in weights]
-    parts = list(dict.fromkeys(place[0] for place in places))
-    trained = next((place for place, (_, p) in zip(places, weights, strict=True) if p.requires_grad), [""])
-    last = [place[1:2] for place in places if place[0] == trained[0]][-1:]
-    found = []
-    for place, (name, weight) in zip(places, weights, strict=True):
-        later = trained != [""] and parts.index(place[0]) > parts.index(trained[0])
-        after = place[0] == trained[0] and last != [trained[1:2]] and place[1:2] == last[0]
-        gradient_of_input = reached and (input_trained or later or after or "lora_B" in name)
-        share = _share_of_an_expert(config) if ".experts." in f".{name}" else 1.0
-        found.append((name, weight, share, 2 * gradient_of_input + 2 * weight.requires_grad))
-    return found
-
-
-def _dimensions(weight: torch.Tensor) -> int:
-    return len(getattr(weight, "ds_shape", weight.shape))
+    names = [name for name, _ in layer.named_parameters()]
+    trained = next(name for name, weight in layer.named_parameters() if weight.requires_grad).split(".")
+    own = [name for name in names if name.split(".")[0] == trained[0]]
+    later = [name for name in names[names.index(own[-1]) + 1 :] if name not in own]
+    last = own[-1].split(".")[1:2]
+    behind = [name for name in own if name.split(".")[1:2] == last != trained[1:2] or "lora_B" in name]
+    return {*later, *behind}
 
 
 def _share_of_an_expert(config: Any) -> float:
     """The mean share of the tokens that an expert gets."""
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((number for name in names if (number := getattr(config, name, None))), 1)
     return (getattr(config, "num_experts_per_tok", None) or experts) / experts
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _attention(config: Any, layers: int, first: int, more: int) -> dict[int | None, float]:
@@ -118,11 +100,11 @@ def _attention(config: Any, layers: int, first: int, more: int) -> dict[int | No
     value = getattr(config, "v_head_dim", None) or width
     kinds = getattr(config, "layer_types", None) or [None] * layers
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    found: dict[int | None, float] = {}
+    by_window: dict[int | None, float] = {}
     for number, kind in enumerate(kinds[:layers]):
         if (kind is not None and "attention" not in kind) or kind == "linear_attention":
             continue
         own = window if kind in (None, "sliding_attention") else None
         passes = 1 + more // 2 + 2 * (number >= first)
-        found[own] = found.get(own, 0.0) + passes * 2 * heads * (width + value)
-    return found
+        by_window[own] = by_window.get(own, 0.0) + passes * 2 * heads * (width + value)
+    return by_window

@@ -1,15 +1,15 @@
 """All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
 
-`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents, with `token_losses=True` one by one.
-`model(**padded, layout=…, labels=…, fused_lm_head=True)`, the call of all of TRL's trainers, gives per-token outputs of
-shape [rows, L - 1] although the model runs on the flattened row: they are put back to their places in the padded batch,
-zero where there is no label, as by TRL's head. So TRL's loss code runs unmodified.
+`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents, with `token_losses=True` each of them.
+`model(**padded, layout=…, labels=…, fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row and gives
+per-token outputs of shape [rows, L - 1] at their places in the padded batch, 0 where there is no label, as TRL's head does. So
+TRL's loss code runs unmodified.
 
-Both use TRL's fused LM head (no full logits), which is given the labelled positions only. Where they are comes with the batch,
-from the CPU: TRL would ask the device, and wait for it. Without Triton that head recomputes the logits in the backward pass. On
-a CPU the loss of documents therefore has its gradients made in the forward pass: by torch's own `linear_cross_entropy` in
-float32 (1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores), by bf16_head.py in bfloat16. They are
-compared with the full logits before step 1, and replaced by them in models whose head they do not fit.
+Both use TRL's fused LM head (no full logits) at the labelled places only. These come with the batch, from the CPU: TRL would ask
+the device, and wait for it. Without Triton that head recomputes the logits in the backward pass, so on a CPU the loss of
+documents has its gradients made in the forward pass: by torch's `linear_cross_entropy` in float32 (1.1 s in place of 2.9 s for
+1,024 tokens of SmolLM2's vocabulary on 2 cores), by bf16_head.py in bfloat16. The fused heads are compared with the full logits
+before step 1, which replace them in models whose head they do not fit.
 """
 
 from __future__ import annotations
@@ -43,21 +43,12 @@ from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
 _BY_TOKEN = 20  # tolerance of single tokens over that of their sum, in which errors cancel
 _PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
-_HEAD_EXTRAS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "output_multiplier",
-    "lm_head_multiplier",
-    "logits_scaling",
-)
+_HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
 @dataclass(slots=True)
 class Head:
-    """How the output head runs: `fused` (never all logits at once), or by the model's own code.
-
-    `refusal` is what the fused head said, where it could not run.
-    """
+    """How the output head runs: `fused` (never all logits at once), or, after a `refusal` or a difference, as the model's own."""
 
     loss: TokenLoss
     fused: bool = True
@@ -105,13 +96,11 @@ def name_backbone(model: PreTrainedModel) -> None:
 def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
-    With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the
-    losses of all positions whose label is not IGNORE, connected to every parameter even where there is none. Those positions are
-    `label_places` (packing/collate.py::places_of), read from the labels if not given.
-    `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
-    formula on unpadded sequences), so that it does not depend on packing. The returned Head may be changed later.
-
-    With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
+    With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the losses
+    of all positions whose label is not IGNORE (`label_places`, read from the labels if not given), connected to every
+    parameter even where there is none. With `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs.
+    `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document, so that it does not
+    depend on packing. The returned Head may be changed later.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -179,10 +168,9 @@ def choose_head(
 ) -> float:
     """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and uses those if they differ.
 
-    They differ if the fused head does not support the model's head (a transform before it, a cap under another name). Sums
-    could agree by chance, so the tokens' losses are compared too, whose rounding errors do not cancel. Returns the relative
-    difference of the fused head, infinite if it cannot run; the default `tolerance` is that of the computing format. Raises
-    CheckFailed if the model cannot run the batch.
+    They differ if the model's head has what the fused one lacks (a transform before it, a cap under another name). Sums could
+    agree by chance, so single tokens are compared too. Returns the relative difference, infinite if the fused head cannot run;
+    the default `tolerance` is that of the compute dtype. Raises CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
@@ -191,9 +179,9 @@ def choose_head(
             theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
         try:
             with refusals_of_a_model("cannot run", fix=""):
-                of_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
-                of_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
-                difference = (of_sum.maximum(of_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
+                off_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
+                off_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
+                difference = (off_sum.maximum(off_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
         except CheckFailed as refusal:
             difference, head.refusal = math.inf, refusal.problems[0].what
     head.fused = difference <= (tolerance or loss_tolerance_of(autocast or model.dtype))  # NaN is not
@@ -203,14 +191,12 @@ def choose_head(
 def _is_linear(model: PreTrainedModel) -> bool:
     """Whether the logits are a plain linear map of the last hidden state."""
     config = model.config.get_text_config()
-    return type(model.get_output_embeddings()) is nn.Linear and all(
-        getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS
-    )
+    plain = all(getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS)
+    return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
 def _is_plain_cpu(model: PreTrainedModel) -> bool:
-    head: Any = model.get_output_embeddings()
-    weight = head.weight
+    weight = cast(Any, model.get_output_embeddings()).weight
     in_float32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return weight.device.type == "cpu" and (in_float32 or computes_in_bf16(weight))
 
@@ -219,16 +205,11 @@ def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Te
     """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`; `head` is an nn.Linear."""
     if not len(places):  # a differentiable zero that touches every parameter, as DDP's reducer needs
         return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0
+    rows, targets = hidden.flatten(0, 1)[places], labels.flatten()[places]
     if computes_in_bf16(head.weight):
-        return nll_sum(hidden.flatten(0, 1)[places], head.weight, head.bias, labels.flatten()[places])
-    return F.linear_cross_entropy(
-        hidden.flatten(0, 1)[places],
-        head.weight,
-        labels.flatten()[places],
-        linear_bias=head.bias,
-        reduction="sum",
-        options=nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK),
-    )
+        return nll_sum(rows, head.weight, head.bias, targets)
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK)
+    return F.linear_cross_entropy(rows, head.weight, targets, linear_bias=head.bias, reduction="sum", options=chunks)
 
 
 def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
@@ -329,12 +310,12 @@ class _LabelledHead:
 
 @contextmanager
 def _every_position() -> Iterator[None]:
-    """Inside the block TRL's head scores all positions that it is given, without looking for those with labels."""
-    looks, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
+    """Inside the block TRL's head scores all positions that it is given, without searching for those with labels."""
+    before, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
     try:
         yield
     finally:
-        trl_utils._use_triton = looks
+        trl_utils._use_triton = before
 
 
 def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> tuple[dict[str, Any], torch.Size]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.boundary import boundary
@@ -42,21 +40,20 @@ _OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_
 def check_before_loading(
     config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, despite: Iterable[str] = (), *, scores: bool = False
 ) -> None:
-    """Raises UserError for what the model's config tells, before data is prepared and weights are read.
+    """Raises UserError for what the model's config shows to be wrong, before data is prepared and weights are read.
 
-    That is a type that does not train, keys of model.config that it does not have (`despite`, of trainer.resume_despite, may name
-    them, too), and names in `peft` of no layer: the model is made without memory. Code of a model and .gguf files are left to loading.
+    That is a type that does not train, keys of model.config (also those in `despite`, trainer.resume_despite) that it does not
+    have, and names in `peft` of no layer. Models with code of their own and .gguf files are checked when they are loaded.
     """
     config, where = _below_adapters(adapted := config)
     if config.trust_remote_code or (config.path or "").endswith(".gguf"):
         return
     with _loading(config, where, scores=scores):
-        model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer))
-        named = [one.split(".")[2] for one in despite if one.startswith("model.config.")]
+        model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer, scores=scores))
+        named = [key.split(".")[2] for key in despite if key.startswith("model.config.")]
         _check_keys(named, model_config, {*config.config, *_OF_ROTARY_MODELS}, "trainer.resume_despite")
-        model_config = with_one_score(model_config) if scores else model_config
         with torch.device("meta"):
-            model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_config(model_config)
+            model = _auto_class(scores).from_config(model_config)
     if peft.kind == "lora" and config is adapted:
         check_layer_names(model, peft)
 
@@ -72,10 +69,12 @@ def load_model(
     torch.manual_seed(seed)
     config, where = _below_adapters(adapted := config)
     with _loading(config, where, scores=scores):
-        if config.init == "pretrained" and config.path is not None:
-            _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
         model = (
-            _new(config, tokenizer, scores=scores)
+            _auto_class(scores).from_config(
+                _config_of(config, tokenizer, scores=scores),
+                dtype=None if config.dtype == "auto" else _DTYPES[config.dtype],
+                trust_remote_code=config.trust_remote_code,
+            )
             if config.init == "random"
             else loaded_patiently(config.path, lambda: _load_pretrained(config, tokenizer, seed, scores=scores))
         )
@@ -118,13 +117,8 @@ def _loading(config: Model, where: str, *, scores: bool) -> Iterator[None]:
             yield
 
 
-def _new(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedModel:
-    """A model with random weights."""
-    model_config = _config_of(config, tokenizer)
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    model_config = with_one_score(model_config) if scores else model_config
-    dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
-    return kind.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+def _auto_class(scores: bool) -> Any:
+    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -133,11 +127,9 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
-    """Hash of names, types, shapes and bytes of all weights and saved buffers, adapters among them; tied ones count once.
+    """Hash of names, types, shapes and bytes of weights and saved buffers, adapters included; tied ones count once.
 
-    Without those that are `trained`, if they are to be left out.
-
-    xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.
+    `trained=False` leaves out trained weights. xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.
     """
     digest, seen = xxhash.xxh3_128(), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -146,8 +138,7 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
         seen.add(id(tensor))
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":
-            bytes_of: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            digest.update(bytes_of)
+            digest.update(cast(Any, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
@@ -193,32 +184,11 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
         )
 
 
-def _check_generation_config(file: Path) -> None:
-    """Raises UserError for a file of JSON that transformers cannot use; what is no JSON it leaves aside."""
-    try:
-        settings = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return
-    fix = "Mend it, or take the file away: without it, one is made of the model's config."
-    if not isinstance(settings, dict):
-        found = json.dumps(settings)
-        what = f"expected an object of settings, found {found if len(found) < 40 else found[:40] + ' …'}"
-        raise UserError(what, where=str(file), fix=fix)
-    for key, value in settings.items():
-        ids = value if isinstance(value, list) else [value]
-        if key.endswith("_token_id") and not all(isinstance(one, int | None) for one in ids):
-            what = f"expected a token's number or a list of them, found {json.dumps(value)}"
-            raise UserError(what, where=f"{file}, {key}", fix=fix)
-
-
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
     assert config.path is not None  # config/rules/ refuses it
-    place = location(config.path, config)
-    dtype = _DTYPES[config.dtype]
-    overrides = config.config
+    place, dtype, overrides = location(config.path, config), _DTYPES[config.dtype], config.config
     if "gguf_file" not in place:
-        model_config = _config_of(config, tokenizer)
-        model_config = with_one_score(model_config) if scores else model_config
+        model_config = _config_of(config, tokenizer, scores=scores)
         return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
     labels = {"num_labels": 1} if scores else {}
     loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)
@@ -239,10 +209,10 @@ def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedMode
 
     Only a causal language model that becomes a reward model gets a new head, from `seed`.
     """
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    loaded: Any = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
-    model, found = loaded
-    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    model, info = _auto_class(scores).from_pretrained(
+        **arguments, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)
         return model
@@ -256,17 +226,23 @@ def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedMode
     return model
 
 
-def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The model's own config: that of model.path, or a new one with the tokenizer's special ids; with what model.config sets."""
-    overrides = dict(config.config)
-    if config.path is not None:
-        model_config = AutoConfig.from_pretrained(**location(config.path, config))
-        _check_keys(overrides, model_config)
-        if config.init == "random":
-            return type(model_config).from_dict({**model_config.to_dict(), **overrides})
-        for name, value in overrides.items():
-            setattr(model_config, name, value)
-        return model_config
+def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedConfig:
+    """The model's own config, or a new one with the tokenizer's special ids; with what model.config sets, and one score."""
+    model_config = _new_config(dict(config.config), tokenizer) if config.path is None else _saved_config(config)
+    return with_one_score(model_config) if scores else model_config
+
+
+def _saved_config(config: Model) -> PreTrainedConfig:
+    model_config = AutoConfig.from_pretrained(**location(cast(str, config.path), config))
+    _check_keys(config.config, model_config)
+    if config.init == "random":
+        return type(model_config).from_dict({**model_config.to_dict(), **config.config})
+    for name, value in config.config.items():
+        setattr(model_config, name, value)
+    return model_config
+
+
+def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     model_type = overrides.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
@@ -278,18 +254,15 @@ def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
     return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
 
 
-def _check_keys(found: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
-    """Raises UserError for keys of model.config that `config` does not have and that are not `taken` beside.
-
-    transformers would keep them, and use them for nothing.
-    """
-    known = {*config.to_dict(), *config.attribute_map, *taken}
-    problems = []
-    for name in (one for one in found if one not in known):
-        rotary, inner = name in _OF_ROTARY_MODELS and "rope_parameters" in known, getattr(config, "text_config", None)
-        holder = "rope_parameters" if rotary else "text_config" if inner is not None else ""
-        instead = f"Write it into model.config.{holder}." if holder else "Take it away."
-        fix = instead if rotary or hasattr(inner, name) else suggest(name, known, instead)
+def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
+    """Raises UserError for keys of model.config that neither `config` nor `taken` has: transformers would use them for nothing."""
+    known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
+    for name in (name for name in names if name not in known):
+        fix = suggest(name, known, "Take it away.")
+        if name in _OF_ROTARY_MODELS and "rope_parameters" in known:
+            fix = "Write it into model.config.rope_parameters."
+        elif hasattr(getattr(config, "text_config", None), name):
+            fix = "Write it into model.config.text_config."
         what = f"the config of a {config.model_type} model has no {name!r}"
         problems.append(Problem(what, where or f"model.config.{name}", fix))
     if problems:

@@ -25,10 +25,7 @@ from packtrain.plan.known_model import choose_precision
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is the format of the loaded weights, `autocast` the one that mixed precision computes in (None: no mixed precision).
-
-    `why` says why.
-    """
+    """The formats of the loaded `weights` and of `autocast` (None: no mixed precision), and `why`."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
@@ -53,13 +50,13 @@ def precision_of(model: nn.Module, mixed_precision: str) -> Precision:
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
     """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; the same on all ranks.
 
-    `recorded` is what the run had decided before the checkpoint that it goes on from, if it does: auto and fast keep to that.
-    Otherwise one rank that cannot compute in bfloat16, or is not faster in it, keeps all from it.
+    `recorded` is the choice of the run that is resumed, to which auto and fast keep. Otherwise a rank that cannot compute in
+    bfloat16, or is not faster in it, decides for all.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
     if recorded in ("no", "bf16") and asked in ("auto", "fast"):
         return Precision(weights, autocast_of(recorded), "as before the checkpoint")
-    found = choose_precision(
+    own = choose_precision(
         asked,
         weights=str(weights).removeprefix("torch."),
         adapters=base_model(model) is not model,
@@ -68,8 +65,8 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
         speed=bf16_speed,
     )
     with waiting("the number formats of all ranks"):
-        of_ranks = gather_object([found]) if ranks.world_size > 1 else [found]
-    value, why = min(of_ranks, key=lambda one: one[0] != "no")
+        choices = gather_object([own]) if ranks.world_size > 1 else [own]
+    value, why = min(choices, key=lambda choice: choice[0] != "no")
     return Precision(weights, autocast_of(value), why)
 
 

@@ -1,8 +1,8 @@
 """The reference of dpo and kto: a separate model, or log-probabilities that were precomputed.
 
 (If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/reference_choice.py decides.)
-Precomputed log-probabilities are kept beside the data cache, named by a hash of everything they depend on: pairs, weights,
-precision, model settings, LD-DPO's alpha; in 16 bits also the rows that they were computed in, and by what. Each process computes its share and rank 0 writes the file.
+Precomputed ones are kept beside the data cache, named by a hash of everything they depend on: pairs, weights, precision, model
+settings, LD-DPO's alpha; in 16 bits also rows and device. Each process computes its share, and rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def precompute(
     `parts` are those of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs, in this order.
     """
     done = place.with_suffix(".npy")
-    found = [_kept(done, shape) if ranks.main else None]
-    with waiting("rank 0 to look for the reference"):
-        (known,) = broadcast_object_list(found)
+    with waiting("rank 0 to read the reference"):
+        (known,) = broadcast_object_list([_read(done, shape) if ranks.main else None])
     if known is not None:
         return known
     values = torch.zeros(shape, device=ranks.device)
@@ -85,8 +84,8 @@ def precompute(
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:
-        fix = "Make room, or set data.cache_dir."
-        with boundary("the reference's log-probabilities cannot be kept", str(done.parent), fix):
+        fix = "Free some space, or set data.cache_dir."
+        with boundary("the reference's log-probabilities cannot be written", str(done.parent), fix):
             done.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(done.with_suffix(".lock")):  # another run may compute the same
                 with aside(done).open("wb") as file:
@@ -95,11 +94,11 @@ def precompute(
     return reduced
 
 
-def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """What an earlier run has kept; None if it kept nothing, or the file is damaged."""
+def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """What an earlier run has computed; None if there is none, or the file is damaged."""
     with suppress(OSError, ValueError, EOFError):
-        values = np.load(file) if file.is_file() else None
-        return values if values is not None and values.shape == shape else None
+        if (values := np.load(file)).shape == shape:
+            return values
     return None
 
 

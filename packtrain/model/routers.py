@@ -1,10 +1,10 @@
 """The load-balancing loss of mixture-of-experts routers, over the real tokens of a whole optimizer step.
 
 transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair,
-P_e its mean probability. That is not linear in tokens, so per micro-batch it would depend on how documents are laid out. Here
-f and P are those of the whole step: the value that transformers gives for all documents in one padded batch. f has no gradient
-and P is a mean, so once f is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks runs
-its model once more, without gradients and output head, on the same random numbers: about a quarter more time.
+P_e its mean probability. That is not linear in tokens, so per micro-batch it would depend on the layout. Here f and P are those
+of the whole step, as transformers has them for all documents in one padded batch. f has no gradient and P is a mean, so once f
+is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks runs its model once more, without
+gradients and output head, on the same random numbers: about a quarter more time.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ def balance(part: Load, whole: Load) -> torch.Tensor:
 
 
 def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLoss | None:
-    """The loss by `weight`, None for the model's own; None where it is 0, or not given and not switched on in the model.
+    """The loss by `weight`, by default the model's own; None if that is 0, or not given and not switched on in the model.
 
     Raises UserError if transformers has no such loss for `model`, or a different one.
     """
-    if weight is None and not getattr(model.config.get_text_config(), "output_router_logits", False):
-        return None
-    if weight == 0:
+    switched_on = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if weight == 0 or (weight is None and not switched_on):
         return None
     its_own: Any = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
     top_k = getattr(model, "num_experts_per_tok", None)

@@ -6,7 +6,6 @@ with `do_sample: false` and a temperature, as Llama 2 ships, would cost the trai
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,30 +23,25 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from packtrain.durable import meant_by
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
+from packtrain.wording import first_line
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Switches sampling on where the library refuses to save without it. Returns what will be saved and why, "" as a rule.
+    """Switches sampling on where the library refuses to save without it; what that does not mend is saved as it came.
 
-    What sampling does not mend is left as it came, and saved so.
+    Returns what will be saved and why; "" where the library refuses nothing.
     """
     base = base_model(model)
-    align_special_tokens(base, tokenizer)  # as transformers' Trainer does later, which may mend it
-    source, settings = base.name_or_path, getattr(base, "generation_config", None)
-    try:
-        json.loads(Path(source, GENERATION_CONFIG_NAME).read_bytes() if source else "{}")
-    except OSError:  # of a hub id
-        pass
-    except (ValueError, RecursionError):
-        return f"{GENERATION_CONFIG_NAME} of {source} is not valid JSON: one is made of the model's config"
-    if settings is None or not (refused := _refusal(settings)):  # None: a model that cannot generate
+    align_special_tokens(base, tokenizer)  # which may mend it
+    settings = getattr(base, "generation_config", None)  # None: a model that cannot generate
+    if settings is None or not (refusal := _refusal(settings)):
         return ""
     before, settings.do_sample = settings.do_sample, True
     if not _refusal(settings) and settings.temperature != 0:  # with 0 greedy answers are meant, and sampling fails
-        return f"{GENERATION_CONFIG_NAME} is saved with do_sample: true, since the library says of it: {refused}"
+        return f"{GENERATION_CONFIG_NAME} is saved with do_sample: true, since the library says of it: {refusal}"
     settings.do_sample = before
     base.generation_config = _AsItCame.from_dict(settings.to_dict())
-    return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refused}"
+    return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refusal}"
 
 
 class _AsItCame(GenerationConfig):
@@ -63,40 +57,40 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
     Raises UserError for what cannot be saved.
     """
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
-        with _told("the model's config", "model.path"):
-            for one in {model, base_model(model)} if whole else {model}:
+        with _raising_user_error("the model's config", "model.path"):
+            for part in {model, base_model(model)} if whole else {model}:
                 # PEFT looks up the layers of modules_to_save, and would ask the hub about embedding layers
-                names = model.state_dict() if one is not base_model(model) else {}
+                names = model.state_dict() if part is not base_model(model) else {}
                 empty = {name: torch.empty(0) for name in names}
-                one.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
-        with _told("the tokenizer", "model.tokenizer"):
+                part.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
+        with _raising_user_error("the tokenizer", "model.tokenizer"):
             tokenizer.save_pretrained(folder)
 
 
 @contextmanager
 def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
-    """Writes the weights (of `model`, if none are given) where the block fails to save them: they are what took the time.
+    """Writes the weights (by default those of `model`) where the block fails to save them, then raises UserError with its reason.
 
-    Raises UserError then, with the library's reason, but what the library raised where the weights fail too.
+    Where the weights cannot be written either, what the library raised is raised.
     """
     try:
         yield
     except Exception:
         if not any(Path(folder).glob("*.safetensors")):
             save_torch_state_dict(model.state_dict() if weights is None else weights, folder)
-        with _told("the model's config or tokenizer", f"saving into {meant_by(Path(folder))}"):
+        with _raising_user_error("the model's config or tokenizer", f"saving into {meant_by(Path(folder))}"):
             raise
 
 
 @contextmanager
-def _told(what: str, where: str) -> Iterator[None]:
+def _raising_user_error(what: str, where: str) -> Iterator[None]:
     """Makes a UserError of what the block raises, but for a full disk: train/library_errors.py has the words for that."""
     try:
         yield
     except Exception as error:  # of every kind, some from code that came with the model
         if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno):
             raise
-        raise UserError(f"{what} cannot be saved: {_first(error)}", where=where) from error
+        raise UserError(f"{what} cannot be saved: {first_line(error)}", where=where) from error
 
 
 def _refusal(settings: GenerationConfig) -> str:
@@ -104,10 +98,6 @@ def _refusal(settings: GenerationConfig) -> str:
     try:
         settings.validate(strict=True)
     except ValueError as error:
-        lines = [line for line in str(error).splitlines() if line.startswith("- ")] or [str(error)]
-        return _first(lines[0].removeprefix("- ")).partition(" -- ")[0]  # before its advice
+        reasons = [line for line in str(error).splitlines() if line.startswith("- ")] or [first_line(error)]
+        return reasons[0].removeprefix("- ").partition(" -- ")[0]  # before its advice
     return ""
-
-
-def _first(said: object) -> str:
-    return next(iter(str(said).strip().splitlines()), type(said).__name__)

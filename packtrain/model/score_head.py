@@ -23,15 +23,12 @@ from packtrain.errors import UserError
 from packtrain.packing.collate import ScoredRow, on_device, row_arguments, to_device
 
 HEAD = "score"
-_CLASSIFIER = "ForSequenceClassification"
 
 
 def is_reward_model(config: PreTrainedConfig) -> bool:
     """Whether the saved model has a classification head of its own."""
-    named = (
-        config.architectures if isinstance(config.architectures, list) else ()
-    )  # transformers takes whatever the file says
-    return any(_CLASSIFIER in str(name) for name in named)
+    names = config.architectures if isinstance(config.architectures, list) else ()  # may be anything in the file
+    return any("ForSequenceClassification" in str(name) for name in names)
 
 
 def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -61,13 +58,14 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
     Raises UserError if there is none, or unless `model` scores the last token by one linear layer, as decoders do.
     """
-    name, head = type(model).__name__, getattr(model, HEAD, None)
-    if not isinstance(head, nn.Linear) or model.base_model is model or model.config.is_encoder_decoder:
-        raise UserError(
-            f"{name} has no linear layer `{HEAD}` over the last token of a document: it pools or classifies in another way",
-            where="model.path",
-            fix="take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)",
-        )
+    if (
+        not isinstance(getattr(model, HEAD, None), nn.Linear)
+        or model.base_model is model
+        or model.config.is_encoder_decoder
+    ):
+        what = f"{type(model).__name__} has no linear layer `{HEAD}` over the last token of a document"
+        fix = "take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)"
+        raise UserError(f"{what}: it pools or classifies in another way", where="model.path", fix=fix)
     if tokenizer.pad_token_id is None:
         what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
         raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")

@@ -6,14 +6,14 @@ never more than a layer beside its share). From then on every call of the model,
 model on all processes together: a process that calls it once more than the others hangs.
 
 FSDP2 is applied here, one group for each layer and one for all the rest, which stays gathered during a forward pass, since
-the loss reads the output head's weights without calling it. accelerate leaves the model alone then (train/engine.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP. In mixed
-precision each process casts its share of the weights before it is gathered, and gradients are added up in float32.
+the loss reads the output head's weights without calling it. accelerate leaves the model alone then (train/engine.py). So it runs
+on CPUs too, where accelerate would silently use DDP. In mixed precision each process casts its share of the weights before it is
+gathered; gradients are summed in float32.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
 "leaf"), since calls within a layer may differ by process (experts).
 
-FSDP2 checkpoints are torch's distributed checkpoints of weights and optimizer, which any number of processes can load;
-transformers' trainer would refuse to resume such a model. DeepSpeed's engine writes its own files.
+FSDP2's checkpoints are torch's distributed ones, which any number of processes can load; DeepSpeed writes its own files.
 """
 
 from __future__ import annotations
@@ -52,16 +52,12 @@ from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 SHARDS = "shards"
 """The folder of a checkpoint with FSDP2's weights and optimizer states."""
 _OPTIONS = StateDictOptions(ignore_frozen_params=True)
-_LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_")
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a run, and which one this process is: decided once, when they have joined.
-
-    `strategy` is strategy.name.
-    """
+    """The ranks of a run and this process's own, known once they have joined; `strategy` is strategy.name."""
 
     rank: int
     world_size: int
@@ -85,30 +81,25 @@ class Ranks:
 
 
 def open_strategy(strategy: str) -> None:
-    """Called before the processes join: removes strategy settings that a launcher left in the environment.
+    """Called before the processes join: removes a launcher's strategy settings from the environment.
 
     A single process becomes a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing.
     """
-    for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     if strategy == "ddp":
         return
     if strategy in STAGES and importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
         raise UserError("DeepSpeed is not installed", where=f"strategy.name ({strategy})", fix=fix)
-    if (
-        strategy == "zero3_offload"
-    ):  # DeepSpeed compiles its optimizer with ninja, which may be installed only beside this Python
+    if strategy == "zero3_offload":  # DeepSpeed compiles its optimizer with ninja, which may be only beside this Python
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if "RANK" not in os.environ:
         os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
 
 
 def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = None) -> None:
-    """Puts `model` (adapters included) where the strategy wants it, in place.
-
-    `autocast` is the format of mixed precision, in which FSDP2 gathers weights.
-    """
+    """Puts `model` (adapters included) where the strategy wants it; FSDP2 gathers weights in `autocast`, of mixed precision."""
     if ranks.strategy in STAGES:
         import deepspeed.ops
 
@@ -123,10 +114,8 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
 
 
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
-    """Makes a model that was `spread` ready to be called before there is an optimizer.
-
-    Returns the function to call before an optimizer is made: it ends ZeRO-3's engine for proofs; weights stay sharded.
-    """
+    """Makes a model that was `spread` callable without an optimizer. Returns the function that ends this, to be called before
+    an optimizer is made; weights stay sharded."""
     if not ranks.gathers_by_engine:
         return lambda: None
     import deepspeed
@@ -167,9 +156,8 @@ def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.d
     base: Any = base_model(model)
     for part in (*reversed(layers_of(model)), base):  # inner ones first
         own = type(part)
-        fully_shard(
-            part, mesh=mesh, mp_policy=policy, reshard_after_forward=True
-        )  # torch's default keeps the last group gathered
+        # torch's default keeps the last group gathered
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
     if base is not model:
@@ -220,35 +208,27 @@ def most_of_all(number: int, device: torch.device) -> int:
     """The largest `number` of any process."""
     if not dist.is_initialized():
         return number
-    found = torch.tensor(number, device=device)
+    most = torch.tensor(number, device=device)
     with waiting("the numbers of all ranks"):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found.item())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most.item())
 
 
 def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
     """Raises CheckFailed if what is about to train is not spread by the strategy `wanted`: each process would train by itself.
 
-    `wrapped` is what the trainer calls in training, `model` the one inside, of a run that is ready for step 1.
+    `wrapped` is what is called in training, `model` the one inside, of a run that is ready for step 1.
     """
-    found = "ddp"  # or one process, which is as good
-    if isinstance(base_model(model), FSDPModule):
-        found = "fsdp2"
-    elif type(wrapped).__name__ == "DeepSpeedEngine":
-        stage = wrapped.zero_optimization_stage()
-        found = f"zero{stage}{'_offload' if stage == 3 and wrapped.zero_offload_param() else ''}"
-    elif (
-        not isinstance(wrapped, nn.parallel.DistributedDataParallel)
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-    ):
-        found = "copies of their own"
-    if wanted != found:
-        raise CheckFailed(
-            f"the run is to train by {wanted}, but it would by {found}",
-            where="strategy.name",
-            fix="start it by packtrain or torchrun; accelerate's or DeepSpeed's own settings have no part in it",
-        )
+    if wanted == "fsdp2":
+        active = isinstance(base_model(model), FSDPModule)
+    elif wanted in STAGES:
+        active = type(wrapped).__name__ == "DeepSpeedEngine" and wrapped.zero_optimization_stage() == STAGES[wanted]
+    else:
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        active = alone or isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    if not active:
+        what = f"the run is to train by {wanted}, but its model is a {type(wrapped).__name__}, which does not"
+        raise CheckFailed(what, where="strategy.name", fix="start it by packtrain or torchrun, without other settings")
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -279,13 +259,13 @@ def shards_in(checkpoint: Path) -> dict[str, Any]:
 
 def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
     """The whole tensors and plain values that `described` has of `shards_in`, on the CPU; by this process alone."""
-    found = {
+    values = {
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
         for key, one in described.items()
     }
-    if found:
-        dcp.load(found, checkpoint_id=checkpoint / SHARDS, no_dist=True)
-    return [found[key] for key in described]
+    if values:
+        dcp.load(values, checkpoint_id=checkpoint / SHARDS, no_dist=True)
+    return [values[key] for key in described]
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:

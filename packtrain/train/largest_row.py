@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from heapq import nlargest
 
 import numpy as np
 import torch
@@ -28,10 +29,9 @@ from packtrain.train.patches import counting_no_step
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted, size
 
-_LOOKED_AT = 16
-"""Steps with the longest documents, and as many with the most tokens: the fullest micro-batch is sought in these."""
-_MARGIN = 0.9  # of the memory that would just do
-_NAMED = 3
+_CANDIDATES = 16
+"""Steps with the longest documents, and as many with the most tokens: the fullest micro-batch is one of theirs."""
+_NAMED = 3  # examples
 BEFORE = 0
 """The number of the step before step 1."""
 
@@ -53,8 +53,8 @@ class RowAtWork:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """What of the config limits a micro-batch: `mode` is packing.mode, `recomputes` trainer.gradient_checkpointing; an example has so
-    many `documents`."""
+    """What of the config limits a micro-batch: `mode` is packing.mode, `recomputes` trainer.gradient_checkpointing, `documents`
+    those of an example."""
 
     batch: Batch
     mode: str
@@ -66,20 +66,16 @@ def largest_row(steps: Steps, first_step: int) -> np.ndarray:
     """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass."""
     schedule, padded = steps.schedule, steps.layout == "padding"
     end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
-    rows = [schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)]
-    found = set[int]()
-    for measured in ([int(one.max(initial=0)) for one in rows], [int(one.sum()) for one in rows]):
-        found |= set(np.argsort(measured)[-_LOOKED_AT:].tolist())
+    lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
 
     def slots(numbers: np.ndarray) -> int:
-        lengths = schedule.lengths[numbers]
-        return len(lengths) * int(lengths.max(initial=0)) if padded else int(lengths.sum())
+        own = schedule.lengths[numbers]
+        return len(own) * int(own.max(initial=0)) if padded else int(own.sum())
 
-    first = min(first_step, end - 1)
-    parts = [
-        part for step in sorted(found) for rank in schedule.layout(first + step, steps.world_size) for part in rank
-    ]
-    return max(parts, key=slots)
+    longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
+    fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())
+    candidates = sorted({*longest, *fullest})
+    return max((part for n in candidates for rank in schedule.layout(n, steps.world_size) for part in rank), key=slots)
 
 
 class WorkRecord:
@@ -87,29 +83,29 @@ class WorkRecord:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, 0
-        self._work: tuple[int, int, MicroBatch] | None = None
-        self._tried: np.ndarray | None = None
+        self._work: tuple[int, int, MicroBatch, np.ndarray | None] | None = None
 
     def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
         """Notes the micro-batch that runs next; `tried` are the numbers of its examples, before step 1."""
-        if micro == 1:
-            self._held = _allocated(self._device)
-        self._work, self._tried = (step, micro, batch), tried
+        if micro == 1 and self._device.type == "cuda":
+            self._held = torch.cuda.memory_allocated(self._device)
+        self._work = step, micro, batch, tried
 
     def end(self) -> None:
         """Notes that none is at work."""
-        self._work = self._tried = None
+        self._work = None
 
     @property
     def is_trial(self) -> bool:
-        """Whether what runs is no step, but a micro-batch that is tried before step 1."""
-        return self._tried is not None
+        """Whether a micro-batch is tried before step 1, and no step runs."""
+        return self._work is not None and self._work[3] is not None
 
     def row(self, steps: Steps) -> RowAtWork | None:
         """The micro-batch at work, if there is one; `steps` are the run's."""
         if self._work is None:
             return None
-        (step, micro, batch), numbers, number = self._work, self._tried, BEFORE
+        step, micro, batch, numbers = self._work
+        number = BEFORE
         if numbers is None:
             numbers, number = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1], step + 1
         return RowAtWork(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
@@ -128,8 +124,8 @@ def try_largest(
     counts = torch.tensor(batch.counts, device=device)
     work.begin(first_step, 1, batch, numbers)
     engine.wrapped.train()
-    counted = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), counted:
+    no_step = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), no_step:
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
         for _ in range(2):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()
@@ -165,50 +161,40 @@ def memory_error(
     """
     if place is None or not out_of_memory(error):
         return None
-    batch, numbers = place.batch, list(place.numbers)
-    named = places(numbers[:_NAMED])
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    numbers, on_gpu = list(place.numbers), ranks.device.type == "cuda"
+    names = ", ".join(places(numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" if numbers[_NAMED:] else "")
     when = f"in step {place.step} (micro-batch {place.micro})"
     if place.step == BEFORE:
         when = "before step 1, where the largest micro-batch of the first pass is tried"
-    of = f"{counted(len(numbers), 'documents')} in {batch.slots:,} token slots ({', '.join(named)}{more})"
-    total = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
-    used = f". {size(place.held)} were in use before it, {size(_peak(ranks.device))} at the peak" if total else ""
-    used += f", of {size(total)}" if total else ""
-    expected = planned(total)
-    of_plan = "" if isinstance(expected, str) else f". Planned were {expected.sentence().partition(': ')[0]}"
-    key, fix = _what_to_set(limits, place, total, ranks)
-    return UserError(
-        f"out of memory on {ranks.device} {when}: {of}{used}{of_plan}. {shortly(error)}", where=key, fix=fix
-    )
+    row = f"{counted(len(numbers), 'documents')} in {place.batch.slots:,} token slots ({names})"
+    total = torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else None
+    used = ""
+    if total is not None:
+        peak = torch.cuda.max_memory_allocated(ranks.device)
+        used = f". {size(place.held)} were in use before it, {size(peak)} at the peak, of {size(total)}"
+    if not isinstance(expected := planned(total), str):
+        used += f". Planned were {expected.sentence().partition(': ')[0]}"
+    key, fix = _what_to_set(limits, place, ranks.strategy)
+    return UserError(f"out of memory on {ranks.device} {when}: {row}{used}. {shortly(error)}", where=key, fix=fix)
 
 
-def _what_to_set(limits: RowLimits, place: RowAtWork, total: int | None, ranks: Ranks) -> tuple[str, str]:
-    """The key that limits micro-batches, and what to set it or others to; nothing of it but data.max_length changes the training."""
-    batch, share = limits.batch, 0.5
-    if total is not None and (taken := _peak(ranks.device) - place.held) > 0:
-        share = min(
-            share, _MARGIN * (total - place.held) / (2 * taken)
-        )  # the peak is where it failed, half of it at most
-    examples, tokens = len(place.numbers), place.batch.slots
-    by_tokens = limits.mode == "packed" or batch.tokens_per_device is not None
-    fewer = max(int(tokens * share), place.longest) if by_tokens else max(int(examples * share), 1)
-    key = f"batch.{'tokens' if by_tokens else 'examples'}_per_device"
-    ways = [f"{key}={fewer}"] if fewer < (tokens if by_tokens else examples) else []
+def _what_to_set(limits: RowLimits, place: RowAtWork, strategy: str) -> tuple[str, str]:
+    """The key that limits micro-batches, and what to set: half of what it is, or what trains the same in less memory.
+
+    Where an example fills the micro-batch alone, only data.max_length is left, which changes the training.
+    """
+    by_tokens = limits.mode == "packed" or limits.batch.tokens_per_device is not None
+    key, now, least = "batch.examples_per_device", len(place.numbers), 1
+    if by_tokens:
+        key, now, least = "batch.tokens_per_device", place.batch.slots, place.longest
+    fewer = max(now // 2, least)
+    ways = [f"{key}={fewer}"] if fewer < now else []
     if not limits.recomputes:
         ways.append("trainer.gradient_checkpointing=true")
-    if ranks.strategy in ("ddp", "zero1", "zero2"):
+    if strategy in ("ddp", "zero1", "zero2"):
         ways.append("strategy=fsdp2 or zero3 on several devices")
     fix = f"set {', or '.join(ways)}: each trains the same" if ways else "take peft=lora, or devices with more memory"
-    if not ways or not ways[0].startswith(key):  # an example is never split
+    if fewer >= now:
         key = "data.max_length"
-        fix += f"; or {key}={max(int(place.longest * share / limits.documents), 1)}, which cuts documents"
+        fix += f"; or {key}={max(place.longest // (2 * limits.documents), 1)}, which cuts documents"
     return key, f"{fix}. packtrain plan shows what takes how much. Then start the same command again"
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

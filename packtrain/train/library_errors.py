@@ -17,14 +17,11 @@ from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
-_PLACES = re.compile(
-    r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?"
-)  # in the source of NCCL, gloo
+# in the source of NCCL, gloo
+_PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_MODULES_OF_MODELS = "transformers_modules"
-"""Where transformers puts the code that comes with models."""
 _ASSERT = "device-side assert"  # an index out of range: a GPU error that the inputs cause, so maybe a bug
 
 
@@ -60,11 +57,11 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
-        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"make room and {_GO_ON}")
+        return UserError(f"cannot write: {first_line(error)}", where=where, fix=f"free some space and {_GO_ON}")
     if isinstance(error, FileNotFoundError) and not folder.root.exists():
         what = f"the run folder {folder.root} was removed while the run went on"
         return UserError(what, where="trainer.output_dir", fix="leave it where it is until the run has ended")
-    if isinstance(error, SystemExit) or _MODULES_OF_MODELS in raised_in(error):
+    if isinstance(error, SystemExit) or "transformers_modules" in raised_in(error):
         what = f"the code that came with the model failed: {first_line(error)}"
         return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")
     return None

@@ -59,20 +59,20 @@ def save_final(
 ) -> list[str]:
     """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder.
 
-    Whole models get weights in `dtype`. `scores`: of a reward model.
+    Whole models get weights in `dtype`; `scores` says that they are reward models.
     """
-    saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
+    contents, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
-        saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
+        contents = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
         if not settings.is_base_for_adapters:
             adapters = folder.adapters
-            saved = {folder.final: "the merged model", adapters: "the adapters"}
+            contents = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
         if peft.merge:
             merged.append(folder.merged)
-            saved[folder.merged] = "the merged model"
+            contents[folder.merged] = "the merged model"
     main = trainer.accelerator.is_main_process
-    with _published([*saved] if main else []):
+    with _published([*contents] if main else []):
         if peft.kind == "none" and dtype == base_model(model).dtype:
             trainer.checkpoints.save_model(_staging(adapters))
         else:
@@ -91,7 +91,7 @@ def save_final(
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
                         tokenizer.save_pretrained(place)
-    return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+    return [f"{place.name}/ holds {what}" for place, what in contents.items()]
 
 
 def _staging(place: Path) -> Path:
@@ -101,26 +101,23 @@ def _staging(place: Path) -> Path:
 
 @contextmanager
 def _published(places: Sequence[Path]) -> Iterator[None]:
-    """Folders that are written inside the block as `_staging`, and are there after it; also if the library has refused a config,
-    since the weights are written then (`weights_at_least`)."""
+    """Publishes the folders that the block writes as `_staging`; also where a config could not be saved, but the weights were."""
     for place in places:
         shutil.rmtree(_staging(place), ignore_errors=True)  # of a killed run
 
-    def publish_all() -> None:
-        for place in places:
-            if _staging(place).is_dir():
-                tidy(_staging(place))
-                target = meant_by(_staging(place))
-                if target.exists() and any(target.iterdir()):  # somebody's, since this run began
-                    target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-                publish(_staging(place), target)
-
+    refusal: UserError | None = None
     try:
         yield
-    except UserError:
-        publish_all()
-        raise
-    publish_all()
+    except UserError as error:
+        refusal = error
+    for place in filter(Path.is_dir, map(_staging, places)):
+        tidy(place)
+        target = meant_by(place)
+        if target.exists() and any(target.iterdir()):  # somebody's, since this run began
+            target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        publish(place, target)
+    if refusal is not None:
+        raise refusal
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:
@@ -136,10 +133,9 @@ def answer(
 
     A prompt is a user turn if the tokenizer has a chat template, else plain text to continue.
     """
-    answers = []
-    training = model.training
+    answers, training = [], model.training
     model.eval()
-    # layers that are compiled (trainer.torch_compile) are compiled for training: a cache would have them compiled for every length
+    # layers compiled by trainer.torch_compile would be compiled again for every length of a cache
     with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             progress()
@@ -209,14 +205,8 @@ class Summary:
         }
 
 
-def show(
-    log: Log,
-    summary: Summary,
-    folder: RunFolder,
-    saved: list[str],
-    commands: list[str],
-) -> None:
-    """The last lines of a run: its answers, losses, the folders (`saved`), and next commands."""
+def show(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
+    """The last lines of a run: its answers, losses, the folders (`contents`), and next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in summary.answers:
         log.say(
@@ -225,34 +215,31 @@ def show(
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
-    for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
+    for line in (*(f"  {one}" for one in contents), "next:", *(f"  {one}" for one in commands)):
         log.say(escape(line))
 
 
 def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     """Clauses on training and held-out loss (first → last), and on the ranking of held-out pairs."""
-    said = []
-    if figures["train_loss"] is not None:
-        said.append(
-            f"train loss {figures['first_loss']:.4f} → {figures['train_loss']:.4f} (first and last logged step)"
-        )
-    if figures["eval_loss"] is not None:
-        said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
-        if summary.early and summary.trainer.state.best_metric is not None:
-            said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
-    state = summary.trainer.state
+    clauses, state, early = [], summary.trainer.state, summary.early
+    if (last := figures["train_loss"]) is not None:
+        clauses.append(f"train loss {figures['first_loss']:.4f} → {last:.4f} (first and last logged step)")
+    if (last := figures["eval_loss"]) is not None:
+        clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}")
+        if early and state.best_metric is not None:
+            clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
     for accuracy, margin in _RANKED:
         if lines := [line for line in state.log_history if margin in line]:
-            best = state.best_global_step if summary.early else None
-            kept = next((line for line in lines if line["step"] == best), lines[-1])
-            moved = f"margin {lines[0][margin]:.2f} → {kept[margin]:.2f}"
-            if accuracy in kept:
-                ranked = f"{kept[accuracy]:.1%} rank right (chance: 50%)"
-                said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, {moved}")
+            best = [line for line in lines if early and line["step"] == state.best_global_step]
+            final = (best or lines[-1:])[0]
+            moved = f"margin {lines[0][margin]:.2f} → {final[margin]:.2f}"
+            if accuracy in final:
+                ranked = f"{final[accuracy]:.1%} rank right (chance: 50%)"
+                clauses.append(f"of {final['eval_pairs']:,} held-out pairs {ranked}, {moved}")
             else:
-                sides = f"{kept['eval_rewards/chosen']:.2f} desirable, {kept['eval_rewards/rejected']:.2f} not"
-                said.append(f"mean rewards of {kept['eval_answers']:,} held-out answers: {sides}, {moved}")
-    return said
+                sides = f"{final['eval_rewards/chosen']:.2f} desirable, {final['eval_rewards/rejected']:.2f} not"
+                clauses.append(f"mean rewards of {final['eval_answers']:,} held-out answers: {sides}, {moved}")
+    return clauses
 
 
 def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
@@ -260,11 +247,25 @@ def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: boo
 
     `chat` says whether the tokenizer has a chat template, `mode` is packing.mode, `scores` that of a reward model.
     """
-    final = json.dumps(str(folder.final), ensure_ascii=False)
-    code = _scoring(final, prompt, chat=chat) if scores else _generating(final, prompt, chat=chat)
-    other = "padding_free" if mode == "padding" else "padding"
+    final, turns = json.dumps(str(folder.final), ensure_ascii=False), [{"role": "user", "content": prompt}]
+    if scores:
+        turns.append({"role": "assistant", "content": "Hello!"})
+        ids = f'apply_chat_template({json.dumps(turns)}, return_dict=True, return_tensors="pt")'
+        ids = ids if chat else f'__call__({json.dumps(f"{prompt} …")} + tokenizer.eos_token, return_tensors="pt")'
+        code = (
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer;"
+            f" tokenizer = AutoTokenizer.from_pretrained({final});"
+            f" model = AutoModelForSequenceClassification.from_pretrained({final});"
+            f" print(model(**tokenizer.{ids}).logits.item())"
+        )
+    else:
+        answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
+        code = (
+            f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
+            f" print(generate({json.dumps(turns if chat else prompt, ensure_ascii=False)}, do_sample=False)[0]{answer})"
+        )
+    other, packtrain = "padding_free" if mode == "padding" else "padding", _program("packtrain")
     again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
-    packtrain = _program("packtrain")
     return [
         f"{_program('python')} -c {shlex.quote(code)}",
         f"{packtrain} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
@@ -272,32 +273,11 @@ def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: boo
     ]
 
 
-def _generating(final: str, prompt: str, *, chat: bool) -> str:
-    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
-    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
-    return (
-        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
-        f" print(generate({asked}, do_sample=False)[0]{answer})"
-    )
-
-
-def _scoring(final: str, prompt: str, *, chat: bool) -> str:
-    said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "Hello!"}]
-    ids = f'apply_chat_template({json.dumps(said)}, return_dict=True, return_tensors="pt")'
-    ids = ids if chat else f'__call__({json.dumps(f"{prompt} …")} + tokenizer.eos_token, return_tensors="pt")'
-    return (
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer;"
-        f" tokenizer = AutoTokenizer.from_pretrained({final});"
-        f" model = AutoModelForSequenceClassification.from_pretrained({final});"
-        f" print(model(**tokenizer.{ids}).logits.item())"
-    )
-
-
 def _program(name: str) -> str:
     """`name`, or its path where the shell would not find this environment's."""
-    here = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    return name if (found and Path(found).parent == here.parent) or not here.exists() else shlex.quote(str(here))
+    own = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    first = shutil.which(name)
+    return name if (first and Path(first).parent == own.parent) or not own.exists() else shlex.quote(str(own))
 
 
 def _short(text: str, limit: int) -> str:

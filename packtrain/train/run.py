@@ -189,7 +189,7 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
 def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     """All that comes before step 1: the trainer, and the checkpoint to go on from."""
     config, ranks, peers, log = run.config, run.ranks, run.peers, run.log
-    console.about_compiler(log, ranks.device)
+    console.warn_of_compiler(log, ranks.device)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
@@ -246,11 +246,11 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
-        console.about_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.about_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+        console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
+    console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
     thing = config.objective.traits.unit
-    console.about_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
-    console.attention(log, base, prepared.backend)
+    console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
+    console.log_attention(log, base, prepared.backend)
     if prepared.compiled:
         log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:

@@ -15,9 +15,6 @@ import torch
 from peft import LoraConfig
 from tiny_dpo import LAYOUTS, PAIRS, another, check_forward, ours, policy, start_loss
 from tiny_models import tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Peft
@@ -114,14 +111,6 @@ def drop_by_a_hook(trainer: Any) -> None:
     layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
 
 
-def with_another_tokenizer(folder: Path) -> Any:
-    """A reference of other weights that lies beside a tokenizer which is not that of the data."""
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<a>": 0, "<b>": 1})), eos_token="<a>")
-    for one in (another(), bare):
-        one.save_pretrained(folder / "saved")
-    return AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
-
-
 def adapted(*, beside: bool = False) -> Any:
     """With adapters that have been trained, and maybe others named ref `beside` them."""
     model: Any = add_adapters(cast(Any, policy()), Peft(kind="lora", r=4), seed=0)
@@ -149,10 +138,6 @@ FAULTS: dict[str, tuple[Callable[[Path], StepTrainer], str]] = {
     "another precision": (
         lambda folder: start(folder, policy(), policy().to(torch.bfloat16)),
         r"first in model.embed_tokens.weight: float32 in the model, bfloat16 in the reference",
-    ),
-    "another tokenizer": (
-        lambda folder: start(folder, policy(), with_another_tokenizer(folder)),
-        r"the reference has another tokenizer \(.*saved\) than the data",
     ),
     "adapters that are not new": (
         lambda folder: start(folder, adapted(), None),

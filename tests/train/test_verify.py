@@ -20,7 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
+from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.offline import OFFLINE_ADVICE
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
@@ -60,22 +60,6 @@ def compared(model: Any, backend: str = "segmented") -> Comparison:
     add_fused_lm_head(model)
     add_loss_sum(model)
     return compare_documents(model, backend, pad_token_id=0, loss="nll", autocast=None)
-
-
-def test_what_rounding_would_lose_of_the_first_update_is_told_and_no_part_of_the_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = Optim(learning_rate=3e-6, bf16_rounding="nearest")
-    code, report = proved(tmp_path, LLAMA, dtype="bfloat16", optim=plain)
-    assert (code, report["verdict"]) == (0, "exact")
-    assert report["updates_lost"]["share"] > 0.9
-    show(report, as_json=False)
-    shown = capsys.readouterr().out
-    assert "of the first update would be lost in rounding" in shown and "set optim.bf16_rounding to auto" in shown
-    _, report = proved(tmp_path, LLAMA, dtype="bfloat16", optim=replace(plain, bf16_rounding="auto"))
-    assert report["updates_lost"]["share"] < 0.01 and not report["updates_lost"]["fix"]
-    show(report, as_json=False)
-    assert "lost in rounding" not in capsys.readouterr().out
 
 
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:

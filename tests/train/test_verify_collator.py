@@ -156,12 +156,8 @@ def test_it_tells_positions_that_run_on_and_labels_of_another_document(others: s
     ],
 )
 def test_what_is_wrong_with_a_collator_is_said(others: str, name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=said):
         proved("llama", others + name)
-    if "traceback" in str(refused.value):
-        log = Path(str(refused.value).split("traceback is in ")[1].rstrip("."))
-        assert "Traceback" in log.read_text()
-        log.unlink()
 
 
 def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: str) -> None:

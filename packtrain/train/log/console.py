@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -88,26 +87,27 @@ def warnings_to(log: Log) -> None:
     warnings.showwarning = note
 
 
-def about_compiler(log: Log, device: torch.device) -> None:
+def warn_of_compiler(log: Log, device: torch.device) -> None:
     """Warns, once, where kernels that Triton builds are wanted and cannot be built."""
     if device.type == "cuda" and (lack := lack_of_compiler()):
         log.warn(f"{lack}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
-def about_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
-    """What is another than when the checkpoint of that name was written: it holds from here on."""
+def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
+    """Settings that differ from those with which the checkpoint was written; they hold from here on."""
     if asked_for:
         log.warn(f"from here on, by trainer.resume_despite: {'; '.join(asked_for)}")
     if others:
         log.fact("changed", f"since {checkpoint}: {'; '.join(others)}")
 
 
-def about_model(
+def log_model(
     log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
 ) -> None:
     """The trained model and its number formats."""
     base = base_model(model)
-    whole, trained = (_count(sum(map(elements, some))) for some in (base.parameters(), _trained(model)))
+    trained = _count(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
+    whole = _count(sum(map(elements, base.parameters())))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
@@ -115,26 +115,19 @@ def about_model(
     computed = f", computed in {_dtype(precision.autocast or precision.weights)}"
     why = f" ({precision.why})" if precision.why != "asked for" else ""
     updated = _updated(optim, model, strategy)
-    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{why}{updated}{_products()}")
-
-
-def _products() -> str:
-    """A clause on products of float32, where the environment asks for TF32."""
-    asked = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    return f", float32 products without TF32 ({asked} is overruled)" if os.environ.get(asked, "0") != "0" else ""
+    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{why}{updated}")
 
 
 def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
     """A clause on what takes the updates of bfloat16 weights, where some are trained."""
     if not any(map(loses_updates, model.parameters())):
         return ""
+    masters = ", float32 masters" if optim.keeps_masters or strategy in STAGES else ""
     rounded = ", rounded by chance" if optim.bf16_rounding == "stochastic" else ""
-    if optim.keeps_masters or strategy in STAGES:
-        return f", float32 masters{rounded}"
-    return rounded or ", updates rounded to them"
+    return masters + rounded or ", updates rounded to them"
 
 
-def about_steps(
+def log_steps(
     log: Log,
     thing: str,
     optim: Optim,
@@ -167,11 +160,11 @@ def about_steps(
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if batch.examples_per_step and batch.examples_per_step > len(data.train):
         log.warn(
-            f"a step of {batch.examples_per_step:,} is more than all {counted(len(data.train), thing)} of an epoch"
+            f"a step of {batch.examples_per_step:,} is more than the {counted(len(data.train), thing)} of an epoch"
         )
 
 
-def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
+def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
     """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
     if decision is None:
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
@@ -187,33 +180,22 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
         )
 
 
-def prompts(log: Log, layout: str, unshared: str) -> None:
+def log_prompts(log: Log, layout: str, unshared: str) -> None:
     """How the prompts of pairs run in a row."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
 
 
-def pairs(
-    log: Log, objective: Objective, layout: str, unshared: str, reference: ReferenceChoice, dropout: float
-) -> None:
-    """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
-    prompts(log, layout, unshared)
-    weights = objective.option("loss_weights") or [1.0] * len(objective.losses)
-    losses = [
-        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
-    ]
-    _held_to(log, objective, " + ".join(losses), reference, dropout)
-
-
-def unpaired(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
-    """The loss of answers with labels and the reference; `dropout` is peft.dropout."""
-    weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
-    weighed = "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
-    _held_to(log, objective, f"{objective.losses[0]}{weighed}", reference, dropout)
-
-
-def _held_to(log: Log, objective: Objective, loss: str, reference: ReferenceChoice, dropout: float) -> None:
+def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
+    """The losses of preference training with their weights, and the reference; `dropout` is peft.dropout."""
+    if objective.kind == "kto":
+        weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
+        loss = objective.losses[0]
+        loss += "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
+    else:
+        each = zip(objective.losses, objective.option("loss_weights") or [1] * len(objective.losses), strict=True)
+        loss = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in each)
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
@@ -229,37 +211,36 @@ def _held_to(log: Log, objective: Objective, loss: str, reference: ReferenceChoi
 def _documents(report: DataReport) -> str:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
     cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
-    shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
-    made = counted(report.documents, "documents")
-    if (pairs := report.pairs) is not None:
-        made = counted(pairs.pairs, "pairs")
-        if "ranked" in report.format:
-            made += " (of ranked lists, the best answer with the worst)"
-        shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
-        if apart := pairs.pairs - pairs.shareable:
-            shortened += f", {apart:,} of them shorter than two tokens and not shared"
-        if report.apart:
-            shortened += f", {report.apart:,} of them tokenised differently once the answer follows"
-    elif (labels := report.labels) is not None:
+    made, pairs, labels = counted(report.documents, "documents"), report.pairs, report.labels
+    remarks = [f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"]
+    differently = f"{report.apart:,} of them tokenised differently once the answer follows"
+    if pairs is not None:
+        ranked = " (of ranked lists, the best answer with the worst)" if "ranked" in report.format else ""
+        made = counted(pairs.pairs, "pairs") + ranked
+        remarks.append(f"prompts are {pairs.prompt_share:.0%} of the tokens")
+        if short := pairs.pairs - pairs.shareable:
+            remarks[-1] += f", {short:,} of them shorter than two tokens and not shared"
+        remarks[-1] += f", {differently}" if report.apart else ""
+    elif labels is not None:
         made = f"{counted(report.documents, 'answers')}, {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
-        if report.apart:
-            shortened += f"; {report.apart:,} prompts tokenised differently once the answer follows"
+        remarks += [f"of the prompts {differently}"] if report.apart else []
     elif report.apart:
-        shortened += f"; {report.apart:,} in parts, as a token would lie over the border of an answer"
-    if report.retold:
-        what = "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask"
-        shortened += f"; {report.retold:,} {what}"
-    if report.unrolled:
-        what = "became a document for each question, as the chat template rewrites what came before the last one"
-        shortened += f"; {report.unrolled:,} {what}"
+        remarks.append(f"{report.apart:,} in parts, as a token would lie over the border of an answer")
+    for number, what in (
+        (
+            report.retold,
+            "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask",
+        ),
+        (
+            report.unrolled,
+            "became a document for each question, as the chat template rewrites what came before the last one",
+        ),
+    ):
+        remarks += [f"{number:,} {what}"] if number else []
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
-        f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
+        f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; dropped: {dropped}"
     )
-
-
-def _trained(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
-    return (weight for weight in model.parameters() if weight.requires_grad)
 
 
 def _count(number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -53,11 +52,9 @@ class StepFigures:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
-        """`forwards`: of a step, beside the trained one."""
-        self._last: LateCopy | None = None
+        """`dtype` is that of the computation; `forwards` are those of a step beside the trained one."""
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
-        self._opened = 0
-        self._since: float | None = None
+        self.forget()
         self.peak = _peak(accelerator, dtype)
         self._steps, self._devices = steps, accelerator.num_processes
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
@@ -79,7 +76,8 @@ class StepFigures:
 
     def forget(self) -> None:
         """Drops the figures since the last line, of steps that are made again."""
-        self._last, self._opened, self._since = None, 0, None
+        self._last: LateCopy | None = None
+        self._opened, self._since = 0, cast("float | None", None)
         self._sum = torch.zeros_like(self._sum)
 
     def close(self, step: int) -> dict[str, Any]:
@@ -133,9 +131,8 @@ def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
 class MetricsFile(TrainerCallback):
     """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
 
-    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again; so is an
-    evaluation of the checkpoint's own step that it does not know of, and which the run repeats. `seconds` of
-    a line is how long the run has trained until then, evaluations included, the time between its attempts not.
+    A run that resumes first removes the lines of steps and evaluations that it makes again. `seconds` of a line is how long the
+    run has trained until then, over all its attempts, evaluations included.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
@@ -154,8 +151,7 @@ class MetricsFile(TrainerCallback):
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
             write_text(self._path, kept)
-        seconds = json.loads(lines[-1]).get("seconds") if lines else 0
-        self._since -= seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else 0
+        self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Writes the line."""
@@ -167,7 +163,7 @@ class MetricsFile(TrainerCallback):
         self._append(json.dumps(line) + "\n")
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Tries again to write what waits for room: a checkpoint may follow."""
+        """Tries again to write what waits for disk space: a checkpoint may follow."""
         if self._unwritten:
             self._append("")
 
@@ -179,29 +175,27 @@ class MetricsFile(TrainerCallback):
 
     def _append(self, line: str) -> None:
         """Adds the line, or keeps it for later where the disk is full: never half of it."""
-        lines, self._unwritten, before = self._unwritten + line, "", None
+        lines, self._unwritten = self._unwritten + line, ""
+        before = self._path.stat().st_size if self._path.exists() else 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
-                before = file.tell()
-                if file.write(lines.encode()) < len(lines.encode()):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(lines)
         except OSError as error:
             if lines == line:
-                self._say(f"{self._path.name} waits for room: {error}")
+                self._say(f"{self._path.name} waits for disk space: {error}")
             self._unwritten = lines
-            if before is not None:
-                with suppress(OSError):
-                    os.truncate(self._path, before)
+            with suppress(OSError):
+                os.truncate(self._path, before)
 
 
 def _place_of(line: str) -> tuple[float, bool]:
     """The step of a line, and whether it is of an evaluation."""
-    with suppress(ValueError, RecursionError):  # a half line of a killed run
-        found = json.loads(line)
-        if isinstance(found, dict) and isinstance(found.get("step"), (int, float)):
-            return found["step"], "eval_loss" in found
-    return math.inf, False
+    try:
+        figures = json.loads(line)
+        return float(figures["step"]), "eval_loss" in figures
+    except (ValueError, LookupError, TypeError):  # half a line of a killed run
+        return math.inf, False
 
 
 class TerminalProgress(TrainerCallback):

@@ -94,7 +94,8 @@ class DPO(ReferenceObjective, PairObjective):
         precision: Precision,
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        console.pairs(log, self.objective, self.layout, self.unshared, self.reference, self._peft.dropout)
+        console.log_prompts(log, self.layout, self.unshared)
+        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
         self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
     def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> PairSteps:

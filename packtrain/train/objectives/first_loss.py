@@ -2,7 +2,8 @@
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
 the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss of dpo, half of the weights for kto. If it is not, known causes are checked: dropout, stale log-probabilities, adapters, tokenizers, weights and formats.
+loss of dpo, half of the weights for kto. If it is not, known causes are checked: dropout, stale log-probabilities, adapters,
+weights and their formats.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.schema import Model
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.model.spread import most_of_all
@@ -102,14 +101,14 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     """The Start of a model that is its own reference. Called on all processes together."""
     with _training(loss.model):
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
-        found = loss.alone(batch)
+        first = loss.alone(batch)
         expected = loss.alone(batch, reference=policy)
         rounding = _rounding(loss, batch, max(part.abs().max().item() for part in (*policy, *reference)))
         tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(expected))
         zero_margin = loss.of_zero_margin(batch)
         zero_margin = expected if zero_margin is None else zero_margin
-        fine = abs(found - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
-        start = Start(found, zero_margin, tolerance)
+        fine = abs(first - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
+        start = Start(first, zero_margin, tolerance)
         if not most_of_all(not fine, loss.device):
             return start
         causes = list(_causes(loss, batch, policy, reference, rounding))
@@ -117,7 +116,7 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
         return start
     ours, theirs, answer = _furthest(loss, policy, reference)
     what = (
-        f"the first loss is {found:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
+        f"the first loss is {first:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
         f"micro-batch has log-probability {ours:.7g} by the model and {theirs:.7g} by the reference"
     )
     unknown = "" if causes else "nothing that is known to cause this was found: please report this model"
@@ -127,10 +126,10 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
 def _rounding(loss: HeldLoss, batch: MicroBatch, longest: float) -> float:
     """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
-    Sums are made in float32. In 16 bits the same row has, by the same weights, what two calls of the model have (precomputed
-    ones come from the same row; a hundredth of what another row would change is left to them). Only a reference with adapters
-    merged into its weights rounds otherwise, by some units in the last place a token (0.64 nats over 358 tokens of
-    SmolLM2-135M in bfloat16, where that is 0.0078).
+    Sums are made in float32. In 16 bits two calls of the same model on the same row show how much it rounds; precomputed ones
+    come from the same row too, and get a hundredth of what another row would change. Only adapters that are merged into the
+    reference's weights round otherwise, by some units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M
+    in bfloat16, where that is 0.0078).
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
     if loss.compute_dtype.itemsize > 2:
@@ -139,8 +138,7 @@ def _rounding(loss: HeldLoss, batch: MicroBatch, longest: float) -> float:
         rounding += 4 * _apart(loss.policy_logps(batch), loss.policy_logps(batch))
     tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
     otherwise = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
-    weights = loss.model.named_parameters()
-    adapts = any("lora_B" in name and bool(_local(weight).any()) for name, weight in weights)
+    adapts = any("lora_B" in name and bool(_local(weight).any()) for name, weight in loss.model.named_parameters())
     if loss.trl.ref_model is not None and most_of_all(adapts, loss.device):
         return rounding + otherwise
     return rounding + (otherwise / 100 if _precomputed(batch) else 0)
@@ -168,11 +166,6 @@ def _causes(loss: HeldLoss, batch: MicroBatch, policy: Logps, kept: Logps, round
     else:
         reference = cast(Any, loss.accelerator.unwrap_model(loss.trl.ref_model))
         yield from _dropout("reference", reference, _apart(kept, loss.reference_logps(batch)), rounding)
-        path, own = (getattr(one.config, "_name_or_path", "") for one in (reference, base_model(model)))
-        tokenizer = cast(Any, loss.trl.processing_class)
-        if path not in ("", own) and load_tokenizer(Model(path=path)).get_vocab() != tokenizer.get_vocab():
-            fix = "hold the model to a reference with its own tokenizer"
-            yield Problem(f"the reference has another tokenizer ({path}) than the data", "model.tokenizer", fix)
         yield from _weights(base_model(model), reference)
 
 
@@ -206,28 +199,25 @@ def _adapters(model: nn.Module) -> Iterator[Problem]:
     """The first adapter weight that differs from the reference: the model with adapters off, or with those named ref."""
     weights = dict(model.named_parameters())
     for name, weight in weights.items():
-        if ".default." not in name:
-            continue
         other = weights.get(name.replace(".default.", ".ref."))
         # without adapters named ref the reference has them off, which is the same as long as lora_B is zero
-        is_new = "lora_B" not in name or not _local(weight).any()
-        equal = is_new if other is None else _same(weight, other)
-        if not equal:
+        equal = _same(weight, other) if other is not None else "lora_B" not in name or not _local(weight).any()
+        if ".default." in name and not equal:
             what = f"the adapters that training starts from are not those of the reference, first in {name}"
-            fix = "leave it at auto: the model is then held to those that it starts from"
-            yield Problem(what, "objective.reference", fix)
+            yield Problem(
+                what, "objective.reference", "leave it at auto: the model is then held to those it starts from"
+            )
             return
 
 
 def _weights(model: nn.Module, reference: nn.Module) -> Iterator[Problem]:
     """The first weight (adapters excluded) that differs in its number format or values."""
-    ours, theirs = (
-        {name.replace(".base_layer", ""): weight for name, weight in one.named_parameters() if "lora_" not in name}
-        for one in (model, reference)
-    )
-    for name, weight in ours.items():
-        if name not in theirs or weight.dtype != theirs[name].dtype or not _same(weight, theirs[name]):
-            formats = [str(one[name].dtype).removeprefix("torch.") if name in one else "no" for one in (ours, theirs)]
+    theirs = dict(reference.named_parameters())
+    for full_name, weight in model.named_parameters():
+        name = full_name.replace(".base_layer", "")
+        other = theirs.get(name)
+        if "lora_" not in name and (other is None or weight.dtype != other.dtype or not _same(weight, other)):
+            formats = ["no" if one is None else str(one.dtype).removeprefix("torch.") for one in (weight, other)]
             what = f"the weights differ, first in {name}: {formats[0]} in the model, {formats[1]} in the reference"
             yield Problem(what, "objective.reference", "load both from the same files, in the same model.dtype")
             return

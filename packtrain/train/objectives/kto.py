@@ -118,7 +118,7 @@ class KTO(ReferenceObjective):
         precision: Precision,
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        console.unpaired(log, self.objective, self.reference, self._peft.dropout)
+        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
         if (remark := balance(cast(UnpairedSteps, trainer.steps).data.report.labels, self.objective)) is not None:
             log.warn(remark)
         self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)

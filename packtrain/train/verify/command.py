@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -77,28 +77,38 @@ def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as
 
 
 def _show_collator(report: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
     rows, tokens = report["rows"]
-    lines = {
-        "model": f"{report['model']} ({report['architecture']}, {report['dtype']}) on {report['device']}",
-        "attention": report["backend"],
-        "collator": f"{report['collator']}: {counted(len(report['documents']), 'documents')} of {listed([str(n) for n in report['documents']])} "
-        f"tokens in {counted(rows, 'rows')} of {tokens}",
-        "positions": {"restart": "restart with each document", "run on": "run on along the row"}.get(
-            report["positions"], "not given"
-        ),
-    }
-    for name, text in lines.items():
-        console.print(f"[bold]{name:<11}[/]{escape(text)}")
+    documents = (
+        f"{counted(len(report['documents']), 'documents')} of {listed([str(n) for n in report['documents']])} tokens"
+    )
+    positions = {"restart": "restart with each document", "run on": "run on along the row"}
+    head = [
+        ("model", f"{report['model']} ({report['architecture']}, {report['dtype']}) on {report['device']}"),
+        ("attention", report["backend"]),
+        ("collator", f"{report['collator']}: {documents} in {counted(rows, 'rows')} of {tokens}"),
+        ("positions", positions.get(report["positions"], "not given")),
+    ]
     proof, table = report["isolation"], _empty_table()
     for what, name in _OF_ISOLATION.items():
         _add(table, what, proof[name], proof["tolerance"])
     for leak in report["leaks"]:
         _add(table, f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], proof["tolerance"])
     _add(table, _CONTROL, proof["control"], proof["least_control"], least=True)
+    _print(head, table, report)
+
+
+def _print(head: Iterable[tuple[str, str]], table: Table, report: dict[str, Any], *, remark: str = "") -> None:
+    """The lines above the table, the table, a `remark`, and the verdict with problem and fix."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in head:
+        console.print(f"[bold]{name:<11}[/]{escape(text)}")
     console.print(table)
+    if remark:
+        console.print(remark)
+    several = report.get("processes", 1) > 1 and report["verdict"] != "exact"
+    where = f" (rank {report['rank']} of {report['processes']})" if several else ""
     problem = f": {escape(report['problem'])}" if report["problem"] else ""
-    console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{problem}")
+    console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{where}{problem}")
     if report["fix"]:
         console.print(f"  → {escape(report['fix'])}")
 
@@ -119,23 +129,11 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    for name, text in _head(report):
-        console.print(f"[bold]{name:<11}[/]{escape(text)}")
-    console.print(_table(report))
-    verdict, several = report["verdict"], report["processes"] > 1
-    if verdict == "exact" and not report["controls_see"]:
-        console.print(
-            "Controls are weak: the model's outputs hardly depend on its context. Documents that run apart need no control."
-        )
-    where = f" (rank {report['rank']} of {report['processes']})" if several and verdict != "exact" else ""
-    problem = f": {escape(report['problem'])}" if report["problem"] else ""
-    console.print(f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}{problem}")
-    if report["fix"]:
-        console.print(f"  → {escape(report['fix'])}")
-    if (lost := report["updates_lost"])["fix"]:
-        console.print(f"[yellow]{lost['share']:.0%} of the first update would be lost in rounding[/]")
-        console.print(f"  → {escape(lost['fix'])}")
+    weak = report["verdict"] == "exact" and not report["controls_see"]
+    remark = (
+        "Controls are weak: the model's outputs hardly depend on its context. Documents that run apart need no control."
+    )
+    _print(_head(report), _table(report), report, remark=remark if weak else "")
 
 
 def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -160,22 +158,14 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _empty_table() -> Table:
     table = Table(title=None)
-    for name, right in (("measured", False), ("figure", True), ("tolerance", True), ("", False)):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for name in ("measured", "figure", "tolerance", ""):
+        table.add_column(name, justify="right" if name in ("figure", "tolerance") else "left", no_wrap=True)
     return table
 
 
-def _add(
-    table: Table,
-    what: str,
-    figure: float | None,
-    limit: float | None,
-    *,
-    least: bool = False,
-    wrong: str = "[red]no[/]",
-) -> None:
+def _add(table: Table, what: str, figure: float | None, limit: float | None, *, least: bool = False) -> None:
     fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
-    mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else wrong
+    mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
     table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
 
 
@@ -184,18 +174,15 @@ def _table(report: dict[str, Any]) -> Table:
     table = _empty_table()
     add = partial(_add, table)
 
-    def add_control(proof: dict[str, Any]) -> None:
-        add(_CONTROL, proof["control"], proof["least_control"], least=True)
-
     proof, pairs, tolerances = report["isolation"], report["pairs"], report["tolerances"]
     for what, name in _OF_ISOLATION.items():
         add(what, proof[name], proof["tolerance"])
-    add_control(proof)
+    add(_CONTROL, proof["control"], proof["least_control"], least=True)
     if pairs and pairs["prompts_shared"]:
         moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
         add("pairs: beside a changed one, answers move by", moved, pairs["tolerance"])
         add("pairs: an answer in a row and alone differ by", pairs["max_abs_diff_alone"], pairs["tolerance"])
-        add_control(pairs)
+        add(_CONTROL, pairs["control"], pairs["least_control"], least=True)
     if start := report["start"]:
         table.add_section()
         right = "ln 2" if abs(start["zero_margin"] - math.log(2)) < 1e-6 else _number(start["zero_margin"], 7)
@@ -206,9 +193,6 @@ def _table(report: dict[str, Any]) -> Table:
     for mode, figures in {**report["modes"], **({"packed with shared prompts": shared} if shared else {})}.items():
         add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
-    lost = report["updates_lost"]
-    if lost["share"] is not None:
-        add("weights that an update leaves as they were", lost["share"], lost["most"], wrong="[yellow]lost[/]")
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
 

@@ -2,9 +2,8 @@
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
 (proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
-pairs (4) the first loss against the reference of the config (objectives/first_loss.py), and in any case what rounding would lose of the first
-update (first_update.py), which is told and no part of the verdict. A sharded model is proved as it is sharded, by
-all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
+pairs (4) the first loss against the reference of the config (objectives/first_loss.py). A sharded model is proved as it is
+sharded, by all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
 model in each process. The main process writes the worst report into the run folder. All documents are random tokens.
 
 Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
@@ -32,7 +31,6 @@ from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
-from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes, least_control
 from packtrain.proof.leak import Leak, find_leak
@@ -45,15 +43,12 @@ from packtrain.train.preflight import why_not_together
 from packtrain.train.preparation import Prepared, begin, load, settle_precision, spread_model
 from packtrain.train.sync.store_barrier import Peers
 from packtrain.train.verify.command import finite
-from packtrain.train.verify.first_update import lost_in_first_update
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
     Comparison,
     compare_documents,
-    compare_pairs,
-    compare_preferences,
-    compare_unpaired,
+    compare_examples,
     loss_on_random_pairs,
     random_documents,
     start_on_random_pairs,
@@ -88,13 +83,12 @@ class Isolation:
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """Proves, writes the report, and returns the exit code: 0 if the verdict is exact on every process, else 3.
 
-    Raises UserError if something cannot be loaded or is not
-    available, CheckFailed if the proof cannot run.
+    Raises UserError if something cannot be loaded or is not available, CheckFailed if the proof cannot run.
     """
     outcome: Any
     try:
         outcome = _measure(config, ranks, peers)
-    except Disagreement:
+    except Disagreement:  # on all processes
         raise
     except CheckFailed as refusal:
         outcome = refusal
@@ -122,10 +116,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
         isolation = isolation_of(config, ranks, base, autocast)
-        pairs, packs = (
-            None,
-            config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem,
-        )
+        packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
+        pairs = None
         if config.objective.traits.pairs and share is not False and packs:
             # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
             lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
@@ -135,9 +127,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     shares = pairs is not None and not pairs.problem
     head, comparison, start = _modes(run, isolation.backend, shares=shares)
-    lost = lost_in_first_update(comparison.sampled, comparison.norm, config.optim, deepspeed=ranks.strategy in STAGES)
-    found = _findings(isolation, comparison, pairs if share else None, start)
-    verdict, problem, fix = next(found, ("exact", "", ""))
+    findings = _findings(isolation, comparison, pairs if share else None, start)
+    verdict, problem, fix = next(findings, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
         "model": config.model.path or f"new weights ({base.config.model_type})",
@@ -167,7 +158,6 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "prefix_shared": measured.get(SHARED),
         "reference": {"loss": comparison.reference, "documents": list(comparison.lengths)},
         "control": asdict(comparison.control),
-        "updates_lost": asdict(lost),
         "tolerances": {
             "loss": comparison.loss_tolerance,
             "grad_rel_diff": comparison.grad_tolerance,
@@ -188,33 +178,23 @@ def _load(run: Prepared) -> Prepared:
 
 def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and the Start of preference training."""
-    objective, held, model = run.config.objective, run.objective, run.model
-    padded = backend is None or run.config.packing.mode == "padding"
-    if isinstance(held, KTO):
-        (loss, steps), start = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer), None
-        if held.reference.at_start:
-            layout = "padding" if padded else "flat"
-            start = start_on_random_pairs(
-                loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed"
-            )
-        return Head(objective.token_loss), compare_unpaired(loss, steps, backend), start
-    if isinstance(held, Reward):
-        loss, steps = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer)
-        return Head(objective.token_loss), compare_pairs(loss, steps, backend, shares=shares), None
-    if not isinstance(held, DPO):
-        base, pad, autocast = base_model(model), int(run.tokenizer.pad_token_id or 0), run.precision.autocast
+    objective, held = run.config.objective, run.objective
+    if not isinstance(held, DPO | KTO | Reward):
+        base, pad, autocast = base_model(run.model), int(run.tokenizer.pad_token_id or 0), run.precision.autocast
+        kind = objective.token_loss
         add_fused_lm_head(base)
-        head = add_loss_sum(base, loss=objective.token_loss, neftune_alpha=objective.option("neftune_noise_alpha"))
+        head = add_loss_sum(base, loss=kind, neftune_alpha=objective.option("neftune_noise_alpha"))
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
-        kind = objective.token_loss
-        return head, compare_documents(model, backend, pad_token_id=pad, loss=kind, autocast=autocast), None
-    (loss, steps), start = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer), None
-    if held.reference.at_start:
+        return head, compare_documents(run.model, backend, pad_token_id=pad, loss=kind, autocast=autocast), None
+    loss, steps = loss_on_random_pairs(held, run.model, run.tokenizer, run.precision, run.config.trainer)
+    start = None
+    if not isinstance(held, Reward) and held.reference.at_start:
+        padded = backend is None or run.config.packing.mode == "padding"
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed")
-    split = not objective.sorting_losses
-    return Head(objective.token_loss), compare_preferences(loss, steps, backend, shares=shares, split=split), start
+    split = isinstance(held, KTO) or not objective.sorting_losses
+    return Head(objective.token_loss), compare_examples(loss, steps, backend, shares=shares, split=split), start
 
 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
@@ -232,9 +212,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
     except CheckFailed as refusal:
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
-    found = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
+    isolation = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    return replace(found, problem=problem.what, fix=problem.fix) if problem else found
+    return replace(isolation, problem=problem.what, fix=problem.fix) if problem else isolation
 
 
 def _findings(

@@ -9,7 +9,7 @@ of gradients are in memory at a time, the definition's and those of one mode: le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +50,6 @@ from packtrain.train.objectives.kto_loss import KTOLoss
 from packtrain.train.objectives.reward import Reward
 from packtrain.train.objectives.reward_loss import RewardLoss
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.verify.first_update import Sampled, sample
 
 MODES = ("padding", "padding_free", "packed")
 SHARED = "packed with shared prompts"
@@ -79,7 +78,7 @@ class Figures:
 class Comparison:
     """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED if prompts are shared.
 
-    `reference` is the definition's loss, `sampled` some of the weights with its gradients, whose whole norm is `norm`.
+    `reference` is the definition's loss.
     """
 
     lengths: tuple[int, ...]
@@ -88,19 +87,16 @@ class Comparison:
     control: Figures
     loss_tolerance: float
     grad_tolerance: float
-    sampled: list[Sampled]
-    norm: float
 
     @property
     def off(self) -> list[str]:
         """The modes that ran and differ from the definition by more than rounding."""
-        return [
-            mode
-            for mode, one in self.measured.items()
-            if one.loss_rel_diff is not None
-            and one.grad_rel_diff is not None
-            and not (one.loss_rel_diff <= self.loss_tolerance and one.grad_rel_diff <= self.grad_tolerance)  # as NaN
-        ]
+
+        def fits(own: Figures) -> bool:  # NaN does not
+            loss, gradients = own.loss_rel_diff or 0.0, own.grad_rel_diff or 0.0
+            return loss <= self.loss_tolerance and gradients <= self.grad_tolerance
+
+        return [mode for mode, own in self.measured.items() if not own.problem and not fits(own)]
 
     @property
     def least_control(self) -> float:
@@ -116,11 +112,10 @@ class Comparison:
 def tolerances_of(dtype: torch.dtype, *, routed: bool) -> tuple[float, float]:
     """Relative differences of loss and gradients that rounding alone may cause, by what the model computes in.
 
-    The largest that was measured over tiny models of nine families and SmolLM2-135M (30 layers), padded and flattened,
-    is 1e-7 and 4e-6 in float32, 6e-6 and 1.3e-3 in float16, 9e-5 and 1.5e-2 in bfloat16: some units in the last place
-    (2^-23, 2^-10, 2^-7 from one value to the next). The tolerances leave gradients three times as much in 16 bits, and the
-    loss, which hardly shows a leak, more, for kernels that add up in another order. `routed`: a router may in 16 bits choose
-    another expert for a token whose experts are nearly even; gradients then differ by up to 0.25 without any leak.
+    The largest measured over tiny models of nine families and SmolLM2-135M (30 layers), padded and flattened, are 1e-7 and 4e-6
+    in float32, 6e-6 and 1.3e-3 in float16, 9e-5 and 1.5e-2 in bfloat16. In 16 bits gradients get three times as much, and the
+    loss, which hardly shows a leak, more, for kernels that add up in another order. `routed`: in 16 bits a router may choose
+    another expert where two are nearly even; gradients then differ by up to 0.25 without any leak.
     """
     if routed and dtype.itemsize < 4:
         return 2e-2, 0.3
@@ -174,58 +169,21 @@ def compare_documents(
     return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
-def compare_preferences(
-    loss: DPOLoss, padded: PairSteps, backend: str | None, *, shares: bool, split: bool
-) -> Comparison:
-    """As `compare_pairs`, of preference training, against a reference that is the model and some nats of noise.
-
-    Raises also CheckFailed where the output head is not the model's (`check_pair_forward`).
-    """
-    loss.trl.ref_model = None
-    logps = _logps_of(loss, padded, ([number] for number in range(len(padded.data))))
-    padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
-    check_pair_forward(loss, padded.first_batch(0), own_attention(base_model(loss.model)))
-    return compare_pairs(loss, padded, backend, shares=shares, split=split)
-
-
-def compare_unpaired(loss: KTOLoss, steps: UnpairedSteps, backend: str | None) -> Comparison:
-    """As `compare_preferences`, of answers with labels; each mode makes its own KL estimate, which the noise keeps above 0."""
-    loss.trl.ref_model = None
-    known = _with_own_logps(loss, steps)
-    own, others = np.random.default_rng(0).normal(0, _OFF, (2, len(known.data))).astype(np.float32)
-    said, of_mismatched = cast(np.ndarray, known.reference), cast(np.ndarray, known.reference_mismatched)
-    padded = replace(known, reference=said + own, reference_mismatched=of_mismatched - np.abs(others))
-    check_pair_forward(loss, padded.first_batch(0), own_attention(base_model(loss.model)))
-    return compare_examples(loss, padded, tuple(padded.data.lengths.tolist()), backend)
-
-
-def compare_pairs(
-    loss: DPOLoss | RewardLoss,
-    padded: PairSteps,
-    backend: str | None,
-    *,
-    shares: bool,
-    split: bool = True,
-) -> Comparison:
-    """Compares the modes on the model of `loss_on_random_pairs`, on the pairs of `padded`; `shares` prompts too. Not `split`:
-    the loss sorts the pairs of a step, and takes all of them at once everywhere.
-
-    Raises as `compare`.
-    """
-    lengths = tuple(len(side.input_ids) for pair in padded.data for side in (pair.chosen, pair.rejected))
-    return compare_examples(loss, padded, lengths, backend, shares=shares, split=split)
-
-
 def compare_examples(
-    loss: DPOLoss | RewardLoss | KTOLoss,
-    padded: Any,
-    lengths: tuple[int, ...],
-    backend: str | None,
-    *,
-    shares: bool = False,
-    split: bool = True,
+    loss: DPOLoss | RewardLoss | KTOLoss, padded: Any, backend: str | None, *, shares: bool = False, split: bool = True
 ) -> Comparison:
-    """As `compare_pairs`, of the pairs or answers of `padded` steps, whose documents have `lengths`."""
+    """Compares the modes on the loss of `loss_on_random_pairs` and its `padded` steps, by `backend`; `shares` prompts too.
+
+    Not `split`: the loss sorts the pairs of a step, and takes all of them at once everywhere. Raises as `compare`, and
+    CheckFailed where the output head is not the model's (`check_pair_forward`).
+    """
+    if not isinstance(loss, RewardLoss):
+        padded = _with_noisy_reference(loss, padded)
+        check_pair_forward(loss, padded.first_batch(0), own_attention(base_model(loss.model)))
+    sides = [
+        side for one in padded.data for side in ((one.chosen, one.rejected) if isinstance(one, Preference) else (one,))
+    ]
+    lengths = tuple(len(side.input_ids) for side in sides)
     model, autocast = loss.model, loss.settings.autocast
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     every = list(range(len(padded.data)))
@@ -277,7 +235,7 @@ def compare(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reference = loss_of(None)
     definition = _take_gradients(trained)
-    norm, some = _norm(definition), list(sample(trained, definition))
+    norm = _norm(definition)
     if not (np.isfinite(reference) and 0 < norm < np.inf):
         raise CheckFailed(
             f"{type(base).__name__} has loss {reference:.6g} with gradients of norm {norm:.3g} on random documents",
@@ -302,7 +260,7 @@ def compare(
     settings = base.config.get_text_config().to_dict()
     routed = any("expert" in name and type(value) is int and value > 1 for name, value in settings.items())
     tolerances = tolerances_of(autocast or base.dtype, routed=routed)
-    return Comparison(lengths, reference, measured, control, *tolerances, some, norm)
+    return Comparison(lengths, reference, measured, control, *tolerances)
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
@@ -310,8 +268,7 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
-    most = positions_of(model) or longest
-    return tuple(min(length, most) for length in (*_LENGTHS[:-1], longest))
+    return tuple(min(length, positions_of(model) or longest) for length in (*_LENGTHS[:-1], longest))
 
 
 def random_documents(model: PreTrainedModel) -> list[Document]:
@@ -325,6 +282,10 @@ def random_documents(model: PreTrainedModel) -> list[Document]:
 
 class RandomPairs(list[Preference]):
     """As a PairDataset, in memory; with margins."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in self], np.int32)
 
     @property
     def margins(self) -> np.ndarray:
@@ -366,31 +327,25 @@ def loss_on_random_pairs(
     precision: Precision,
     settings: Trainer,
 ) -> tuple[Any, Any]:
-    """The loss of the objective (against the reference that it has loaded), and the steps of a run of one of all pairs, padded.
+    """The loss of the objective (against the reference that it has loaded), and the padded steps of a run of one step.
 
-    Of packtrain kto the pairs are split into their answers.
-
-    The forward of `model` must not be patched yet.
+    That has all random pairs, of packtrain kto their answers. The forward of `model` must not be patched yet.
     """
     base = base_model(model)
     data: Any = RandomAnswers(base) if isinstance(objective, KTO) else random_pairs(base)
-    lengths = (
-        data.lengths
-        if isinstance(objective, KTO)
-        else np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in data], np.int32)
-    )
+    lengths = data.lengths
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
     schedule = make_schedule(lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    kinds: Any = {KTO: UnpairedSteps, Reward: ScoredSteps}
-    steps: Any = kinds.get(type(objective), PairSteps)(
-        data, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0)
+    kind: Any = (
+        UnpairedSteps if isinstance(objective, KTO) else ScoredSteps if isinstance(objective, Reward) else PairSteps
     )
+    steps: Any = kind(data, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
     if isinstance(objective, KTO):
         steps = replace(steps, max_length=max(lengths))  # within the model's positions
-    of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
+    loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
-    arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
-    return objective.loss(model, arguments, tokenizer, of_loop), steps
+    arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
+    return objective.loss(model, arguments, tokenizer, loop), steps
 
 
 def start_on_random_pairs(
@@ -407,33 +362,38 @@ def start_on_random_pairs(
         return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
     with attending(loss.model), attending(loss.trl.ref_model):
-        if precomputed and isinstance(loss, KTOLoss):
-            steps = _with_own_logps(loss, steps)
-        elif precomputed:
-            steps = replace(steps, reference=_logps_of(loss, steps, [range(len(steps.data))]))
+        if precomputed:
+            steps = _with_own_reference(loss, steps)
         return start_of(loss, steps.first_batch(0))
 
 
-def _with_own_logps(loss: KTOLoss, steps: UnpairedSteps) -> UnpairedSteps:
+def _with_own_reference(loss: DPOLoss | KTOLoss, steps: Any) -> Any:
     """`steps` with the log-probabilities of the model itself as the reference's."""
-    (order,), (pairs,) = steps.mismatched().layout(0)[0], steps.mismatched()[0]
-    others = np.empty(len(steps.data), np.float32)
     with torch.no_grad(), evaluating(base_model(loss.model)):
-        own = loss.policy_logps(steps.collate(range(len(steps.data))))[0].float().cpu().numpy()
-        others[order] = loss.policy_logps(pairs)[0].float().cpu().numpy()
-    return replace(steps, reference=own, reference_mismatched=others)
+        logps = loss.policy_logps(steps.collate(range(len(steps.data))))
+        own = torch.stack(logps, dim=1).float().cpu().numpy()
+        if not isinstance(steps, UnpairedSteps):
+            return replace(steps, reference=own)
+        (order,), (pairs,) = steps.mismatched().layout(0)[0], steps.mismatched()[0]
+        mismatched = np.empty(len(steps.data), np.float32)
+        mismatched[order] = loss.policy_logps(pairs)[0].float().cpu().numpy()
+    return replace(steps, reference=own[:, 0], reference_mismatched=mismatched)
 
 
-def _logps_of(loss: DPOLoss | KTOLoss, steps: PairSteps, micro_batches: Iterable[Sequence[int]]) -> np.ndarray:
-    """float32 [pairs, 2]: log-probabilities of the pairs of these `micro_batches`, by the model."""
-    with torch.no_grad(), evaluating(base_model(loss.model)):
-        each = [loss.policy_logps(steps.collate(numbers)) for numbers in micro_batches]
-    return torch.cat([torch.stack(one, dim=1).float().cpu() for one in each]).numpy()
+def _with_noisy_reference(loss: DPOLoss | KTOLoss, steps: Any) -> Any:
+    """`steps` with a reference that is the model and some nats of noise; of kto it keeps each mode's estimate of KL above 0."""
+    loss.trl.ref_model = None
+    steps, random = _with_own_reference(loss, steps), np.random.default_rng(0)
+    noisy = steps.reference + random.normal(0, _OFF, steps.reference.shape).astype(np.float32)
+    if not isinstance(steps, UnpairedSteps):
+        return replace(steps, reference=noisy)
+    lower = np.abs(random.normal(0, _OFF, len(steps.data))).astype(np.float32)
+    return replace(steps, reference=noisy, reference_mismatched=cast(np.ndarray, steps.reference_mismatched) - lower)
 
 
 @dataclass(frozen=True)
 class _Borderless(Segments):
-    """A row declared as one document: only the positions still restart at the borders."""
+    """A row declared as one document, in which only the positions restart at the borders."""
 
     positions: tuple[int, ...] = ()
 
