@@ -7,11 +7,23 @@ import re
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in_parts, ours, policy, steps_of
+from tiny_dpo import (
+    LAYOUTS,
+    PAIRS,
+    SPLITS,
+    another,
+    arguments,
+    assert_same_step,
+    in_parts,
+    ours,
+    padded_trainer,
+    policy,
+    step_of_trl,
+    steps_of,
+)
 from trl import DPOTrainer
 
 from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
@@ -28,7 +40,6 @@ from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo import DPO
 from packtrain.train.objectives.dpo_loss import FIGURES
 
-SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
     {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 0.3]},
@@ -46,46 +57,23 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-class _TRL(DPOTrainer):
-    """TRL's trainer, given padded batches."""
-
-    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        return dataset
-
-
-def trl_trainer(folder: Path, **objective: Any) -> _TRL:
-    trainer = _TRL(
-        model=cast(Any, policy()),
-        ref_model=cast(Any, another()),
-        args=arguments(folder, **objective),
-        processing_class=TOKENIZER,
-        train_dataset=datasets.Dataset.from_dict({"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}),
-    )
-    trainer.model.train()
-    return trainer
+def trl_trainer(folder: Path, **objective: Any) -> Any:
+    columns = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0]}
+    return padded_trainer(DPOTrainer, arguments(folder, **objective), columns)
 
 
 def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient and logged figures of one padded batch of all pairs."""
-    trainer = trl_trainer(folder, **objective)
-    loss = trainer._compute_loss(trainer.model, collate_pairs(PAIRS.pairs, 0, "padding"), False)
-    loss.backward()
-    return loss.item(), gradient(trainer.model), {k: v[0] for k, v in trainer._metrics["train"].items()}
+    return step_of_trl(trl_trainer(folder, **objective), collate_pairs(PAIRS.pairs, 0, "padding"))
 
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
-    loss, grad, figures = of_trl(folder, **objective)
-    assert set(figures) - {"num_tokens"} == set(FIGURES)
+    expected = of_trl(folder, **objective)
+    assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
     splits = SPLITS[:1] if set(objective["loss_type"]) & set(SORTING_LOSSES) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)
         for parts in splits:
-            case = f"{layout} in {len(parts)} micro-batches"
-            found, slope, logged = in_parts(trainer, parts)
-            assert found == pytest.approx(loss, rel=1e-5), case
-            assert ((slope - grad).norm() / grad.norm()).item() < 1e-4, case
-            for name in FIGURES:
-                assert logged[name] == pytest.approx(figures[name], rel=1e-5, abs=1e-5), (case, name)
+            assert_same_step(in_parts(trainer, parts), expected, f"{layout} in {len(parts)} micro-batches")
 
 
 def known_to_trl() -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from here import ALONE, train_here
+from here import ALONE, run_here, train_here
 from running import LLAMA, Run, base_config, train
 
 from packtrain.config.compose import load_config
@@ -85,9 +85,8 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
 
 
 def refused(folder: Path) -> UserError:
-    (path := folder / "run.yaml").write_text(yaml.safe_dump(config_of(folder)))
     with pytest.raises(UserError) as caught:
-        train_here(load_config(str(path), []), folder / "run")
+        run_here(folder, config_of(folder))
     return caught.value
 
 

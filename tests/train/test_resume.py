@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -165,7 +166,7 @@ def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path
     assert all(key in plan.stderr for key in early)
     listed = f"trainer.resume_despite=[{','.join(early)}]"  # what shows only when data and model are loaded
     problems = refused(folder, "changed", *changes, *free, listed)
-    assert [one.where for one in problems] == later
+    assert {one.where for one in problems} == {*later}
     assert f"'trainer.resume_despite=[{','.join([*later, *early])}]'" in problems[-1].fix
     (problem,) = refused(folder, "changed", "peft=lora")
     assert problem.where == "peft.kind" and "resume_despite" not in problem.fix
@@ -232,3 +233,40 @@ def test_three_processes_that_are_killed_go_on_bitwise_where_that_is_asked_for(t
     assert ends(ranks) == [-signal.SIGKILL] * 3
     assert not (tmp_path / "killed" / "final").exists(), "it was killed too late"
     assert_same_end(train(tmp_path, config, name="killed", processes=3), expected)
+
+
+def kill(run: Run) -> None:
+    """Leaves a run as if it had been killed before its end."""
+    (run.folder / "summary.json").unlink()
+    shutil.rmtree(run.folder / "final")
+
+
+def test_a_killed_run_without_a_checkpoint_is_kept_when_another_begins(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 2})
+    run = train(tmp_path, config)
+    kill(run)
+    (run.folder / "notes.md").write_text("the user's\n")
+    kept = {name: (run.folder / name).read_bytes() for name in ("metrics.jsonl", "config.yaml", "plan.json")}
+    again = train(tmp_path, config, "trainer.max_steps=1")
+    assert {name: (tmp_path / "run.1" / name).read_bytes() for name in kept} == kept
+    assert [line["step"] for line in again.steps] == [1] and (again.folder / "notes.md").exists()
+    assert "run held another run: it is in " in (again.folder / "logs" / "rank-00000.log").read_text()
+
+
+def test_checkpoints_that_the_run_did_not_make_are_not_removed(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 1, "keep_checkpoints": 1})
+    run = train(tmp_path, config)
+    (run.folder / "summary.json").unlink()
+    checkpoints = run.folder / "checkpoints"
+    another = shutil.copytree(checkpoints / "step-000002", checkpoints / "step-000001")
+    (another / "origin.json").write_text(json.dumps({"trainer.seed": 7}))
+    (checkpoints / "step-000003").mkdir()  # without a manifest
+    (checkpoints / "step-000003" / "mine").write_text("the user's\n")
+    longer = train(tmp_path, config, "trainer.max_steps=3")
+    assert [line["step"] for line in longer.steps] == [1, 2, 3]
+    names = {path.name for path in checkpoints.iterdir()}
+    (aside,) = names - {"step-000001", "step-000003"}
+    assert (checkpoints / aside / "mine").read_text() == "the user's\n" and (another / "model.safetensors").exists()
+    assert (tmp_path / "run.1" / "final" / "model.safetensors").exists() and (longer.folder / "final").exists()
+    (kept,) = longer.folder.glob("logs/*-config.yaml")  # the config that the new one has replaced
+    assert "max_steps: 2" in kept.read_text()

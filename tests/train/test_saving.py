@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from here import train_here
+from here import run_here
 from running import LLAMA, Run, base_config, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from packtrain.config.compose import load_config
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
 from packtrain.model.save import mend_generation_config, try_saving
@@ -51,12 +50,6 @@ def said(run: Run) -> list[str]:
     return [line for line in log.splitlines() if "generation_config.json" in line]
 
 
-def here(folder: Path, config: dict) -> Run:
-    """A run in this process."""
-    (path := folder / "run.yaml").write_text(json.dumps(config))
-    return train_here(load_config(str(path), []), folder / "run")
-
-
 @pytest.mark.parametrize(
     ("overrides", "places", "processes"),
     [
@@ -90,7 +83,7 @@ def test_sampling_settings_that_the_library_refuses_are_saved_with_sampling_on(
 def test_what_else_a_generation_config_may_say_costs_nothing(
     pretrained: Path, tmp_path: Path, given: dict | str, kept: dict, words: str
 ) -> None:
-    run = here(tmp_path, starting_from(pretrained, tmp_path, given))
+    run = run_here(tmp_path, starting_from(pretrained, tmp_path, given))
     found = generation(run.folder / "final")
     assert kept.items() <= found.items() and ("do_sample" in found) == ("do_sample" in kept)
     assert (words in said(run)[0]) if words else not said(run)
@@ -104,7 +97,7 @@ def test_a_generation_config_of_other_values_is_refused_by_name_before_training(
     pretrained: Path, tmp_path: Path, given: str, where: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        here(tmp_path, starting_from(pretrained, tmp_path, given))
+        run_here(tmp_path, starting_from(pretrained, tmp_path, given))
     assert str(caught.value).startswith(f"{pretrained}/generation_config.json{where}: ")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -122,7 +115,7 @@ def test_a_tokenizer_that_cannot_be_saved_costs_no_training(
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
     with pytest.raises(UserError, match="this tokenizer has a lambda"):
-        here(tmp_path, starting_from(pretrained, tmp_path, {}))
+        run_here(tmp_path, starting_from(pretrained, tmp_path, {}))
     assert (tmp_path / "run" / "metrics.jsonl").exists() == (fails_in == ".final")
     if fails_in == ".final":
         assert load_file(tmp_path / "run" / "final" / "model.safetensors")
@@ -141,7 +134,7 @@ def test_weights_are_written_though_a_config_is_refused(
 
     monkeypatch.setattr(LlamaConfig, "save_pretrained", refuse)
     with pytest.raises(UserError, match="changed meanwhile"):
-        here(tmp_path, starting_from(pretrained, tmp_path, {}))
+        run_here(tmp_path, starting_from(pretrained, tmp_path, {}))
     final = tmp_path / "run" / "final"
     assert not (final / "config.json").exists()
     assert load_file(final / "model.safetensors").keys() == load_file(pretrained / "model.safetensors").keys()

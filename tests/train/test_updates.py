@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from here import train_here
+from here import run_here
 from running import Run, base_config, train
 from test_strategies import NEEDS_DEEPSPEED, cut
 from torch import nn
@@ -38,9 +37,7 @@ def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 
 def here(folder: Path, *overrides: str, name: str, **groups: dict[str, Any]) -> Run:
     """A run of one process in this one."""
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
-    return train_here(load_config(str(path), list(overrides)), folder / name)
+    return run_here(folder, config_of(folder, **groups), *overrides, name=name)
 
 
 def lost(run: Run) -> list[float]:

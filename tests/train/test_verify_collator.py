@@ -176,7 +176,7 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     for spec, said in {
         "others": "others",
         "nowhere.py:x": "nowhere.py",
-        "others:leaving": "exit code 0",
+        "others:leaving": "others:leaving",
         "broken:x": "No module named 'no_such_package'",
     }.items():
         assert said in command("--collator", spec, expect=2).stderr
