@@ -12,8 +12,8 @@ import test_dpo_user
 from here import ALONE
 from running import LLAMA
 from test_dpo_user import LN2, against
+from test_verify import break_borders
 
-from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Packing, Peft, RunConfig, Trainer
 from packtrain.packing.segments import Segments
@@ -87,15 +87,11 @@ def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
 def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show_it(
     start: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = segmented.row_of
-
-    def joined(*given: Any) -> tuple[Segments, int | None]:
+    def lose_prompts(row: Segments) -> Segments:
         """No answer sees its prompt, in rows of several pairs."""
-        segments, window = exact(*given)
-        apart = segments.tokens >= 60 and any(segments.prefix_lengths)
-        return (Segments(segments.lengths) if apart else segments), window
+        return Segments(row.lengths) if row.tokens >= 60 and any(row.prefix_lengths) else row
 
-    monkeypatch.setattr(segmented, "row_of", joined)
+    break_borders(monkeypatch, lose_prompts)
     assert verify_in(start, ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "leaks"

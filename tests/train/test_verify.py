@@ -168,13 +168,12 @@ def forgets_all_borders(segments: Segments) -> Segments:
 
 def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> None:
     """Every layer takes the row that it runs for the `broken` one."""
-    exact = segmented.row_of
+    exact = segmented.segmented_attention
 
-    def row_of(*given: Any) -> tuple[Segments, int | None]:
-        segments, window = exact(*given)
-        return broken(segments), window
+    def attend(*args: Any, segments: Segments, **kwargs: Any) -> Any:
+        return exact(*args, segments=broken(segments), **kwargs)
 
-    monkeypatch.setattr(segmented, "row_of", row_of)
+    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, attend)
 
 
 def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: Path, monkeypatch: Any) -> None:
