@@ -20,11 +20,7 @@ from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.errors import CheckFailed
 
 WINDOW = 32  # tokens; more than a document of the isolation proof has
-ANSWERS = (
-    (12, (26, 21, 3)),
-    (25, (20, 1)),
-    (7, (5,)),
-)  # tokens of each prompt and of its answers; the longest: beyond a window
+ANSWERS = ((12, (26, 21, 3)), (25, (20, 1)), (7, (5,)))  # tokens of each prompt and of its answers, beyond a window
 ALIKE = 18  # tokens that the first two answers have in common
 SHARED, PACKED, AS_IT_COMES, REFUSED = "shared", "packed", "as it comes", "refused"
 

@@ -12,7 +12,7 @@ from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and
 from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
 from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
-from test_routers import WEIGHT, by_transformers, gradients, micro_batches, relative, step
+from test_routers import by_transformers, gradients, micro_batches, relative, routers_of, step
 from test_routers import documents as documents_for_routers
 from tiny import model_types, tiny_model
 from transformers import PreTrainedModel
@@ -25,7 +25,6 @@ from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
 from packtrain.library.padded import at_places
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.routers import router_loss
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
 
@@ -149,8 +148,7 @@ def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_fami
         expected_loss, expected_aux, expected = by_transformers(model, items)
         add_fused_lm_head(model)
         add_loss_sum(model)
-        routers = router_loss(model, WEIGHT)
-        assert routers is not None, family
+        routers = routers_of(model)
         for layout in ("padding", outcome_of(family).path):
             model.zero_grad()
             batches = micro_batches(items, [2, 0, 3], padded=layout == "padding")

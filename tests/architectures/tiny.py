@@ -20,24 +20,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCABULARY, WINDOW, LONGEST = 128, 8, 256
 _MAX_PARAMETERS = 5_000_000
 _STD = 0.15  # large enough that what a token sees shows in its outputs
-_LAYER_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_blocks",
-)
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+_LAYER_COUNTS += ("num_blocks",)
 _LOCAL = r"sliding_window|window_size|attention_chunk_size|local_attention|^index_topk$|local_window"
 _SIZES: tuple[tuple[str, int], ...] = (  # the first that matches counts; a value is never made larger
     (r"vocab|codebook_size", VOCABULARY),
     (r"max_position|n_positions|^n_ctx$|max_seq_len|max_target_positions|context_length", LONGEST),
     (r"head_dim|d_head|dim_head|headdim|head_size|d_kv|kv_channels|rotary_dim", 16),
-    (
-        r"index.*n_heads",
-        16,
-    ),  # an indexer of few heads scores many keys zero, and which of them it keeps is up to rounding
+    (r"index.*n_heads", 16),  # of fewer heads many keys have the score zero, and rounding chooses among them
     (r"heads|n_head$", 4),
     (r"dense_replace|dense_layers|topk_group", 1),
     (r"shared_experts", 1),
@@ -84,9 +74,8 @@ def tiny_model(model_type: str, window: int = WINDOW) -> PreTrainedModel | Unbui
     with torch.no_grad():
         for parameter in model.parameters():
             noise = _STD * torch.randn_like(parameter)
-            parameter.copy_(
-                noise if parameter.dim() >= 2 else parameter + noise
-            )  # scales stay near 1, nothing is equal
+            # scales stay near 1, nothing is equal
+            parameter.copy_(noise if parameter.dim() >= 2 else parameter + noise)
     return model.eval()  # no dropout
 
 

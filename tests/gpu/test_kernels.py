@@ -6,6 +6,8 @@ not: the choice between kernels would pass it over, and this is where that is se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -67,31 +69,41 @@ def test_a_kernel_is_found_for_what_torch_has(case: str, device: torch.device) -
     assert choice.kernel
 
 
+def drawn(segments: Segments, random: torch.Generator, device: torch.device) -> list[torch.Tensor]:
+    """Queries, keys, values and a gradient of the output."""
+    shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2, 8)]
+    return [torch.randn(shape, generator=random).to(device, torch.bfloat16) for shape in shapes]
+
+
+def results(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The output, and the gradients of queries, keys and values."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    output = attend(*leaves)
+    return [output, *torch.autograd.grad(output, leaves, tensors[3])]
+
+
+def kernel_for(window: int | None, device: torch.device) -> Kernel:
+    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
+    assert kernel
+    return kernel
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_rows_of_many_documents_equal_their_documents(window: int | None, device: torch.device) -> None:
     """Tolerances as for the small row: errors of rounding do not grow with the row, only with a document's length."""
     random = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 700, (40,), generator=random).tolist()
-    segments = Segments(tuple(lengths))
-    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
-    assert kernel
-    shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2)]
-    tensors = [torch.randn(shape, generator=random).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
-    scoring = Scoring(128**-0.5, window)
-    ours = attend_by_segments(kernel, tensors[0], tensors[1], tensors[2], segments, scoring)
-    gradient = torch.randn(ours.shape, generator=random).to(device, torch.bfloat16)
-    backward = torch.autograd.grad(ours, tensors, gradient)
+    segments = Segments(tuple(torch.randint(1, 700, (40,), generator=random).tolist()))
+    tensors, scoring = drawn(segments, random, device), Scoring(128**-0.5, window)
+    kernel = kernel_for(window, device)
+    ours = results(lambda q, k, v: attend_by_segments(kernel, q, k, v, segments, scoring), tensors)
     start = 0
-    for length in lengths:
-        own = slice(start, start + length)
+    for length in segments.lengths:
+        own, alone = slice(start, start + length), Segments((length,))
         start += length
-        exact = [tensor.detach()[own].double().requires_grad_() for tensor in tensors]
-        reference = dense_attention(exact[0], exact[1], exact[2], None, Segments((length,)), scoring)
-        wanted = [reference, *torch.autograd.grad(reference, exact, gradient[own].double())]
-        for a, b in zip([ours, *backward], wanted, strict=True):
-            usual = (
-                a.double().norm(dim=-1).square().mean().sqrt()
-            )  # a document of one token has no gradient of its scores
+        exact = [tensor[own].double() for tensor in tensors]
+        wanted = results(lambda q, k, v, alone=alone: dense_attention(q, k, v, None, alone, scoring), exact)
+        for a, b in zip(ours, wanted, strict=True):
+            usual = a.double().norm(dim=-1).square().mean().sqrt()  # one token alone has no gradient of its scores
             error = (a[own].double() - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=usual)
             assert error.nan_to_num(0.0).max() <= kernel_tolerance(torch.bfloat16)
 
@@ -102,18 +114,12 @@ def test_a_tree_equals_the_definition(window: int | None, device: torch.device) 
     random = torch.Generator().manual_seed(0)
     prefixes = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
     segments = Segments(tuple(torch.randint(1, 200, (len(prefixes),), generator=random).tolist()), prefixes)
-    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
-    assert kernel
-    shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2)]
-    tensors = [torch.randn(shape, generator=random).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    scoring = Scoring(128**-0.5, window)
-    ours = attend_by_segments(kernel, tensors[0], tensors[1], tensors[2], segments, scoring)
-    reference = dense_attention(exact[0], exact[1], exact[2], None, segments, scoring)
-    gradient = torch.randn(ours.shape, generator=random).to(device, torch.bfloat16)
-    backward = torch.autograd.grad(ours, tensors, gradient)
-    wanted = torch.autograd.grad(reference, exact, gradient.double())
-    for a, b in zip([ours, *backward], [reference, *wanted], strict=True):
+    tensors, scoring = drawn(segments, random, device), Scoring(128**-0.5, window)
+    kernel = kernel_for(window, device)
+    ours = results(lambda q, k, v: attend_by_segments(kernel, q, k, v, segments, scoring), tensors)
+    exact = [tensor.double() for tensor in tensors]
+    wanted = results(lambda q, k, v: dense_attention(q, k, v, None, segments, scoring), exact)
+    for a, b in zip(ours, wanted, strict=True):
         norm = b.norm(dim=-1)
         error = (a.double() - b).norm(dim=-1) / norm.clamp(min=norm.square().mean().sqrt())
         assert error.max() <= kernel_tolerance(torch.bfloat16)

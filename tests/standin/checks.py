@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed
-from packtrain.train.run import _join
+from packtrain.model.spread import Ranks
+from packtrain.train.run import train
 
 CUDA = torch.device("cuda", 0)
 HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
@@ -22,9 +24,13 @@ HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
 def joins_on_the_gpu_of_its_local_rank() -> None:
     """Of LOCAL_RANK where a launcher has set it, or the first."""
     index = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
-    ranks, peers = _join("sft", RunConfig())
-    assert peers is None and (ranks.rank, ranks.world_size) == (0, 1)
-    assert ranks.device == torch.device("cuda", index) and torch.cuda.current_device() == index
+
+    def work(_: RunConfig, ranks: Ranks, peers: Any) -> int:
+        assert peers is None and (ranks.rank, ranks.world_size) == (0, 1)
+        assert ranks.device == torch.device("cuda", index) and torch.cuda.current_device() == index
+        return 7
+
+    assert train("sft", RunConfig(), work) == 7
 
 
 def refuses_what_cuda_refuses() -> None:
@@ -72,9 +78,7 @@ def indexes_as_torch_does() -> None:
 
 
 def has_torchs_kernel_forward_and_backward() -> None:
-    choice = choose_kernel(
-        HALF, CUDA
-    )  # compares outputs and gradients with a dense reference, prefixes and window among it
+    choice = choose_kernel(HALF, CUDA)  # by outputs and gradients of a dense reference, prefixes and window among it
     assert choice.kernel is not None and choice.kernel.name == "torch's varlen_attn", choice.why_not()
     assert choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, sinks=True), CUDA).kernel is not None
     assert choose_kernel(LayerFeatures(torch.bfloat16, 2, 16, 16, softcap=9.0), CUDA).kernel is None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from answer_runs import message, preferences
+from answer_runs import labelled, preferences
 from running import Run, base_config, train, write_jsonl
 
 FLASH = "flash (torch's varlen_attn"
 ROUNDING = 1e-2
 """How far losses in bfloat16 may be from those in float32 (of about 7)."""
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> dict[str, Any]:
     """A few steps of some rows each, an evaluation, checkpoints and answers to a sample."""
-    checkpoints = {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 3}
+    checkpoints = {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 2}
     trainer = {"max_steps": STEPS, "samples": ["Say backwards: river stone"], **checkpoints}
     return base_config(folder, data={"eval": 0.2}, trainer=trainer)
 
@@ -113,7 +112,9 @@ def test_a_run_goes_back_to_before_the_steps_since_the_last_line(gpus, folder: P
     assert "rollback" in actions and run.steps[-1]["step"] == 14 and run.steps[-1]["mfu"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("ddp", "zero2"))]
+)
 def test_two_ranks_train_as_one_each_on_its_own_gpu(
     gpus, folder: Path, config: dict[str, Any], on_gpu: Run, strategy: str
 ) -> None:
@@ -124,6 +125,7 @@ def test_two_ranks_train_as_one_each_on_its_own_gpu(
     assert {rank: set(devices) for rank, devices in touched.items()} == {0: {0}, 1: {1}}, touched
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_weights_with_masters_and_checkpointed_activations(gpus, folder: Path, config: dict[str, Any]) -> None:
     changes = ["model.dtype=bfloat16", "trainer.gradient_checkpointing=true"]
     run = gpus.train(folder, config, *changes, name="masters")
@@ -152,28 +154,13 @@ def test_verify_proves_flash(gpus, folder: Path, config: dict[str, Any], on_gpu:
     assert max(isolation["max_abs_diff_before"], isolation["max_abs_diff_after"]) <= isolation["tolerance"]
 
 
-ANSWERS = random.Random(0)
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "dpo": preferences(14, 0),
-    "reward": preferences(14, 0),
-    "kto": [
-        {
-            "prompt": message(ANSWERS, "user", [3, 9]),
-            "completion": message(ANSWERS, "assistant", [4]),
-            "label": n % 3 > 0,
-        }
-        for n in range(14)
-    ],
-}
-
-
 @pytest.mark.parametrize(
     "verb", ["dpo", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("kto", "reward"))]
 )
 def test_the_other_objectives_train_as_on_the_cpu(gpus, folder: Path, verb: str) -> None:
-    data = write_jsonl(folder / f"{verb}.jsonl", ROWS[verb])
+    data = write_jsonl(folder / f"{verb}.jsonl", labelled(14, 0) if verb == "kto" else preferences(14, 0))
     rows, sizes = {"train": str(data), "eval": 0.2, "max_length": 92}, {"tokens_per_device": 256}
-    config = base_config(folder, data=rows, batch=sizes, trainer={"max_steps": 4})
+    config = base_config(folder, data=rows, batch=sizes, trainer={"max_steps": 2})
     run = gpus.train(folder, config, verb=verb, name=verb)
     assert run.summary["attention"].startswith(FLASH)
     assert_trained(run, train(folder, config, command=verb, name=f"{verb}-cpu"), 2e-2)

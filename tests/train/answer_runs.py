@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import pytest
 import torch
 import yaml
 from here import train_here
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, write_jsonl
+from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model, Peft
+from packtrain.config.schema import Model, Peft, RunConfig
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
 from packtrain.train.checkpoint import state as checkpoint_state
@@ -31,79 +30,104 @@ def message(rng: random.Random, role: str, most: list[int]) -> list[dict[str, st
 
 
 def preferences(count: int, seed: int) -> list[dict[str, Any]]:
-    """Pairs with prompts and answers of very different lengths; some answers of a pair are equally long."""
+    """Pairs with prompts and answers of very different lengths, and margins; some answers of a pair are equally long."""
     rng, rows = random.Random(seed), []
     while len(rows) < count:
         prompt, chosen = message(rng, "user", [1, 3, 20]), message(rng, "assistant", [1, 4])
         rejected = message(rng, "assistant", [1, 9])
         if chosen != rejected:
-            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": len(rows) % 3 / 4})
     return rows
 
 
-def saved_model(description: Model, place: Path, **given: Any) -> Path:
-    """A new model with its tokenizer in the folder `place`."""
+def labelled(count: int, seed: int) -> list[dict[str, Any]]:
+    """Answers with prompts of very different lengths; two thirds are desirable."""
+    rng = random.Random(seed)
+    return [
+        {
+            "prompt": message(rng, "user", [1, 3, 20]),
+            "completion": message(rng, "assistant", [1, 4, 9]),
+            "label": rng.random() < 2 / 3,
+        }
+        for _ in range(count)
+    ]
+
+
+def save_model(description: Model, place: Path, **given: Any) -> Path:
+    """Writes a new model with its tokenizer into the folder `place`."""
     tokenizer = load_tokenizer(description)
     load_model(description, Peft(), tokenizer, seed=0, **given).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
 
 
-def said_at_start(run: Run) -> str:
+def log_of(run: Run) -> str:
     return (run.folder / "logs" / "rank-00000.log").read_text()
 
 
 @dataclass(frozen=True)
 class AnswerRuns:
-    """Runs of `kind` that log `figures`, on the examples in their order, `a_step` of them in each of the `steps`."""
+    """Runs of `kind` in `folder` that log `figures`, on `train` in their order, with as many `examples` in each step."""
 
     kind: str
-    figures: Iterable[str]
-    a_step: int
-    steps: int
-    objective: dict[str, Any] = field(default_factory=dict)
+    folder: Path
+    figures: tuple[str, ...]
+    train_rows: list[dict[str, Any]]
+    eval_rows: list[dict[str, Any]]
+    examples: list[int]
+    small: str
+    """An override with which a step has several micro-batches."""
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Path:
-        """Fills `folder` with the data, and a causal language model to start from."""
-        write_jsonl(folder / "train.jsonl", train)
-        write_jsonl(folder / "eval.jsonl", held_out)
-        saved_model(Model(init="random", config=LLAMA, tokenizer="quickstart"), folder / "start")
-        return folder
+    def __post_init__(self) -> None:
+        write_jsonl(self.folder / "train.jsonl", self.train_rows)
+        write_jsonl(self.folder / "eval.jsonl", self.eval_rows)
+        save_model(Model(init="random", config=LLAMA, tokenizer="quickstart"), self.folder / "start")
 
-    def config_of(self, folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
-        """A run on the data of `folder`, from the model in folder/start."""
-        model = {"init": "pretrained", "path": str(folder / "start"), "config": {}, "tokenizer": None}
-        files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
-        objective = {"kind": self.kind, **self.objective, **groups.pop("objective", {})}
-        given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}, "objective": objective}
-        batch = {"examples_per_step": self.a_step, "tokens_per_device": 1024}
-        trainer = {"max_steps": self.steps, **groups.pop("trainer", {})}
-        return base_config(folder, **given, batch=batch, trainer=trainer, **groups)
+    def config_of(self, **groups: dict[str, Any]) -> dict[str, Any]:
+        """A run from the model in folder/start."""
+        model = {"init": "pretrained", "path": str(self.folder / "start"), "config": {}, "tokenizer": None}
+        files = {"train": str(self.folder / "train.jsonl"), "eval": str(self.folder / "eval.jsonl")}
+        given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}}
+        given["objective"] = {"kind": self.kind, "options": self.options}
+        batch = {"examples_per_step": self.examples[0], "tokens_per_device": 1024}
+        trainer = {"max_steps": len(self.examples), **groups.pop("trainer", {})}
+        return base_config(self.folder, **{**given, **groups}, batch=batch, trainer=trainer)
 
-    def run(self, folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
+    def load(self, name: str, *overrides: str, **groups: dict[str, Any]) -> RunConfig:
+        path = self.folder / f"{name}.yaml"
+        config = self.config_of(**groups)
+        config["trainer"]["output_dir"] = str(self.folder / name)
+        path.write_text(yaml.safe_dump(config))
+        return load_config(str(path), [*overrides])
+
+    def run(self, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
         """A run in this process."""
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(self.config_of(folder, **groups)))
-        return train_here(load_config(str(path), [*overrides]), folder / name)
+        return train_here(self.load(name, *overrides, **groups), self.folder / name)
 
-    def of_trl(self, folder: Path, held_out: int) -> dict[str, Any]:
+    def start(self, name: str, *overrides: str, processes: int = 1, **groups: dict[str, Any]) -> Run:
+        """A run in processes of its own."""
+        return train(
+            self.folder, self.config_of(**groups), *overrides, name=name, command=self.kind, processes=processes
+        )
+
+    def arguments_of_trl(self) -> dict[str, Any]:
         """The arguments of TRL's trainer for the same run."""
-        return {
-            "output_dir": str(folder / "trl"),
-            "per_device_train_batch_size": self.a_step,
-            "per_device_eval_batch_size": held_out,
-            "max_steps": self.steps,
+        usual = {"activation_checkpointing": False, "use_cpu": True, "bf16": False, "report_to": "none"}
+        return usual | {
+            "output_dir": str(self.folder / "trl"),
+            "per_device_train_batch_size": self.examples[0],
+            "per_device_eval_batch_size": len(self.eval_rows),
+            "max_steps": len(self.examples),
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
-            "activation_checkpointing": False,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
             "save_strategy": "no",
             "disable_tqdm": True,
-            "max_length": None,
+            "max_length": 92 if self.kind == "kto" else None,
             "seed": 0,
+            **({} if self.kind == "kto" else {"train_sampling_strategy": "sequential"}),
+            **self.options,
         }
 
     def assert_same_training(self, found: Run, expected: Run, weights: str = "model.safetensors") -> None:
@@ -123,23 +147,23 @@ class AnswerRuns:
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
-    def assert_resumes_bitwise(self, folder: Path, whole: Run, every: int) -> None:
+    def assert_resumes_bitwise(self, whole: Run, every: int) -> None:
         """Killed after its first checkpoint, of step `every`, and resumed, a run ends with the weights of the `whole` one."""
-        config = self.config_of(folder, trainer={"checkpoint_every": every, "output_dir": str(folder / "killed")})
-        path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
-        path.write_text(yaml.safe_dump(config))
-        process = forked.start((self.kind, str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
+        self.load("killed", trainer={"checkpoint_every": every})
+        path, outputs = self.folder / "killed.yaml", [self.folder / "killed.out", self.folder / "killed.err"]
+        process = forked.start((self.kind, str(path)), ENVIRONMENT, self.folder, outputs, kill_after_a_checkpoint)
         process.join()
         assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
-        resumed = self.run(folder, "killed", trainer={"checkpoint_every": every})
-        assert f"resuming from step-{every:06}" in said_at_start(resumed)
+        resumed = self.run("killed", trainer={"checkpoint_every": every})
+        assert f"resuming from step-{every:06}" in log_of(resumed)
         assert resumed.losses == whole.losses
         weights = whole.weights()
         for name, tensor in resumed.weights().items():
             assert torch.equal(tensor, weights[name]), name
 
 
-def _killed_after_a_checkpoint(*given: Any) -> None:
+def kill_after_a_checkpoint(*given: Any) -> None:
+    """The command, which is killed once its first checkpoint is complete."""
     complete = checkpoint_state.complete
 
     def last(staging: Path, target: Path) -> None:

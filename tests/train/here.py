@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from running import Run
 
-from packtrain.config.compose import to_yaml
+from packtrain.config.compose import load_config, to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
@@ -25,3 +27,9 @@ def train_here(config: RunConfig, folder: Path, ranks: Ranks = ALONE, *, expect:
     prepared.attempt.config.write_text(to_yaml(config))
     assert train_in(config, replace(ranks, strategy=config.strategy.name)) == expect
     return Run(folder)
+
+
+def run_here(folder: Path, config: dict[str, Any], *overrides: str, name: str = "run") -> Run:
+    """Writes `config`, trains by it into folder/name in this process, and returns what is there."""
+    (path := folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return train_here(load_config(str(path), [*overrides]), folder / name)

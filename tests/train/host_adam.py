@@ -5,7 +5,6 @@ What offloads weights, gradients and optimizer is DeepSpeed's; torch computes th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,16 +38,6 @@ class HostAdam:
         steps = [torch.tensor(step - 1.0)]
         given = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": decay, "eps": eps}
         adamw(weights, gradients, first, second, [], steps, amsgrad=False, maximize=False, **given)
-
-
-def compiled() -> bool:
-    """Whether DeepSpeed has compiled its own for this installation before; then the tests use that. For another one, whose paths
-    it was given, it would do so again."""
-    import deepspeed
-    from torch.utils.cpp_extension import _get_build_directory
-
-    folder, installed = Path(_get_build_directory("cpu_adam", False)), Path(deepspeed.__file__).parent
-    return (folder / "cpu_adam.so").exists() and f" {installed}/" in (folder / "build.ninja").read_text()
 
 
 def run(*given: Any) -> None:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention import backends, segmented
+from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
 from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
@@ -54,13 +53,7 @@ CPU = torch.device("cpu")
 
 
 def state_space_model(family: str, **sizes: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](vocab_size=97, **{**STATE_SPACE[family], **sizes})
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model.eval()
+    return tiny_model(family, **{**STATE_SPACE[family], **sizes})
 
 
 def row(segments: Segments) -> dict[str, Any]:
@@ -227,21 +220,6 @@ def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, m
         assert proof.verdict == "leaks" and moved > proof.tolerance, (source, target)
 
 
-def test_the_proof_sees_a_segment_that_misses_any_part_of_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids, all_seen = tiny_model("llama"), TREE.segment_ids()[0], backends._visible
-    assert prove_isolation(model, "sdpa_mask", segments=TREE).verdict == "exact"
-    for target, path in enumerate(TREE.paths):
-        for missed in path[:-1]:
-
-            def forgetful(segments: Segments, *args: Any, missed: int = missed, target: int = target) -> torch.Tensor:
-                seen = all_seen(segments, *args)
-                return seen & ~((ids[:, None] == target) & (ids[None, :] == missed)) if segments == TREE else seen
-
-            monkeypatch.setattr(backends, "_visible", forgetful)
-            proof = prove_isolation(model, "sdpa_mask", segments=TREE)
-            assert proof.verdict == "leaks" and proof.alone > proof.tolerance, (target, missed)
-
-
 @pytest.mark.parametrize(("pairs", "calls", "rows"), [(False, 9, 3), (True, 16, 4)])
 def test_the_proof_before_step_1_costs_no_more_than_a_few_rows(pairs: bool, calls: int, rows: int) -> None:
     """Of 128 tokens, causality included; whatever the model, since it is always the same rows."""
@@ -267,13 +245,6 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
         assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
 
 
-def test_what_shares_no_prompt_may_still_keep_documents_apart() -> None:
-    decision = choose_attention("auto", longrope_model(), CPU, pairs=True)
-    assert decision.backend.name == "segmented" and "cannot share a prefix" in str(decision.unshared)
-    decision = choose_attention("auto", state_space_model("mamba"), CPU, pairs=True)
-    assert decision.backend.name == "per_document" and "by itself" in str(decision.unshared)
-
-
 def test_packed_rows_that_give_no_number_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     exact = segmented.segmented_attention
@@ -288,30 +259,12 @@ def test_packed_rows_that_give_no_number_are_not_exact(monkeypatch: pytest.Monke
 
 
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
-    with pytest.raises(UserError, match="flash attention is not available: the device is cpu"):
+    with pytest.raises(UserError, match=r"model\.attention"):
         choose_attention("flash", tiny_model("llama"), CPU)
-    with pytest.raises(CheckFailed, match="not kept apart"):
+    with pytest.raises(CheckFailed, match=r"backbone\.layers\.0\.mixer"):
         choose_attention("segmented", state_space_model("mamba"), CPU)
     decision = choose_attention("sdpa_mask", tiny_model("llama"), CPU)
     assert (decision.backend.name, decision.backend.why, decision.rejected) == ("sdpa_mask", "asked for", ())
-
-
-def test_a_small_model_in_bfloat16_is_not_called_blind_for_the_width_of_its_tolerance() -> None:
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING["gpt2"](vocab_size=97, n_embd=48, n_layer=2, n_head=4)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    choice = choose_attention("auto", model, CPU)
-    assert choice.backend.name == "segmented" and choice.proof is not None
-    assert choice.proof.control < 5 * choice.proof.tolerance and choice.proof.moved_after == 0
-
-
-def test_a_model_that_hardly_looks_at_its_context_cannot_be_proved_exact() -> None:
-    model = tiny_model("llama")
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    assert prove_isolation(model, "segmented").verdict == "unsupported"
-    with pytest.raises(CheckFailed, match="isolation cannot be shown"):
-        choose_attention("segmented", model, CPU)
 
 
 @pytest.mark.parametrize("width", [36, 40, 48])
@@ -320,33 +273,6 @@ def test_a_model_as_small_as_the_proof_is_proved_and_its_leak_found(width: int) 
     assert choose_attention("auto", tiny_model("gpt2", n_positions=37, n_embd=width), CPU).backend.name == "segmented"
     leak = find_leak(state_space_model("mamba", hidden_size=width), "segmented")
     assert leak is not None and leak.module == "backbone.layers.0.mixer"
-
-
-def test_segments_with_prefixes_are_checked_when_made() -> None:
-    with pytest.raises(ValueError, match="earlier segment"):
-        Segments((3, 4), (1, None))
-    with pytest.raises(ValueError, match="2 segments, but 1"):
-        Segments((3, 4), (None,))
-    assert SHARED.position_ids()[0, 13:20].tolist() == list(range(13, 20))
-
-
-def test_visible_keys_of_a_shared_prefix_and_a_window_go_by_position() -> None:
-    segments = Segments((3, 2, 2), (None, 0, 0))
-    assert segments.visible().int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 0, 0, 1, 0],
-        [1, 1, 1, 0, 0, 1, 1],
-    ]
-    assert segments.visible(2)[6].int().tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert segments.visible(2)[5].int().tolist() == [0, 0, 1, 0, 0, 1, 0]
-
-
-def test_chunks_are_cut_where_positions_pass_a_multiple() -> None:
-    assert chunks(Segments((5, 8, 3)), 4).lengths == (4, 1, 4, 4, 3)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 100])
@@ -358,21 +284,10 @@ def test_chunks_of_a_tree_continue_the_chunk_that_they_begin_in(size: int) -> No
 
 def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:
     """doge learns its mask from values; with its parameter at 0, as new models have it, short documents show nothing of it."""
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING["doge"](
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("doge", num_hidden_layers=2)
     for name, parameter in model.named_parameters():
         if name.endswith(".A"):
             torch.nn.init.zeros_(parameter)
-        elif parameter.dim() >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
     for backend in ("segmented", "sdpa_mask"):
         with pytest.raises(CheckFailed, match="a mask of its own"):
             choose_attention(backend, model, CPU)

@@ -6,8 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,10 @@ from torch._dynamo.utils import counters
 
 from packtrain.attention.backends import attending_by
 from packtrain.errors import UserError
-from packtrain.launch import execute
 from packtrain.model import compiled
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
 from packtrain.plan.surroundings import lack_of_cxx
-from packtrain.train.log import console
 from tests.train import forked
 
 
@@ -54,13 +51,13 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compil
     assert plain.state_dict().keys() == fast.state_dict().keys()
     drawn, graphs = random.Random(0), []
     with attending_by(plain, "segmented"), attending_by(fast, "segmented"):
-        for _ in range(12):
+        for _ in range(6):
             segments = Segments(tuple(drawn.randint(1, 40) for _ in range(drawn.randint(2, 6))))
             (loss, gradients), (ours, our_gradients) = (loss_and_gradients(one, segments) for one in (plain, fast))
             assert abs(ours - loss) <= 1e-5 * abs(loss)
             assert (our_gradients - gradients).norm() <= 1e-5 * gradients.norm()
             graphs.append(counters["stats"]["unique_graphs"])
-    assert 0 < graphs[0] <= 4 and graphs == graphs[:1] * 12, "norms, projections before and after attention, MLP"
+    assert 0 < graphs[0] <= 4 and graphs == graphs[:1] * 6, "norms, projections before and after attention, MLP"
 
 
 def traced(*given: Any) -> None:
@@ -88,30 +85,11 @@ def test_models_whose_layers_are_another_program_for_each_row_are_refused(family
         compile_layers(tiny_model(family))
 
 
-def test_without_a_compiler_the_run_ends_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_run_ends_before_anything_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(base_config(tmp_path, trainer={"torch_compile": True})))
     refused = packtrain("sft", str(path), env={"CXX": "no-such-compiler"}, expect=2)
-    assert "trainer.torch_compile: no C++ compiler (no-such-compiler)" in refused.stderr
-    assert "apt-get install g++" in refused.stderr and "set it to false" in refused.stderr
-    assert not (tmp_path / "run").exists()
-    assert lack_of_cxx({"PATH": str(tmp_path)}) == "no C++ compiler (g++)"
-    monkeypatch.setattr(execute, "lack_of_compiler", lambda env: "no C compiler (gcc or clang)")
-    with pytest.raises(UserError, match=r"no C compiler.*\n.*python3-dev"):
-        execute._check_compilers(cast(Any, SimpleNamespace(gpus=1, command=SimpleNamespace(env={}))))
+    assert "trainer.torch_compile" in refused.stderr and "no-such-compiler" in refused.stderr
+    assert not (tmp_path / "run").exists() and lack_of_cxx({"PATH": str(tmp_path)})
     if there := shutil.which("g++"):
         assert lack_of_cxx({"CXX": there}) == ""
-
-
-def test_a_gpu_machine_without_a_compiler_is_told_once_what_triton_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(console, "lack_of_compiler", lambda: "no C compiler (gcc or clang), so Triton cannot build")
-    log = console.Log(tmp_path / "log", main=True)
-    console.about_compiler(log, torch.device("cpu"))
-    assert capsys.readouterr().out == ""
-    console.about_compiler(log, torch.device("cuda", 0))
-    said = capsys.readouterr().out
-    assert said.count("no C compiler") == 1 and "apt-get install gcc python3-dev" in said and "full logits" in said

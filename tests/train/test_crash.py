@@ -15,7 +15,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "crash.py"
 @pytest.mark.skipif(
     not shutil.which("cc") or sys.platform != "linux", reason="what counts system calls is compiled with cc"
 )
-def test_whoever_is_killed_anywhere_comes_to_the_same_end() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--short"], capture_output=True, text=True, timeout=900)
+@pytest.mark.parametrize(
+    ("arguments", "killed"),
+    [(["--setups", "sft full 1"], 10), pytest.param([], 11, marks=pytest.mark.exhaustive)],
+    ids=["one process", "two processes, too"],
+)
+def test_whoever_is_killed_anywhere_comes_to_the_same_end(arguments: list[str], killed: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--short", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    assert "| as it resumes, killed again | 1 |" in done.stdout and "11 came to the same end" in done.stdout
+    assert "| as it resumes, killed again | 1 |" in done.stdout and f"{killed} came to the same end" in done.stdout

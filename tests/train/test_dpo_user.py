@@ -22,18 +22,15 @@ from packtrain.data.prepare import prepare_pairs
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
-from packtrain.model.flops import training_flops
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
-from packtrain.train.log import metrics
-from packtrain.train.log.console import _documents
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.reference_objective import identity_of_reference
 from packtrain.train.run import verify_in
-from packtrain.train.verify.command import show
 
 LN2 = 0.6931472
+BY_DOCUMENT = Model(init="random", config=dict(LLAMA), tokenizer="quickstart", attention="per_document")
 ROUTED = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
 
 
@@ -66,33 +63,15 @@ def trained(config: RunConfig, name: str, **groups: Any) -> Run:
     return train_here(replace(config, **groups), Path(config.trainer.output_dir).with_name(name))
 
 
-def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_path: Path) -> None:
-    rows = [
-        *pairs(5),
-        {"prompt": "Say back", "chosen": "wards", "rejected": "bone"},
-        {"prompt": "a", "chosen": " b", "rejected": " c"},
-    ]
-    data = Data(train=str(write_jsonl(tmp_path / "pairs.jsonl", rows)), cache_dir=str(tmp_path))
-    report = prepare_pairs(data, load_tokenizer(Model(tokenizer="quickstart")), seed=0).train.report
-    assert report.apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
-    said = _documents(report)
-    assert "1 of them shorter than two tokens and not shared" in said
-    assert (report.apart, "1 of them tokenised differently once the answer follows" in said) == (1, True)
-    assert "pairs (of ranked lists, the best answer with the worst)" in _documents(replace(report, format="ranked"))
-
-
 def against(reference: str) -> Objective:
     return Objective(kind="dpo", reference=reference)
 
 
 def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_reference(
-    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = trained(start, "model")
     assert model.losses[0] == pytest.approx(LN2, abs=1e-6) and model.losses[-1] < 0.69
-    said = capsys.readouterr().out
-    assert "15 pairs of 15 rows" in said and "each of 7 pairs" in said and "pairs and" in said
-    assert "packtrain dpo" in said.split("next:")[1]
 
     once = trained(start, "once", objective=against("precomputed"))
     np.testing.assert_allclose(once.losses, model.losses, rtol=1e-5)
@@ -104,18 +83,14 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     assert again.losses == once.losses and not computed  # from the cache
     monkeypatch.undo()
 
-    other = trained(
-        start,
-        "other",
-        objective=against("precomputed"),
-        model=replace(start.model, config={**LLAMA, "initializer_range": 0.1}),
-    )
+    another = replace(start.model, config={**LLAMA, "initializer_range": 0.1})
+    other = trained(start, "other", objective=against("precomputed"), model=another)
     assert other.losses[0] == pytest.approx(LN2, abs=1e-6)
     assert len(list(kept.parent.glob("*.npy"))) == 2  # other weights, another entry
 
     known = np.load(kept)
     np.save(kept, known + np.float32([0.1, 0.0]))
-    with pytest.raises(CheckFailed, match="the log-probabilities that were kept are stale"):
+    with pytest.raises(CheckFailed, match="stale"):
         trained(start, "stale", objective=against("precomputed"))
 
 
@@ -151,9 +126,8 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
         return replace(start, model=replace(start.model, **keys))
 
     known = name(start)
-    assert known == name(
-        replace(start, optim=Optim(), batch=Batch(examples_per_step=3), packing=Packing(mode="padding"))
-    )
+    free = {"optim": Optim(), "batch": Batch(examples_per_step=3), "packing": Packing(mode="padding")}
+    assert known == name(replace(start, **free))
     others = [
         name(start, rows=14),
         name(start, moved=1e-6),
@@ -194,23 +168,6 @@ def test_a_run_goes_on_against_the_reference_that_it_began_with_or_not_at_all(st
     assert [one.where for one in refused.value.problems] == ["model.config.initializer_range", "objective.reference"]
 
 
-def test_another_folder_is_a_reference_and_need_not_begin_at_a_zero_margin(start: RunConfig) -> None:
-    model = trained(start, "first")
-    other = trained(start, "second", objective=against(str(model.folder / "final")))
-    assert abs(other.losses[0] - LN2) > 1e-3
-
-
-def test_with_adapters_the_reference_is_the_model_without_them(
-    start: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lora = Peft(kind="lora", r=4, alpha=8, dropout=0.5)
-    off = trained(start, "off", peft=lora)
-    assert off.losses[0] == pytest.approx(LN2, abs=1e-6) and off.losses[-1] < off.losses[0]
-    assert "off, peft.dropout=0.5 too" in capsys.readouterr().out
-    for way in ("model", "precomputed"):
-        np.testing.assert_allclose(trained(start, way, peft=lora, objective=against(way)).losses, off.losses, rtol=1e-5)
-
-
 @pytest.fixture
 def earlier(start: RunConfig) -> RunConfig:
     """A run with adapters on a folder's model, as those that went before: in earlier/final, and merged beside it."""
@@ -221,9 +178,7 @@ def earlier(start: RunConfig) -> RunConfig:
     return config
 
 
-def test_earlier_adapters_are_a_reference_beside_new_ones(
-    earlier: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_adapters_are_a_reference_beside_new_ones(earlier: RunConfig) -> None:
     before = Path(earlier.trainer.output_dir).with_name("earlier")
     named = trained(earlier, "named", objective=against(str(before / "final")))
     merged = trained(earlier, "merged", objective=against(str(before / "final-merged")))
@@ -231,23 +186,18 @@ def test_earlier_adapters_are_a_reference_beside_new_ones(
     np.testing.assert_allclose(named.losses, merged.losses, rtol=1e-5)
     assert verify_in(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
     report = json.loads(RunFolder.of(earlier.trainer).verification.read_text())
-    assert report["start"] is None
-    show(report, as_json=False)
-    assert "first loss not checked: the reference is another model" in capsys.readouterr().out
+    assert report["start"] is None  # the reference is another model
     full = trained(earlier, "full", objective=against(str(before / "final")), peft=Peft())
     assert full.losses[0] == pytest.approx(named.losses[0], rel=1e-5)  # a second model, merged
     assert sorted(one.name for one in (named.folder / "final").iterdir() if one.is_dir()) == []
 
 
-def test_training_goes_on_from_adapters_and_is_held_to_them(
-    earlier: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) -> None:
     before = Path(earlier.trainer.output_dir).with_name("earlier")
     config = replace(earlier, model=replace(earlier.model, path=str(before / "final")))
     timely = replace(config.trainer, checkpoint_every=2, keep_checkpoints=None)
     on = trained(config, "on", trainer=timely)
     assert on.losses[0] == pytest.approx(LN2, abs=1e-6) and on.losses[1] < LN2 - 1e-3
-    assert f"against the model with the adapters of {before / 'final'}" in " ".join(capsys.readouterr().out.split())
     for way in ("precomputed", str(before / "final"), str(before / "final-merged")):
         same = trained(config, "same", objective=against(way))
         np.testing.assert_allclose(same.losses, on.losses, rtol=1e-5)
@@ -267,56 +217,18 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(
         trained(config, "other", peft=Peft(kind="lora", alpha=8))
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_utilisation_is_of_a_peak_that_is_named_and_counts_what_pairs_take(
-    start: RunConfig, share: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(metrics, "_peak", lambda *_: metrics.Peak(2e9, "abacus, float32"))
-    run = trained(start, "used", packing=Packing(share_prefix=share), objective=against("precomputed"))
-    assert "mfu of 0 TFLOP/s a device: abacus, float32, without sparsity" in " ".join(capsys.readouterr().out.split())
-    data = prepare_pairs(start.data, load_tokenizer(start.model), seed=0).train
-    flops = training_flops(load_model(start.model, Peft(), load_tokenizer(start.model), seed=0))
-    sides, prompts = data.documents.lengths.reshape(-1, 2), data.lengths - data.shared_lengths
-    # the last step of the epoch has a single pair, of its 15
-    singles = [flops.of(pair, alone if share else None) for pair, alone in zip(sides, prompts[:, None], strict=True)]
-    step, alone = run.steps[-1], run.steps[-1]["mfu"] * 2e9 / run.steps[-1]["tokens_per_second"]
-    assert step["examples"] == 1
-    assert any(
-        alone == pytest.approx(each / tokens, rel=1e-6) for each, tokens in zip(singles, sides.sum(1), strict=True)
-    )
-
-
-def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    timely = replace(start.trainer, eval_every=2, early_stop_patience=1, max_steps=4)
-    run = trained(start, "eval", data=replace(start.data, eval=0.2), trainer=timely)
-    assert [line["step"] for line in run.evals] == [0, 2, 4]
-    assert run.evals[0]["eval_loss"] == pytest.approx(LN2, abs=1e-6) and run.evals[0]["eval_pairs"] == 3
-    said = capsys.readouterr().out
-    assert "of 3 held-out pairs" in said and "(chance: 50%), margin 0.00 → " in said
-
-
 @pytest.mark.parametrize(
-    "groups, said",
+    ("groups", "where"),
     [
-        ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, r"longest pair takes \d+ token slots"),
-        ({"objective": Objective(kind="dpo", loss="aot")}, "aot sorts all pairs of a step"),
+        ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, "batch.tokens_per_device"),
+        ({"objective": Objective(kind="dpo", loss="aot")}, "batch"),
         ({"objective": Objective(kind="dpo", reference="/nowhere/at/all")}, "objective.reference"),
-        ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "no load-balancing loss of routers"),
+        ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "router"),
+        ({"packing": Packing(share_prefix=True), "model": BY_DOCUMENT}, "packing.share_prefix"),
     ],
+    ids=["long", "aot", "nowhere", "routers", "unshared"],
 )
-def test_what_cannot_be_is_refused_in_words_of_pairs(start: RunConfig, groups: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_is_refused_with_the_key(start: RunConfig, groups: dict[str, Any], where: str) -> None:
+    with pytest.raises((UserError, CheckFailed)) as refused:
         trained(start, "refused", **groups)
-    if said not in ("aot sorts all pairs of a step", r"longest pair takes \d+ token slots"):  # which hang on the data
-        with pytest.raises(UserError, match=said):
-            verify_in(replace(start, **groups), ALONE)
-
-
-def test_a_run_that_insists_on_shared_prompts_never_computes_them_twice(start: RunConfig) -> None:
-    insisting: dict[str, Any] = {
-        "packing": Packing(share_prefix=True),
-        "model": replace(start.model, attention="per_document"),
-    }
-    with pytest.raises(CheckFailed, match="prompts cannot be shared: per_document") as refused:
-        trained(start, "insists", **insisting)
-    assert refused.value.problems[0].where == "packing.share_prefix"
+    assert where in str(refused.value)

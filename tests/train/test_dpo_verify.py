@@ -12,8 +12,8 @@ import test_dpo_user
 from here import ALONE
 from running import LLAMA
 from test_dpo_user import LN2, against
+from test_verify import break_borders
 
-from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Packing, Peft, RunConfig, Trainer
 from packtrain.packing.segments import Segments
@@ -23,6 +23,8 @@ from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES
 
 start = test_dpo_user.start
+TWO = Objective(kind="dpo", loss=["ipo", "sft"], options={"loss_weights": [1.0, 0.5]}, beta=0.3)
+WEIGHTED = Objective(kind="dpo", loss="apo_zero", options={"use_weighting": True})
 
 
 def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
@@ -40,45 +42,27 @@ def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
             worst = max(proof[f"max_abs_diff_{what}"] for what in ("before", "after", "alone"))
             assert worst <= proof["tolerance"] and proof["control"] > 5 * proof["tolerance"]
         show(report, as_json=False)
-        said = capsys.readouterr().out
-        for row in (
-            "pairs: beside a changed one",
-            "packed with shared prompts: loss",
-        ):
-            assert (row in said) == (attention == "auto")
-        assert "first loss 0.6931472 (of a zero margin: ln 2)" in said
-        assert ("prompts cannot be shared: per_document" in said and "share_prefix=false" in said) == bool(insists)
+        assert ("share_prefix=false" in capsys.readouterr().out) == bool(insists)
 
 
 @pytest.mark.parametrize("way", ["model", "precomputed"])
-def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(
-    start: RunConfig, way: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(start: RunConfig, way: str) -> None:
     dropping = replace(start.model, config={**LLAMA, "attention_dropout": 0.2})
     assert verify_in(replace(start, model=dropping, objective=against(way)), ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "unsupported" and report["isolation"]["max_abs_diff_after"] == 0
-    assert report["problem"].startswith("the first loss is 0.69") and "dropout is on in the model" in report["problem"]
-    assert report["fix"] == "set model.config.attention_dropout=0"
+    assert "0.69" in report["problem"] and "model.config.attention_dropout=0" in report["fix"]
     off = abs(report["start"]["loss"] - report["start"]["zero_margin"])
     assert off > report["start"]["tolerance"] and len(report["start"]["problems"]) == 2
-    show(report, as_json=False)
-    assert "(of a zero margin: ln 2)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "objective, groups",
     [
         (Objective(kind="dpo"), {}),
-        (
-            Objective(kind="dpo", loss=["ipo", "sft"], options={"loss_weights": [1.0, 0.5]}, beta=0.3),
-            {"peft": Peft(kind="lora", r=4)},
-        ),
+        (TWO, {"peft": Peft(kind="lora", r=4)}),
         (Objective(kind="dpo", loss="aot"), {}),
-        (
-            Objective(kind="dpo", loss="apo_zero", options={"use_weighting": True}),
-            {"trainer": Trainer(mixed_precision="bf16")},
-        ),
+        (WEIGHTED, {"trainer": Trainer(mixed_precision="bf16")}),
     ],
     ids=["sigmoid", "two losses, lora", "sorted pairs", "weighted, bf16"],
 )
@@ -103,18 +87,12 @@ def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
 def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show_it(
     start: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = segmented.row_of
-
-    def joined(*given: Any) -> tuple[Segments, int | None]:
+    def lose_prompts(row: Segments) -> Segments:
         """No answer sees its prompt, in rows of several pairs."""
-        segments, window = exact(*given)
-        apart = segments.tokens >= 60 and any(segments.prefix_lengths)
-        return (Segments(segments.lengths) if apart else segments), window
+        return Segments(row.lengths) if row.tokens >= 60 and any(row.prefix_lengths) else row
 
-    monkeypatch.setattr(segmented, "row_of", joined)
+    break_borders(monkeypatch, lose_prompts)
     assert verify_in(start, ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
-    assert report["verdict"] == "leaks" and report["problem"].startswith(
-        "isolation is exact, but packed with shared prompts"
-    )
+    assert report["verdict"] == "leaks"
     assert report["modes"]["packed"]["grad_rel_diff"] < 1e-4 < report["prefix_shared"]["grad_rel_diff"]

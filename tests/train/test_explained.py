@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from packtrain.attention.backends import NEEDED, deterministic
 from packtrain.config.schema import Batch, RunConfig, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
-from packtrain.monitor.heartbeat import Heartbeat
+from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.run_folder import RunFolder
 from packtrain.train import run
 from packtrain.train.library_errors import explained, shortly
@@ -48,10 +48,6 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
         assert words in found.problems[0].what and found.problems[0].fix
 
 
-def test_a_file_that_is_not_in_the_run_folder_may_be_a_bug(tmp_path: Path) -> None:
-    assert explained(FileNotFoundError(errno.ENOENT, "none"), ALONE, RunFolder(tmp_path), CONFIG.batch) is None
-
-
 def test_torch_refuses_in_words_that_are_known_what_is_not_deterministic() -> None:
     with deterministic(), pytest.raises(RuntimeError, match=NEEDED):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
@@ -66,36 +62,13 @@ def test_a_lost_process_is_told_where_there_are_others() -> None:
     )
 
 
-def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heartbeat, reported = Heartbeat(), []
-
-    def train_in(*_: object) -> int:
-        heartbeat.enter("backward", step=8, micro=2)
-        reported.append(heartbeat.message()["changes"])
-        raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-
-    monkeypatch.setattr(run, "own_heartbeat", lambda: heartbeat)
-    monkeypatch.setattr(run, "_join", lambda *_: (replace(ALONE, world_size=2), None))
-    monkeypatch.setattr(run, "train_in", train_in)
-    with pytest.raises(LostPeers):
-        run.train("sft", replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path))))
-    message = heartbeat.message()
-    assert (message["phase"], message["step"], message["micro"]) == ("backward", 8, 2)
-    assert message["changes"] > reported[0]
-
-
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_run_that_is_to_be_deterministic_runs_with_deterministic_operations_only(
     wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(run, "_join", lambda *_: (ALONE, None))
-    for verb, work in (("sft", "train_in"), ("verify", "verify_in")):
-        monkeypatch.setattr(run, work, lambda *_: int(torch.are_deterministic_algorithms_enabled()))
-        config = replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path), deterministic=wanted))
-        assert run.train(verb, config) == wanted
+    config = replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path), deterministic=wanted))
+    assert run.train("sft", config, lambda *_: int(torch.are_deterministic_algorithms_enabled())) == wanted
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
@@ -123,20 +96,6 @@ def test_what_backends_say_is_told_in_short(said: str, words: str) -> None:
     assert shortly(RuntimeError(said)) == words
 
 
-def test_what_is_told_in_short_is_kept_in_full_in_the_ranks_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_in(*_: Any) -> int:
-        raise RuntimeError(GLOO)
-
-    monkeypatch.setattr(run, "train_in", train_in)
-    monkeypatch.setattr(run, "_join", lambda *_: (replace(ALONE, world_size=2), None))
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(LostPeers, match=r"rank 0 lost the other processes: Connection closed by peer \S+\n"):
-        run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))))
-    assert GLOO in (tmp_path / "logs/rank-00000.log").read_text()
-
-
 def test_too_little_memory_names_the_keys_that_take_less() -> None:
     for batch, where in (
         (CONFIG.batch, "batch.tokens_per_device"),
@@ -147,10 +106,17 @@ def test_too_little_memory_names_the_keys_that_take_less() -> None:
         assert all(key in found.problems[0].fix for key in ("gradient_checkpointing=true", "strategy=fsdp2"))
 
 
-def test_a_run_that_lacks_memory_ends_as_a_wrong_config_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_in(*_: Any) -> int:
+def test_what_ends_a_run_is_told_in_short_kept_in_full_in_the_log_and_no_hang(tmp_path: Path) -> None:
+    def work(*_: Any) -> int:
+        own_heartbeat().enter("backward", step=8, micro=2)
+        seen.append(own_heartbeat().message()["changes"])
         raise GPU_MEMORY
 
-    monkeypatch.setattr(run, "train_in", train_in)
-    with pytest.raises(UserError, match=r"out of memory on cpu: CUDA out of memory\. Tried"):
-        run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))))
+    seen: list[Any] = []
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(UserError, match=r"20\.00 GiB"):
+        run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))), work)
+    assert str(GPU_MEMORY).splitlines()[1] in (tmp_path / "logs/rank-00000.log").read_text()
+    message = own_heartbeat().message()
+    assert (message["phase"], message["step"], message["micro"]) == ("backward", 8, 2)
+    assert message["changes"] > seen[0]

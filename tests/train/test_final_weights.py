@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from here import train_here
+from here import run_here
 from running import LLAMA, Run, base_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from packtrain.config.compose import load_config
 from packtrain.train.optim.float32_step import MASTER
 
 BF16, MERGED = "model.dtype=bfloat16", {"kind": "lora", "merge": True}
@@ -29,9 +27,7 @@ def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def here(folder: Path, *overrides: str, name: str, **groups: dict[str, Any]) -> Run:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
-    return train_here(load_config(str(path), list(overrides)), folder / name)
+    return run_here(folder, config_of(folder, **groups), *overrides, name=name)
 
 
 def coarse(weight: torch.Tensor) -> bool:

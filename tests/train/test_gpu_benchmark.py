@@ -7,10 +7,8 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -96,40 +94,3 @@ def test_what_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
     tests = {"passed": 1, "failed": [["tests/gpu/test_x.py::test_y", "assert 1 == 2"]], "skipped": {"reason": 2}}
     section = gpu.section({"tests/gpu": tests}, failed, [], "")
     assert section.endswith("What failed:\n\n- a part: why\n- tests/gpu/test_x.py::test_y: assert 1 == 2")
-
-
-def test_arguments_that_would_measure_nothing_or_lose_it_are_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for arguments, said in {
-        ("--only", "sfd"): "no part begins with sfd; there are\n  tests/gpu\n  sft 0.6B, packed",
-        ("--minutes", "0"): "--minutes: more than 0",
-        ("--minutes", "nan"): "--minutes: more than 0",
-        ("--output", f"{tmp_path}/none/R.md"): "cannot be written",
-        ("--output", str(tmp_path)): "cannot be written",
-        ("--logs", f"{tmp_path}/file"): "--logs:",
-    }.items():
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            gpu.main()
-        assert ended.value.code == 2 and said in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert gpu.main() == 2 and "there is no GPU here" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("nothing_imported")
-def test_one_part_at_a_time_has_the_device_while_the_next_one_imports(tmp_path: Path) -> None:
-    context, device, until = multiprocessing.get_context("fork"), Lock(), time.monotonic() + 60
-    parts = [gpu.Part(f"part {n}", stamping) for n in range(2)]
-    with ThreadPoolExecutor(2) as turns:
-        going = [turns.submit(gpu.run, part, tmp_path, tmp_path, context, until, device, tiny=True) for part in parts]
-        (_, ended), (began, _) = sorted(part.result() for part in going)
-    assert ended <= began
-
-
-def stamping(folder: Path, *, tiny: bool) -> tuple[float, float]:
-    began = time.monotonic()
-    time.sleep(0.2)
-    return began, time.monotonic()

@@ -12,7 +12,6 @@ from running import conversations
 from tiny_dpo import Pairs
 
 from packtrain.config.schema import Batch, Packing
-from packtrain.packing.collate import to_device
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, step_loader
 
@@ -91,15 +90,3 @@ def test_on_a_gpu_a_process_loads_ahead_into_pinned_memory(monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus)
         loader = step_loader(steps)
         assert (loader.num_workers, loader.pin_memory) == (int(gpus), gpus)
-
-
-def test_tensors_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for what only a machine with a GPU can do."""
-    copies = []
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *how, **also: copies.append((self, how, also)) or self)
-    tensor = torch.arange(3)
-    to_device(tensor, torch.device("cuda", 0))
-    ((copied, how, also),) = copies
-    assert copied is not tensor and how == (torch.device("cuda", 0),) and also == {"non_blocking": True}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,27 +14,21 @@ from running import base_config, train
 
 from packtrain.attention import flash
 from packtrain.attention.kernels import selection
-from packtrain.attention.kernels.varlen import _by_signature
 from packtrain.plan.origin import origin_in
 from tests.stand_in_kernels import flash_attention_2, flash_attention_3
 from tests.train import forked
 
-KERNELS = {"FlashAttention 3": flash_attention_3, "FlashAttention 2": flash_attention_2}
+KERNELS = {
+    "FlashAttention 3": ("flash_attn_interface", flash_attention_3),
+    "FlashAttention 2": ("flash_attn", flash_attention_2),
+}
 
 
 def with_kernels(arguments: Any, environment: dict[str, str], *rest: Any, without: str = "") -> None:
     """The command on a CPU that has two kernels, but for the one of that name."""
-
-    def standing_in(kernel: Any) -> Any:
-        def attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic
-        ):
-            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            return kernel(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal)
-
-        return lambda: _by_signature(attend)
-
-    selection.CANDIDATES = tuple((name, standing_in(one)) for name, one in KERNELS.items() if name != without)
+    selection.CANDIDATES = tuple(one for one in selection.CANDIDATES if one[0] in KERNELS and one[0] != without)
+    for module, kernel in KERNELS.values():
+        sys.modules[module] = SimpleNamespace(flash_attn_varlen_func=kernel)  # type: ignore[assignment]
     flash.DEVICES, flash.FORMATS = ("cpu",), (torch.float32,)
     forked.run(arguments, environment, *rest)
 

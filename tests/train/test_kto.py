@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import datasets
 import pytest
 import torch
-from tiny_dpo import TOKENIZER, another, gradient, in_parts, policy
+from tiny_dpo import SPLITS, assert_same_step, in_parts, padded_trainer, step_of_trl
 from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, ours, rows, steps_of
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
@@ -20,7 +19,6 @@ from packtrain.config.objective import UnpairedLoss
 from packtrain.train.loader import UnpairedSteps
 from packtrain.train.objectives.kto_loss import MARGINS, UNITS
 
-SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},
     {"loss_type": "apo_zero_unpaired"},
@@ -29,45 +27,14 @@ OBJECTIVES: list[dict[str, Any]] = [
 ]
 
 
-class _TRL(KTOTrainer):
-    """TRL's trainer, given padded batches."""
-
-    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        return dataset
-
-
-def trl_trainer(folder: Path, **objective: Any) -> _TRL:
-    trainer = _TRL(
-        model=cast(Any, policy()),
-        ref_model=cast(Any, another()),
-        args=arguments(folder, **objective),
-        processing_class=TOKENIZER,
-        train_dataset=datasets.Dataset.from_dict({"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}),
-    )
-    trainer.model.train()
-    return trainer
-
-
 def of_trl(
     folder: Path, labels: list[bool] = LABELS, max_length: int | None = None, **objective: Any
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient and logged figures of one padded batch of all answers."""
-    trainer = trl_trainer(folder, **objective)
+    columns = {"prompt_ids": [0], "completion_ids": [0], "label": True}
     given = [{**row, "label": label} for row, label in zip(rows(), labels, strict=True)]
     batch = DataCollatorForUnpairedPreference(pad_token_id=0, max_length=max_length)(given)
-    loss = trainer._compute_loss(trainer.model, batch, False)
-    loss.backward()
-    return loss.item(), gradient(trainer.model), {name: values[0] for name, values in trainer._metrics["train"].items()}
-
-
-def assert_equal(found: Any, expected: Any, case: str) -> None:
-    """Losses, gradients and figures."""
-    loss, grad, figures = expected
-    assert found[0] == pytest.approx(loss, rel=1e-5), case
-    assert ((found[1] - grad).norm() / grad.norm()).item() < 1e-4, case
-    assert set(figures) - {"num_tokens"} == set(found[2]), case
-    for name, value in found[2].items():
-        assert value == pytest.approx(figures[name], rel=1e-5, abs=1e-5), (case, name)
+    return step_of_trl(padded_trainer(KTOTrainer, arguments(folder, **objective), columns), batch)
 
 
 def test_the_config_knows_every_loss_of_the_installed_trl() -> None:
@@ -83,7 +50,7 @@ def test_loss_gradient_and_figures_equal_trl_padding(objective: dict[str, Any], 
     for layout in LAYOUTS:
         for parts in SPLITS:
             found = in_parts(ours(tmp_path, layout, **objective), parts)
-            assert_equal(found, expected, f"{layout} in {len(parts)} micro-batches")
+            assert_same_step(found, expected, f"{layout} in {len(parts)} micro-batches")
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -91,7 +58,7 @@ def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Pa
     labels = [label] * len(LABELS)
     expected = of_trl(tmp_path, labels)
     steps = replace(steps_of("flat"), data=cast(Any, Answers(labels)))
-    assert_equal(in_parts(ours(tmp_path, "flat", steps=steps), SPLITS[1]), expected, "one kind")
+    assert_same_step(in_parts(ours(tmp_path, "flat", steps=steps), SPLITS[1]), expected, "one kind")
     assert MARGINS not in expected[2]
 
 
@@ -105,7 +72,7 @@ def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_ba
         assert len(batches) > 2 and max(batch.slots for batch in batches) <= 40
         assert max(batch.inputs["input_ids"].shape[1] for batch in batches) == 36
         assert sum(batch.examples for batch in batches) == len(ANSWERS)
-        assert_equal(in_parts(ours(tmp_path, layout, steps=steps), SPLITS[1]), expected, layout)
+        assert_same_step(in_parts(ours(tmp_path, layout, steps=steps), SPLITS[1]), expected, layout)
 
 
 def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:

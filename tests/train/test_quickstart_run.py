@@ -20,30 +20,23 @@ def environment_of(folder: Path) -> dict[str, str]:
     return {**os.environ, "PACKTRAIN_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-WATCHED = """
-import atexit, gc, json, sys
-
-def collecting(phase, _):
-    training = sys.modules.get("packtrain.train.run")
-    while_importing.append(training is not None and not hasattr(training, "train"))
+IMPORTED = """
+import atexit, json, sys
 
 def tell():
     if "packtrain.train.run" in sys.modules:  # not a process that prepares data
-        facts = {"collections": sum(while_importing), "frozen": gc.get_freeze_count(), "modules": list(sys.modules)}
-        open("start.json", "w").write(json.dumps(facts))
+        open("imported.json", "w").write(json.dumps(list(sys.modules)))
 
-while_importing = []
-gc.callbacks.append(collecting)
 atexit.register(tell)
 """
-"""Python runs this before the command: it notes what is imported, and how often Python looked for garbage meanwhile."""
+"""Python runs this before the command."""
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The folder in which the quickstart was run, and what it said."""
     folder = tmp_path_factory.mktemp("quickstart")
-    (folder / "sitecustomize.py").write_text(WATCHED)
+    (folder / "sitecustomize.py").write_text(IMPORTED)
     result = subprocess.run(
         # a twentieth of its 800 steps: most of what is learnt is learnt by then
         [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=40"],
@@ -56,22 +49,16 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproce
     return folder, result
 
 
-def test_a_run_imports_without_the_garbage_collector_and_nothing_of_what_it_does_not_do(quickstart) -> None:
-    facts = json.loads((quickstart[0] / "start.json").read_text())
-    assert facts["collections"] == 0  # a quarter of the time of the imports
-    assert facts["frozen"] > 100_000
-    other_objective = ["packtrain.train.objectives.dpo", "trl.trainer.dpo_trainer"]
-    other_verbs = ["packtrain.train.verify", "packtrain.diagnose.env", "packtrain.launch.slurm.sbatch"]
-    trackers = ["tensorboard", "torch.utils.tensorboard", "wandb", "mlflow"]
-    assert {*facts["modules"]} & {*other_objective, *other_verbs, *trackers} == set()
+def test_a_run_imports_nothing_of_what_it_does_not_do(quickstart) -> None:
+    others = {"packtrain.train.objectives.dpo", "trl.trainer.dpo_trainer", "packtrain.train.verify"}
+    others |= {"packtrain.diagnose.env", "packtrain.launch.slurm.sbatch", "tensorboard", "wandb", "mlflow"}
+    assert others.isdisjoint(json.loads((quickstart[0] / "imported.json").read_text()))
 
 
 def test_the_quickstart_leaves_a_report_with_its_data_and_answers(quickstart) -> None:
     folder = quickstart[0] / "runs" / "quickstart-sft"
     text, summary = (folder / "report.html").read_text(), json.loads((folder / "summary.json").read_text())
-    assert "What each mode costs" in text and "exact: outputs of documents" in text
     assert all(one["prompt"] in text and html.escape(one["after"]) in text for one in summary["answers"])
-    assert "no report" not in quickstart[1].stderr
 
 
 def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(quickstart) -> None:
@@ -101,27 +88,17 @@ def arguments_of(command: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
-    # two fifths of its steps, evaluated at the two ends: what it learns last is to rank nearly all of them right
-    given = ["trainer.max_steps=200", "trainer.eval_every=200", "trainer.samples=[]"]
+@pytest.mark.parametrize(("verb", "steps"), [("dpo", 200), ("kto", 60)])
+def test_other_quickstarts_rank_held_out_answers_well_above_chance(verb: str, steps: int, tmp_path: Path) -> None:
+    """Two fifths of the steps of dpo, a fifth of those of kto, evaluated at the two ends."""
+    given = [f"trainer.max_steps={steps}", f"trainer.eval_every={steps}", "trainer.samples=[]"]
     own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    said = packtrain("dpo", "recipes/quickstart-dpo.yaml", *given, cwd=tmp_path, env=own).stdout
-    first, last = Run(tmp_path / "runs" / "quickstart-dpo").evals
-    assert first["eval_rewards/margins"] == 0  # the model is its own reference
-    assert last["eval_pairs"] == 200  # so that chance is 0.5 ± 0.035
-    assert last["eval_rewards/accuracies"] > 0.6
-    assert f"{last['eval_rewards/accuracies']:.1%} rank right" in said
-
-
-@pytest.mark.exhaustive
-def test_the_kto_quickstart_tells_answers_to_other_questions_apart(tmp_path: Path) -> None:
-    # a fifth of its steps, evaluated at the two ends
-    own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    given = ["trainer.max_steps=60", "trainer.eval_every=60"]
-    said = packtrain("kto", "recipes/quickstart-kto.yaml", *given, cwd=tmp_path, env=own).stdout
-    first, last = Run(tmp_path / "runs" / "quickstart-kto").evals
-    assert first["eval_loss"] == pytest.approx(0.5, abs=1e-6)  # the model is its own reference
-    assert last["eval_answers"] == 200
-    assert last["eval_loss"] < 0.35
-    assert last["eval_rewards/chosen"] > 0.3 and last["eval_rewards/rejected"] < -0.3
-    assert f"rewards {last['eval_rewards/chosen']:.3f} desirable" in said
+    packtrain(verb, f"recipes/quickstart-{verb}.yaml", *given, cwd=tmp_path, env=own)
+    first, last = Run(tmp_path / "runs" / f"quickstart-{verb}").evals
+    if verb == "dpo":
+        assert first["eval_rewards/margins"] == 0  # the model is its own reference
+        assert last["eval_pairs"] == 200 and last["eval_rewards/accuracies"] > 0.6  # chance is 0.5 ± 0.035
+    else:
+        assert first["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+        assert last["eval_answers"] == 200 and last["eval_loss"] < 0.35
+        assert last["eval_rewards/chosen"] > 0.3 and last["eval_rewards/rejected"] < -0.3

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import LLAMA, WORDS, packtrain, write_jsonl
+from here import train_here
+from running import LLAMA, WORDS, write_jsonl
 from test_pairs import a_pair
 from tiny_models import FAMILIES, SIZES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attend_by
+from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
@@ -60,9 +62,13 @@ def pairs_ending_in(*ends: int) -> list[Any]:
     return pairs
 
 
-def scored(model: PreTrainedModel, rows: PairRows, pairs: list[Any], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(
+    model: PreTrainedModel, rows: PairRows, pairs: list[Any], pad: int, **left_out: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [2 × pairs], and the gradient of a sum that weighs them differently."""
     batch = collate_scored(pairs, [0.0] * len(pairs), pad, rows)
+    for name in left_out:
+        del batch[name]
     scores = model(**batch, use_cache=False).logits[:, 0]
     (scores * torch.linspace(-1, 2, len(scores))).sum().backward()
     gradient = torch.cat(
@@ -79,7 +85,7 @@ def test_rows_score_as_padded_batches(family: str) -> None:
         choice = choose_attention("auto", model, model.device, pairs=True)
     assert choice.proof is not None and choice.proof.verdict == "exact"
     assert (choice.backend.name == "per_document") == (family in RUN_BY_DOCUMENT)
-    expected, gradient = scored_as_it_comes(model, pairs, PAD)
+    expected, gradient = scored(model, "padding", pairs, PAD, margin=None)
     add_scores(model)
     attend_by(model, choice.backend.name)
     layouts: list[PairRows] = ["flat", "shared"] if choice.unshared == "" else ["flat"]
@@ -90,18 +96,6 @@ def test_rows_score_as_padded_batches(family: str) -> None:
         assert (own - gradient).norm() <= 1e-4 * gradient.norm()
 
 
-def scored_as_it_comes(model: PreTrainedModel, pairs: list[Any], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = collate_scored(pairs, [0.0] * len(pairs), pad, "padding")
-    del batch["margin"]
-    scores = model(**batch, use_cache=False).logits[:, 0]
-    (scores * torch.linspace(-1, 2, len(scores))).sum().backward()
-    gradient = torch.cat(
-        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
-    )
-    model.zero_grad()
-    return scores.detach(), gradient
-
-
 @pytest.mark.parametrize("ends", [(EOS,), (EOS, EOS), (EOS,) * 13], ids=["one", "two", "into the shared prompt"])
 def test_where_eos_pads_too_the_last_token_before_it_is_scored_as_by_the_model_itself(ends: tuple[int, ...]) -> None:
     model = tiny_scorer("llama", pad_token_id=EOS)
@@ -109,7 +103,7 @@ def test_where_eos_pads_too_the_last_token_before_it_is_scored_as_by_the_model_i
     if len(ends) == 13:
         for document in (pairs[0].chosen, pairs[0].rejected):
             document.input_ids[8:] = EOS
-    expected, gradient = scored_as_it_comes(model, pairs, EOS)
+    expected, gradient = scored(model, "padding", pairs, EOS, margin=None)
     add_scores(model)
     attend_by(model, "segmented")
     layouts: tuple[PairRows, ...] = ("flat", "shared")
@@ -144,10 +138,10 @@ def test_a_language_model_gets_a_head_by_the_seed_and_a_reward_model_keeps_its_o
 @pytest.mark.parametrize(
     ("model_type", "given", "said"),
     [
-        ("llama", {"num_labels": 3}, "was trained to give 3 scores"),
-        ("bert", {"num_labels": 1}, "BertForSequenceClassification has no linear layer `score`"),
-        ("t5", {"num_labels": 1}, "T5ForSequenceClassification has no linear layer `score`"),
-        ("ctrl", {"num_labels": 1}, "CTRLForSequenceClassification has no linear layer `score`"),
+        ("llama", {"num_labels": 3}, "3 scores"),
+        ("bert", {"num_labels": 1}, "BertForSequenceClassification"),
+        ("t5", {"num_labels": 1}, "T5ForSequenceClassification"),
+        ("ctrl", {"num_labels": 1}, "CTRLForSequenceClassification"),
     ],
 )
 def test_other_classifiers_are_refused(tmp_path: Path, model_type: str, given: dict[str, Any], said: str) -> None:
@@ -157,29 +151,19 @@ def test_other_classifiers_are_refused(tmp_path: Path, model_type: str, given: d
         load_model(Model(path=path), Peft(), TOKENIZER, seed=0, scores=True)
 
 
-def test_what_is_no_reward_training_ends_with_a_sentence_and_2(tmp_path: Path) -> None:
+def test_what_is_no_reward_training_is_refused(tmp_path: Path) -> None:
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": WORDS[0]}]}])
-    pair = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", pair)
-    model = tmp_path / "model"
-    saved(model, AutoModelForSequenceClassification, num_labels=2)
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    model = saved(tmp_path / "model", AutoModelForSequenceClassification, num_labels=2)
     new = ["model.init=random", "model.tokenizer=quickstart", "model.config.model_type=llama"]
-    new += [f"data.cache_dir={tmp_path}", "batch.examples_per_step=1", f"trainer.output_dir={tmp_path / 'run'}"]
-    unknown = "model.config.model_type=cohere"  # of which transformers has no classifier
-    cases = [
-        ([f"data.train={chats}", *new], "these are messages"),
-        ([f"data.train={pairs}", f"model.path={model}", *new[3:]], "trained to give 2 scores"),
-        (
-            [f"data.train={pairs}", *new, "trainer.samples=[hi]", "objective.beta=1"],
-            "trainer.samples: a reward model",
-            "objective.beta: it is a key of packtrain dpo",
-        ),
-        (
-            [f"data.train={pairs}", *new[:2], unknown, *new[3:]],
-            "CohereConfig",
-            "docs/reward.md",
-        ),
-    ]
-    for arguments, *said in cases:
-        told = packtrain("reward", *arguments, expect=2).stderr
-        assert all(one in told for one in said), told
+    given = ["objective.kind=reward", f"data.cache_dir={tmp_path}", "batch.examples_per_step=1"]
+    for overrides, said in {
+        (f"data.train={chats}", *new): "chats.jsonl",
+        (f"data.train={pairs}", f"model.path={model}"): "2 scores",
+        (f"data.train={pairs}", *new, "trainer.samples=[hi]"): "trainer.samples",
+        (f"data.train={pairs}", *new, "objective.beta=1"): "objective.beta",
+        (f"data.train={pairs}", *new[:2], "model.config.model_type=cohere"): "CohereConfig",  # has no classifier
+    }.items():
+        with pytest.raises(UserError) as refused:
+            train_here(load_config(None, [*given, *overrides]), tmp_path / "run")
+        assert said in str(refused.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from running import Run, base_config, train
+from running import LLAMA, Run, base_config, train
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -49,6 +49,12 @@ def micro_batches(items: Sequence[Document], sizes: Sequence[int], *, padded: bo
         trained = int((inputs["shift_labels"] != IGNORE).sum())
         batches.append(MicroBatch(inputs, trained, sum(len(d.input_ids) for d in own), 0, len(own)))
     return batches
+
+
+def routers_of(model: PreTrainedModel, weight: float = WEIGHT) -> RouterLoss:
+    routers = router_loss(model, weight)
+    assert routers is not None
+    return routers
 
 
 def gradients(model: PreTrainedModel) -> torch.Tensor:
@@ -99,8 +105,7 @@ def test_every_layout_gives_the_loss_and_gradients_of_transformers_on_one_padded
             model = sparse_model("mixtral")
             if layout != "padding":
                 attend_by(model, layout)
-            routers = router_loss(model, WEIGHT)
-            assert routers is not None
+            routers = routers_of(model)
             loss = step(model, routers, micro_batches(items, split, padded=layout == "padding"))
             assert loss == pytest.approx(expected_loss, rel=1e-5), (layout, split)
             assert routers.value() == pytest.approx(expected_aux, rel=1e-5), (layout, split)
@@ -112,8 +117,7 @@ def test_the_loss_of_a_micro_batch_alone_depends_on_the_layout() -> None:
     items = documents()
     _, expected, _ = by_transformers(sparse_model("mixtral"), items)
     model = sparse_model("mixtral")
-    routers = router_loss(model, 1.0)
-    assert routers is not None
+    routers = routers_of(model, 1.0)
     alone = []
     for batch in micro_batches(items, [3, 5], padded=True):
         with routers.watching() as loads:
@@ -128,8 +132,7 @@ def test_gradient_checkpointing_counts_every_token_once() -> None:
         model = sparse_model("mixtral").train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        routers = router_loss(model, WEIGHT)
-        assert routers is not None
+        routers = routers_of(model)
         loss = step(model, routers, micro_batches(documents(), [3, 5], padded=True))
         results.append((loss, gradients(model)))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
@@ -138,8 +141,7 @@ def test_gradient_checkpointing_counts_every_token_once() -> None:
 
 def test_with_dropout_the_pass_that_counts_draws_the_numbers_of_the_pass_that_trains() -> None:
     model = sparse_model("mixtral", attention_dropout=0.3).train()
-    routers = router_loss(model, WEIGHT)
-    assert routers is not None
+    routers = routers_of(model)
     batches = micro_batches(documents(), [3, 5], padded=True)
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -158,8 +160,7 @@ def test_it_is_off_unless_asked_for_by_the_key_or_by_the_models_own_config() -> 
     assert router_loss(sparse_model("mixtral"), None) is None
     asks = sparse_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.02)
     own = router_loss(asks, None)
-    assert own is not None
-    assert own.weight == 0.02
+    assert own is not None and own.weight == 0.02
     assert router_loss(asks, 0.0) is None
     assert router_loss(sparse_model("llama"), None) is None
     assert router_loss(sparse_model("llama"), 0.0) is None
@@ -171,16 +172,14 @@ def test_a_model_whose_routers_cannot_be_had_is_refused() -> None:
     with pytest.raises(UserError, match="DogeForCausalLM has another load-balancing loss"):
         router_loss(sparse_model("doge", is_moe=True), WEIGHT)
     dense = sparse_model("qwen3_moe", mlp_only_layers=[0, 1])
-    routers = router_loss(dense, WEIGHT)
-    assert routers is not None
+    routers = routers_of(dense)
     with pytest.raises(UserError, match="no layer of this model has a router"):
         routers.check(dense, collate_padded(documents(), 0))
 
 
 def test_a_loss_that_differs_from_the_models_own_is_caught_before_training() -> None:
     model = sparse_model("mixtral")
-    routers = router_loss(model, WEIGHT)
-    assert routers is not None
+    routers = routers_of(model)
     routers.check(model, collate_padded(documents(), 0))
     model.num_experts_per_tok = 1  # type: ignore[assignment]
     with pytest.raises(CheckFailed, match="the router loss of MixtralForCausalLM"):
@@ -197,20 +196,9 @@ RUNS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("routers")
-    mixtral = {
-        "model_type": "mixtral",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "max_position_embeddings": 512,
-        "output_router_logits": True,
-        "router_aux_loss_coef": WEIGHT,
-    }
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": WEIGHT}
     config = base_config(folder, trainer={"max_steps": 4})
-    config["model"]["config"] = mixtral
+    config["model"]["config"] = {**LLAMA, "model_type": "mixtral", **experts}
     return {
         name: train(folder, config, *keys, name=name.replace(" ", "_"), processes=2 if name == "packed" else 1)
         for name, keys in RUNS.items()
@@ -232,5 +220,3 @@ def test_the_logged_loss_is_the_token_mean_and_the_weighted_router_loss(runs: di
     assert first["loss"] == pytest.approx(without["loss"] + WEIGHT * first["router_aux_loss"], rel=1e-5)
     assert first["router_aux_loss"] > 1.9  # 2 experts a token: 2 is balance
     assert "router_aux_loss" not in without
-    log = (runs["packed"].folder / "logs" / "rank-00000.log").read_text()
-    assert "load-balancing loss" in log

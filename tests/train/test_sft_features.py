@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from here import run_here, train_here
 from running import Run, base_config, conversations, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from packtrain.config.compose import load_config
 from packtrain.config.schema import Data
 from packtrain.data.prepare import prepare
+from packtrain.errors import UserError
 from packtrain.packing.collate import IGNORE, shifted_labels
 from packtrain.train import loader
 from tests.train import forked
@@ -67,7 +69,7 @@ def test_early_stop_keeps_the_weights_of_the_lowest_eval_loss(tmp_path: Path) ->
         optim={"learning_rate": 0.05},  # soon makes it worse
         trainer={"max_steps": 60, "eval_every": 2, "early_stop_patience": 2, "keep_checkpoints": 1},
     )
-    run = train(tmp_path, config)
+    run = run_here(tmp_path, config)
     losses = {line["step"]: line["eval_loss"] for line in run.evals if line["step"] > 0}
     best = min(losses, key=lambda step: losses[step])
     assert run.summary["steps"] < 60
@@ -76,12 +78,6 @@ def test_early_stop_keeps_the_weights_of_the_lowest_eval_loss(tmp_path: Path) ->
     assert expected == pytest.approx(losses[best], rel=1e-4)
     summary = run.summary
     assert summary["best_step"] == best and summary["eval_loss"] == summary["best_eval_loss"] == losses[best]
-    said = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert (
-        f"stopping early after step {summary['steps']}: the lowest eval loss was {losses[best]:.4f} at step {best}"
-        in said
-    )
-    assert f"the weights are those of step {best}" in said
 
 
 def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -> None:
@@ -105,17 +101,13 @@ def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -
     base = AutoModelForCausalLM.from_pretrained(start)(ids).logits
     assert torch.allclose(adapted, merged, atol=1e-4)
     assert (merged - base).abs().max() > 1e-2
-    said = (runs[0].folder / "logs" / "rank-00000.log").read_text()
-    assert f"final/ holds the adapters of {start}" in said and "final-merged/ holds the merged model" in said
-    assert "LoRA, rank 4" in said and "float32 weights" in said and "learning rate 0.01, constant" in said
 
 
 def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path: Path) -> None:
-    run = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}, peft={"kind": "lora"}))
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}, peft={"kind": "lora"}))
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "final")
     assert "lora" not in "".join(merged.state_dict())
     assert (run.folder / "final-adapters" / "adapter_model.safetensors").exists()
-    assert "final/ holds the merged model" in (run.folder / "logs" / "rank-00000.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path:
 def test_what_saves_memory_or_time_does_not_change_the_losses(plain: tuple[Path, Run], overrides: list[str]) -> None:
     folder, expected = plain
     config = base_config(folder, trainer={"max_steps": 4})
-    assert train(folder, config, *overrides, name=overrides[0]).losses == pytest.approx(expected.losses, rel=1e-5)
+    assert run_here(folder, config, *overrides, name=overrides[0]).losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def with_loader_processes(*given: Any) -> None:
@@ -146,29 +138,23 @@ def test_processes_that_load_ahead_do_not_change_the_losses(plain: tuple[Path, R
 def test_bf16_modes_agree_within_bf16(plain: tuple[Path, Run], tmp_path: Path) -> None:
     config, expected = base_config(tmp_path, trainer={"max_steps": 4}), plain[1].losses
     for overrides in (["trainer.mixed_precision=bf16"], ["model.dtype=bfloat16", "packing.mode=padding"]):
-        run = train(tmp_path, config, *overrides, name=overrides[0].split("=")[1] + str(len(overrides)))
+        run = run_here(tmp_path, config, *overrides, name=overrides[0].split("=")[1] + str(len(overrides)))
         assert run.losses == pytest.approx(expected, rel=2e-2)
         assert run.losses != expected
 
 
 @pytest.mark.parametrize("override", ["objective.loss=dft", "objective.options.neftune_noise_alpha=5"])
 def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path, override: str) -> None:
-    other = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), override, name="other").losses
+    other = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), override, name="other").losses
     assert abs(other[0] / plain[1].losses[0] - 1) > 1e-4
 
 
 def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_path: Path) -> None:
-    config = base_config(
-        tmp_path,
-        data={"max_length": 60},
-        trainer={
-            "max_steps": 3,
-            "checkpoint_every": 1,
-            "keep_checkpoints": 2,
-            "samples": ["Say \x1b[31mbackwards: a b"],
-        },
-        tracking={"report_to": ["tensorboard"]},
-    )
+    untrained = {"messages": [{"role": "user", "content": "only a question"}]}
+    write_jsonl(tmp_path / "data.jsonl", [*conversations(22), untrained])
+    trainer = {"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": 2, "samples": ["Say \x1b[31mbackwards: a b"]}
+    tracking = {"report_to": ["tensorboard"]}
+    config = base_config(tmp_path, data={"max_length": 60}, trainer=trainer, tracking=tracking)
     run = train(tmp_path, config)
     shown = (run.folder / "logs" / "rank-00000.log").read_text()
     assert "Say ␛[31mbackwards: a b" in shown and "\x1b" not in shown  # the terminal has the same lines
@@ -183,6 +169,7 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     assert summary["examples"] == sum(step["examples"] for step in run.steps) == 16  # one epoch of what is left
     assert summary["truncated"] > 0 and summary["verify"]["verdict"] == "exact"
     assert summary["data"]["rows"] == summary["data"]["kept"] + sum(summary["dropped"].values())
+    assert sum(summary["dropped"].values()) >= 1
     files = {path for part in ("final", "checkpoints") for path in (run.folder / part).rglob("*") if path.is_file()}
     assert not {"training_args.bin", "README.md"} & {path.name for path in files}
     assert {path.stat().st_mode for path in files} == {run.folder.joinpath("summary.json").stat().st_mode}
@@ -199,59 +186,40 @@ def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_pat
     path = tmp_path / "leaks.yaml"
     path.write_text(json.dumps(config))
     result = packtrain("sft", str(path), expect=3)
-    assert "backbone.layers.0.mixer" in result.stderr and "set model.attention=auto" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "backbone.layers.0.mixer" in result.stderr and "model.attention=auto" in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    unproved = packtrain("sft", str(path), "verify.preflight=false", "trainer.max_steps=1")
-    assert "not proved (verify.preflight=false)" in unproved.stdout
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "where"),
     [
-        ("model.path=no/such-model", "cannot load"),
-        ("model.config.vocab_size=17", "tokens, the model embeds 17"),
-        ("model.config.max_position_embeddings=50", "made for 50 positions"),
-        ("+model.config.hiden_size=64", "Did you mean hidden_size"),
-        ("peft.target_modules=[lm_head]", "adapters on the output head"),
+        ("model.path=no/such-model", "model.path"),
+        ("model.config.vocab_size=17", "model.config.vocab_size"),
+        ("model.config.max_position_embeddings=50", "data.max_length"),
+        ("+model.config.hiden_size=64", "model.config.hiden_size"),
+        ("peft.target_modules=[lm_head]", "peft.target_modules"),
         ("peft.target_modules=[nonsense]", "peft.target_modules"),
-        ("model.attention=flash", "flash attention is not available"),
+        ("model.attention=flash", "model.attention"),
         ("data.format=text", "data.format"),
     ],
 )
-def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: Path, override: str, said: str) -> None:
-    config = base_config(tmp_path)
-    if override.startswith("peft"):
-        config["peft"] = {"kind": "lora"}
-    path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(config))
+def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: Path, override: str, where: str) -> None:
+    config = base_config(tmp_path, **({"peft": {"kind": "lora"}} if override.startswith("peft") else {}))
+    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
     more = ["model.init=pretrained", "model.tokenizer=null"] if override.startswith("model.path") else []
-    result = packtrain("sft", str(path), override, *more, expect=2)
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
+    with pytest.raises(UserError) as caught:
+        train_here(load_config(str(path), [override, *more]), tmp_path / "run")
+    assert where in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", ["sft", "bench"])
 @pytest.mark.parametrize("override", ["+model.config.hiden_size=64", "peft.target_modules=[q_porj]"])
-def test_names_that_the_model_does_not_have_are_refused_before_the_data_is_read(
-    tmp_path: Path, verb: str, override: str
-) -> None:
-    config = base_config(tmp_path, data={"train": str(write_jsonl(tmp_path / "bad.jsonl", [{"no": "format"}]))})
-    config["peft"] = {"kind": "lora"}
-    path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(config))
-    result = packtrain(verb, str(path), override, expect=2)
-    assert "Did you mean" in result.stderr and "bad.jsonl" not in result.stderr
-
-
-def test_truncated_and_dropped_documents_are_counted_in_the_summary(tmp_path: Path) -> None:
-    rows = [*conversations(8), {"messages": [{"role": "user", "content": "only a question"}]}]
-    data = write_jsonl(tmp_path / "some.jsonl", rows)
-    config = base_config(tmp_path, data={"train": str(data), "max_length": 30}, trainer={"max_steps": 1})
-    summary = train(tmp_path, config).summary
-    assert summary["truncated"] > 0
-    assert sum(summary["dropped"].values()) >= 1
-    assert isinstance(Run(tmp_path / "run").summary["dropped"], dict)
+def test_names_that_the_model_does_not_have_are_refused_before_the_data_is_read(tmp_path: Path, override: str) -> None:
+    data = write_jsonl(tmp_path / "bad.jsonl", [{"no": "format"}])
+    config = base_config(tmp_path, data={"train": str(data)}, peft={"kind": "lora"})
+    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
+    result = packtrain("sft", str(path), override, expect=2)
+    key, _, value = override.strip("+").partition("=")
+    assert (key in result.stderr or value.strip("[]") in result.stderr) and "bad.jsonl" not in result.stderr
 
 
 def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tmp_path: Path) -> None:
@@ -263,8 +231,7 @@ def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tm
     done = packtrain(
         "sft", "run.yaml", "data.eval=null", "data.split_text=document", "data.max_length=64", cwd=tmp_path
     )
-    assert "trainer.eval_every=1: dropped, as data.eval was changed" in done.stderr
-    assert "words.txt.gz: each .txt file is a row (data.split_text=line would make" in done.stdout
+    assert "trainer.eval_every=1" in done.stderr
     run = Run(tmp_path / "run")
     report = run.summary["data"]
     assert (report["rows"], report["split"], report["cut_tokens"]) == (1, 1, 0) and report["documents"] > 10
@@ -272,37 +239,29 @@ def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tm
     assert run.summary["eval_loss"] is None and len(run.steps) == 2
 
 
-def test_calls_of_tools_are_trained_with_the_template_that_the_error_names_and_it_goes_with_the_model(
-    tmp_path: Path,
-) -> None:
-    call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
-    turns = [("human", "Is it sunny?"), ("function_call", call), ("observation", "sunny"), ("gpt", "It is.")]
-    talk = [{"from": speaker, "value": said} for speaker, said in turns]
-    tools = json.dumps([{"name": "weather", "description": "Tells it.", "parameters": {"type": "object"}}])
-    data = write_jsonl(tmp_path / "calls.jsonl", [{"conversations": talk, "tools": tools}] * 8)
-    batch = {"examples_per_step": 2, "tokens_per_device": 500}
-    config = base_config(tmp_path, data={"train": str(data), "max_length": 500}, batch=batch, trainer={"max_steps": 1})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = packtrain("sft", "run.yaml", cwd=tmp_path, expect=2).stderr
-    assert "calls.jsonl:1, tools: the chat template (the tokenizer's own) leaves out the tools" in said
-    (named,) = set(re.findall(r"data\.chat_template=\w+", said))
-    packtrain("sft", "run.yaml", named, cwd=tmp_path)
-    report = Run(tmp_path / "run").summary["data"]
-    assert (report["rows"], report["kept"], report["format"]) == (8, 8, "sharegpt")
-    kept = (tmp_path / "run" / "final" / "chat_template.jinja").read_text()
-    assert "<tool_call>" in kept and "generation %}" not in kept
-
-
 def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
-    chances = [
-        "peft=lora",
-        "peft.dropout=0.1",
-        "objective.options.neftune_noise_alpha=5",
-        "trainer.mixed_precision=bf16",
-    ]
-    overrides = [*chances, "trainer.deterministic=true", "trainer.max_steps=3"]
+    chances = ["peft=lora", "peft.dropout=0.1", "objective.options.neftune_noise_alpha=5"]
+    overrides = [*chances, "trainer.mixed_precision=bf16", "trainer.deterministic=true", "trainer.max_steps=3"]
     first, second = (train(tmp_path, base_config(tmp_path), *overrides, name=name) for name in ("first", "second"))
     assert first.losses == second.losses
     adapters = [load_file(run.folder / "final-adapters" / "adapter_model.safetensors") for run in (first, second)]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
+
+
+ENDLESS, UNTRAINED = "train no end of an answer", "rows have nothing to train"
+
+
+@pytest.mark.parametrize("fault", ["none", "endless", "untrained"])
+def test_data_that_cannot_be_learned_from_is_warned_of(tmp_path: Path, fault: str) -> None:
+    rows = conversations(9)
+    if fault == "endless":
+        rows = [{"input_ids": list(range(40, 60 + row))} for row in range(9)]
+    elif fault == "untrained":
+        for row in rows[:6]:
+            for message in row["messages"]:
+                message |= {"weight": 0} if message["role"] == "assistant" else {}
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
+    log = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert (ENDLESS in log, UNTRAINED in log) == (fault == "endless", fault == "untrained")

@@ -30,15 +30,11 @@ from packtrain.train.preflight import choose_together
 from tests.train import host_adam
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
-NEEDS_COMPILER = pytest.mark.skipif(
-    not (shutil.which("c++") and importlib.util.find_spec("ninja")),
-    reason="DeepSpeed's optimizer on the host needs both",
-)
 ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero2", "zero3"))
 ZERO1, ALSO_ZERO2 = (
     pytest.param(name, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]) for name in ("zero1", "zero2")
 )  # of the first tests/train/test_elastic.py has one, too
-OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, NEEDS_COMPILER, pytest.mark.exhaustive])
+OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive])
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
 MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "model_type"} | {"vocab_size": 50}
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
@@ -50,13 +46,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     """Steps of several micro-batches, their gradients clipped, with evaluations, checkpoints and answers."""
-    trainer = {
-        "max_steps": STEPS,
-        "checkpoint_every": CHECKPOINT,
-        "keep_checkpoints": None,
-        "eval_every": 4,
-        "samples": ["river stone"],
-    }
+    trainer = {"max_steps": STEPS, "checkpoint_every": CHECKPOINT, "keep_checkpoints": None}
+    trainer |= {"eval_every": 4, "samples": ["river stone"]}
     config = base_config(folder, trainer={**trainer, **groups.pop("trainer", {})}, **groups)
     config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5}
     config["data"] |= {"eval": str(folder / "eval.jsonl")}
@@ -90,7 +81,7 @@ def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
     if name == "fsdp2":
         runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
     else:
-        begin = host_adam.run if name == "zero3_offload" and not host_adam.compiled() else None
+        begin = host_adam.run if name == "zero3_offload" else None
         runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2, begin=begin)
     return runs[name]
 
@@ -127,11 +118,10 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
     assert min(line["grad_norm"] for line in run.steps) > 0.5, "nothing was clipped"
     _, found = AutoModelForCausalLM.from_pretrained(run.folder / "final", output_loading_info=True)
     assert not any(found.values())
-    said, expected = ((one.folder / "logs" / "rank-00000.log").read_text() for one in (run, alone))
-    assert said.count("  after  ") == expected.count("  after  ") == 1
+    assert len(run.summary["answers"]) == len(alone.summary["answers"]) == 1
 
 
-@pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])  # ddp: test_resume.py
+@pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])  # ddp: test_resume.py
 def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Path, name: str) -> None:
     expected = run_of(runs, folder, name)
     run = train(folder, config_of(folder), f"strategy={name}", name=cut(expected, f"{name}-resumed"), processes=2)
@@ -139,14 +129,6 @@ def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Pat
     weights = expected.weights()
     for weight, tensor in run.weights().items():
         assert torch.equal(tensor, weights[weight]), weight
-
-
-@pytest.mark.exhaustive
-def test_another_number_of_processes_goes_on_with_the_shards_of_fsdp2(
-    runs: dict[str, Run], folder: Path, alone: Run
-) -> None:
-    name = cut(run_of(runs, folder, "fsdp2"), "fewer")
-    assert_same_training(train(folder, config_of(folder), "strategy=fsdp2", name=name), alone)
 
 
 def cut(run: Run, name: str) -> str:
@@ -177,7 +159,7 @@ def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str
 def pairs_of(folder: Path) -> dict[str, Any]:
     """Preference pairs over a model and a second one that is its reference."""
     if not (folder / "pairs.jsonl").exists():
-        write_jsonl(folder / "pairs.jsonl", preferences(9, 0))
+        write_jsonl(folder / "pairs.jsonl", preferences(6, 0))
         write_jsonl(folder / "eval-pairs.jsonl", preferences(4, 1))
     config = config_of(folder, trainer={"max_steps": 2, "eval_every": 2, "samples": [], "checkpoint_every": None})
     config["data"] |= {"train": str(folder / "pairs.jsonl"), "eval": str(folder / "eval-pairs.jsonl"), "max_length": 92}
@@ -190,11 +172,11 @@ def preferred(folder: Path) -> Run:
     return train(folder, pairs_of(folder), name="preferred", command="dpo")
 
 
-@pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])  # ddp: test_dpo_run.py
-def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair(
+@pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])  # ddp: test_answer_runs.py
+def test_preferences_train_the_same_on_two_processes_of_which_one_has_no_pair(
     folder: Path, preferred: Run, name: str
 ) -> None:
-    run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=4)
+    run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=2)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
         for figure in FIGURES:
@@ -228,7 +210,7 @@ def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
     model = torch.nn.Linear(2, 2)
     strategy.check_active("ddp", model, model)
     for name in ("zero1", "zero2", "zero3", "zero3_offload", "fsdp2"):
-        with pytest.raises(CheckFailed, match=f"is to train by {name}"):
+        with pytest.raises(CheckFailed, match=name):
             strategy.check_active(name, model, model)
 
 

@@ -21,21 +21,16 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
-from packtrain.data.sources.offline import OFFLINE_ADVICE
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model import load as loading
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.load import check_positions, load_model
+from packtrain.model.load import check_positions
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
-from packtrain.train import preparation
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
-from packtrain.wording import first_line
 from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
@@ -92,12 +87,8 @@ def test_of_several_processes_the_worst_verdict_is_told_in_a_table_with_the_leak
     strategy = "zero3" if find_spec("deepspeed") else "fsdp2"
     done, other = forked.joined(2, "verify", str(path), f"strategy={strategy}")
     assert (done.returncode, other.returncode) == (3, 3), done.stderr
-    assert f"on the model as {strategy} spreads it over processes" in done.stdout
-    assert "2 processes" in done.stdout and "\nleaks (rank 0 of 2): " in done.stdout
-    assert "backbone.layers.0.mixer" in done.stdout
-    assert "set model.attention=auto" in done.stdout
-    assert done.stdout.count("│ padding") == 4 and done.stdout.count("│ packed") == 2
-    assert "Traceback" not in done.stderr
+    for part in (strategy, "2 processes", "rank 0 of 2", "backbone.layers.0.mixer", "model.attention=auto"):
+        assert part in done.stdout
     assert not (tmp_path / "run").exists()
 
 
@@ -140,8 +131,7 @@ def test_what_a_strategy_cannot_train_is_not_called_exact() -> None:
     model = tiny_model("llama")
     config = RunConfig(model=Model(attention="per_document"))
     found = verifying.isolation_of(config, spread, model, None)
-    assert found.problem and "a different number of times" in found.problem and "zero2" in found.fix
-    assert next(verifying._findings(found, compared(model), None, None))[0] == "unsupported"
+    assert found.problem and "zero2" in found.fix
     padded = replace(config, packing=Packing(mode="padding"))
     assert verifying.isolation_of(padded, spread, tiny_model("llama"), None).problem == ""
 
@@ -158,7 +148,7 @@ def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Pat
 
 
 def test_a_named_backend_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="flash attention is not available"):
+    with pytest.raises(UserError, match=r"model\.attention"):
         proved(tmp_path, LLAMA, attention="flash")
 
 
@@ -166,65 +156,47 @@ def forgets_all_borders(segments: Segments) -> Segments:
     return Segments((segments.tokens,))
 
 
-def forgets_a_border_of_long_rows(segments: Segments) -> Segments:
-    lengths = segments.lengths
-    return Segments((*lengths[:-2], lengths[-2] + lengths[-1])) if len(lengths) > 4 else segments
-
-
 def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> None:
     """Every layer takes the row that it runs for the `broken` one."""
-    exact = segmented.row_of
+    exact = segmented.segmented_attention
 
-    def row_of(*given: Any) -> tuple[Segments, int | None]:
-        segments, window = exact(*given)
-        return broken(segments), window
+    def attend(*args: Any, segments: Segments, **kwargs: Any) -> Any:
+        return exact(*args, segments=broken(segments), **kwargs)
 
-    monkeypatch.setattr(segmented, "row_of", row_of)
+    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, attend)
 
 
 def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: Path, monkeypatch: Any) -> None:
     break_borders(monkeypatch, forgets_all_borders)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
-    assert report["where"] == {
-        "module": "model.layers.0.self_attn",
-        "kind": "attention that does not keep the documents apart",
-    }
-    assert "per_document" in report["fix"]
-
-
-def test_auto_does_not_take_a_broken_attention(tmp_path: Path, monkeypatch: Any) -> None:
-    break_borders(monkeypatch, forgets_all_borders)
-    code, report = proved(tmp_path, LLAMA)
+    assert report["where"]["module"] == "model.layers.0.self_attn" and "per_document" in report["fix"]
+    code, report = proved(tmp_path, LLAMA)  # which auto does not take
     assert (code, report["backend"]) == (0, "per_document")
 
 
-def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(tmp_path: Path, monkeypatch: Any) -> None:
-    break_borders(monkeypatch, forgets_a_border_of_long_rows)
+@pytest.mark.parametrize(
+    ("long", "right"),
+    [(lambda row: len(row.lengths) > 4, []), (lambda row: row.tokens >= 256, ["padding_free"])],
+    ids=["of many documents", "of many tokens"],
+)
+def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(
+    long: Callable[[Segments], bool], right: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    break_borders(monkeypatch, lambda row: forgets_all_borders(row) if long(row) else row)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
     assert report["isolation"]["max_abs_diff_after"] < report["isolation"]["tolerance"]
-    assert report["problem"].startswith("isolation is exact, but packed has loss")
-    assert report["fix"].startswith("set packing.mode=padding")
+    assert report["modes"]["packed"]["grad_rel_diff"] > 1e-4 and "packing.mode=padding" in report["fix"]
+    assert all(report["modes"][mode]["grad_rel_diff"] < 1e-4 for mode in ["padding", *right])
 
 
-def test_a_leak_in_rows_longer_than_all_others_is_found(tmp_path: Path, monkeypatch: Any) -> None:
-    break_borders(monkeypatch, lambda row: row if row.tokens < 256 else forgets_all_borders(row))
-    code, report = proved(tmp_path, LLAMA, attention="segmented")
-    assert (code, report["verdict"]) == (3, "leaks")
-    assert report["problem"].startswith("isolation is exact, but packed has loss")
-    assert report["modes"]["padding_free"]["grad_rel_diff"] < 1e-4 < report["modes"]["packed"]["grad_rel_diff"]
-
-
-def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(tmp_path: Path, capsys: Any) -> None:
+def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(tmp_path: Path) -> None:
     blind = {**LLAMA, "initializer_range": 1e-6}
     code, report = proved(tmp_path, blind, attention="segmented")
     assert (code, report["verdict"], report["controls_see"]) == (3, "unsupported", False)
-    assert "isolation cannot be shown" in report["problem"]
     code, report = proved(tmp_path, blind)
     assert (code, report["verdict"], report["backend"], report["controls_see"]) == (0, "exact", "per_document", False)
-    show(report, as_json=False)
-    assert "Controls are weak" in capsys.readouterr().out
 
 
 def test_a_head_that_the_fused_one_does_not_fit_runs_with_full_logits(tmp_path: Path) -> None:
@@ -253,22 +225,6 @@ def test_a_model_that_no_mode_trains_is_refused_without_naming_another_mode(tmp_
         assert report["fix"].startswith("take another model")
 
 
-def test_what_cannot_be_loaded_says_which_package_or_setting_is_missing() -> None:
-    with pytest.raises(UserError, match=r"cannot make a model of model\.config: .*dropout") as refused:
-        load_model(
-            Model(init="random", config={"model_type": "musicgen"}),
-            Peft(),
-            load_tokenizer(Model(tokenizer="quickstart")),
-            seed=0,
-        )
-    assert "model.config" in refused.value.problems[0].where and refused.value.problems[0].fix
-    missing = ImportError(
-        "Timm requires the timm library. You can install it with pip:\n`pip install timm`. Then restart."
-    )
-    assert "pip install timm" in first_line(missing)
-    assert loading._advice(OSError("no file"), Model(path="m"), online=False) == OFFLINE_ADVICE
-
-
 def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise CheckFailed("no way to run packed rows of it exactly", fix="set packing.mode=padding")
@@ -277,22 +233,8 @@ def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypa
     code, report = proved(tmp_path, LLAMA)
     assert (code, report["verdict"], report["backend"]) == (3, "unsupported", None)
     assert report["modes"]["padding"]["grad_rel_diff"] < 1e-4
-    assert report["modes"]["packed"] == {
-        "loss": None,
-        "loss_rel_diff": None,
-        "grad_rel_diff": None,
-        "problem": "nothing runs packed rows of this model exactly",
-    }
-
-
-def test_too_little_memory_is_a_sentence(tmp_path: Path, monkeypatch: Any) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nGPU 0 has …")
-
-    monkeypatch.setattr(preparation, "load_model", load)
-    with pytest.raises(CheckFailed, match=r"out of memory on cpu: Tried to allocate 20.00 GiB\.") as raised:
-        proved(tmp_path, LLAMA)
-    assert "peft=lora" in raised.value.problems[0].fix
+    packed = report["modes"]["packed"]
+    assert packed["problem"] and packed["loss"] is packed["loss_rel_diff"] is packed["grad_rel_diff"] is None
 
 
 def test_documents_reach_beyond_windows_and_chunks_but_not_beyond_the_positions() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import numpy as np
+import pytest
 import torch
 from test_pairs import a_pair
 from tiny_models import tiny_model
@@ -26,6 +28,8 @@ from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[PairRows, ...] = ("padding", "flat", "shared")
+SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
+"""A step of seven examples in one micro-batch, and in several of which one is empty."""
 
 
 class Pairs:
@@ -125,6 +129,37 @@ def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor,
         loss.backward()
         total += loss.item()
     return total, gradient(trainer.model), trainer.loss.figures()
+
+
+def padded_trainer(kind: type[Any], settings: Any, columns: dict[str, Any]) -> Any:
+    """TRL's own trainer, for padded batches that it is given; its data set of those `columns` is not used."""
+
+    class Padded(kind):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    rows = datasets.Dataset.from_dict({name: [value] for name, value in columns.items()})
+    models = {"model": policy(), "ref_model": another()}
+    trainer = Padded(**models, args=settings, processing_class=TOKENIZER, train_dataset=rows)
+    trainer.model.train()
+    return trainer
+
+
+def step_of_trl(trainer: Any, batch: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and logged figures of one padded batch."""
+    loss = trainer._compute_loss(trainer.model, batch, False)
+    loss.backward()
+    return loss.item(), gradient(trainer.model), {name: one[0] for name, one in trainer._metrics["train"].items()}
+
+
+def assert_same_step(found: Any, expected: Any, case: str) -> None:
+    """Losses, gradients and figures are equal but for rounding."""
+    loss, grad, figures = expected
+    assert found[0] == pytest.approx(loss, rel=1e-5), case
+    assert ((found[1] - grad).norm() / grad.norm()).item() < 1e-4, case
+    assert set(figures) - {"num_tokens"} == set(found[2]), case
+    for name, value in found[2].items():
+        assert value == pytest.approx(figures[name], rel=1e-5, abs=1e-5), (case, name)
 
 
 def start_loss(trainer: Any) -> float:
