@@ -47,7 +47,7 @@ SLOW_STEPS = """
 import pathlib, time
 opened = pathlib.Path.open
 def open_slowly(self, *arguments, **options):
-    if self.name == "metrics.jsonl" and arguments[:1] == ("ab",):
+    if self.name == "metrics.jsonl" and arguments[:1] == ("a",):
         time.sleep(3)
     return opened(self, *arguments, **options)
 pathlib.Path.open = open_slowly

@@ -151,7 +151,9 @@ class MetricsFile(TrainerCallback):
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
             write_text(self._path, kept)
-        self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
+        before = json.loads(lines[-1]).get("seconds") if lines else None
+        if isinstance(before, (int, float)) and math.isfinite(before):
+            self._since -= before
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Writes the line."""
