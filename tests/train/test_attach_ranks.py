@@ -69,7 +69,9 @@ def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
     torch.save(results, folder / f"{environment['RANK']}.pt")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "zero2")) for name in STRATEGIES]
+)
 def test_two_processes(strategy: str, tmp_path: Path) -> None:
     if strategy.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is not installed")

@@ -66,6 +66,7 @@ def traced(*given: Any) -> None:
     forked.run(*given)
 
 
+@pytest.mark.exhaustive
 def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_is_compiled_too(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1, "mixed_precision": "bf16", "torch_compile": True})
     config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", pairs(14)))

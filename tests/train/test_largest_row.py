@@ -44,7 +44,7 @@ def as_on_a_gpu(*given: Any) -> None:
     ("strategy", "processes", "verb"),
     [
         ("ddp", 1, "sft"),
-        ("ddp", 2, "dpo"),
+        pytest.param("ddp", 2, "dpo", marks=pytest.mark.exhaustive),
         pytest.param("fsdp2", 2, "sft", marks=pytest.mark.exhaustive),
         pytest.param("zero2", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
         pytest.param("zero3", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
