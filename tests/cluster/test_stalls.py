@@ -418,6 +418,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_folder_is_on_a_stalled_disk_is_diagnosed_and_ended_all_the_same(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, FULL_DISK)
     assert code == 4, stderr

@@ -56,6 +56,7 @@ def slowed(hosts: TwoHosts) -> None:
         pytest.skip(f"no token bucket: {done.stderr.strip()}")
 
 
+@pytest.mark.exhaustive
 def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHosts, folder: Path) -> None:
     slowed(hosts)
     (folder / "other.jsonl").write_text((folder / "data.jsonl").read_text() * 2)

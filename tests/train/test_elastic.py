@@ -216,6 +216,7 @@ def assert_equal_to_unbroken(
     assert loss < within[0] and weight < within[1]
 
 
+@pytest.mark.exhaustive
 def test_experts_that_are_saved_one_by_one_go_on_under_ddp_bit_for_bit_and_elsewhere(folder: Path) -> None:
     config = config_of(folder)
     config["model"]["config"] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
