@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from packtrain.config.compose import load_config
 from packtrain.model.load import base_model
+from packtrain.run_folder import RunFolder
 from packtrain.train import run
 from packtrain.train.loop import StepTrainer
 
@@ -63,7 +64,9 @@ def main() -> None:
         base.forward = timed("forward", base.forward)
 
     StepTrainer.__init__ = with_clocks
-    run.train("sft", load_config(sys.argv[1], sys.argv[2:]))
+    config = load_config(sys.argv[1], sys.argv[2:])
+    RunFolder.of(config.trainer).open_attempt("never")  # as the launcher does
+    run.train("sft", config)
     total = clock.ends[-1] - clock.ends[0]
     steps = len(clock.ends) - 1
     for name, seconds in inside.items():

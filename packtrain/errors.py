@@ -73,7 +73,7 @@ class PeerFailed(PacktrainError):
 
 
 class LostPeers(PeerFailed):
-    """The others are gone in the middle of an operation: mostly what is seen here of a failure that is told elsewhere."""
+    """The other ranks disappeared in the middle of an operation; the rank that failed first usually says why."""
 
 
 def read_json(path: Path, most: int = 2**24) -> dict[str, Any]:

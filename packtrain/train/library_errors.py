@@ -68,7 +68,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
 
 
 def words_for_log(known: PacktrainError, cause: BaseException) -> str:
-    """The `cause` of what the user is told in a sentence, for the rank's log: its traceback, but of lost peers its words."""
+    """What the rank's log gets of `cause`, of which the user sees one sentence: its traceback, or its message where ranks were lost."""
     return clean(str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause)))
 
 

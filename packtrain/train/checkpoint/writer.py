@@ -35,7 +35,7 @@ from packtrain.train.sync.checks import BACKGROUND
 _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""
 _PATIENCE_S = 15.0
-"""A step waits for a write so long before the user is told; then twice as long, and so on."""
+"""Seconds that a step waits for a write before a message says so; the next one comes after twice as long, and so on."""
 _LONGEST = timedelta(days=1)
 """The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
 _Jobs = list[Callable[[], object]]
@@ -173,7 +173,7 @@ class CheckpointWriter:
         """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
         if self._thread is not None:
             others = self._heard()
-            while others is not None:  # told to the watchdog: who writes and who waits for others
+            while others is not None:  # for the watchdog: who writes, and who waits for others
                 with waiting(others) if others else nullcontext():
                     others = self._heard()
             self._thread.join()
@@ -183,7 +183,7 @@ class CheckpointWriter:
             raise error
 
     def _heard(self) -> str | None:
-        """What the thread says next; until then the user is told, more and more seldom, what is waited for."""
+        """What the thread says next; until then a message, at growing intervals, says what is waited for."""
         for more in itertools.count():
             with suppress(Empty):
                 return self._said.get(timeout=_PATIENCE_S * 2**more)
