@@ -27,7 +27,7 @@ import psutil
 FOLDER = "PACKTRAIN_STACKS"
 """Environment variable of a rank: the folder that stacks are written into, one per launch and machine."""
 DUMP_S = 1.0
-_WAITS, _WRITES = (re.compile(rf'checkpoint/writer.py", line \d+ in {name}$') for name in ("_heard", "_write"))
+_WAITS, _WRITES = (re.compile(rf'checkpoint/writer.py", line \d+ in {name}$') for name in ("wait", "_write"))
 
 
 @dataclass(frozen=True, slots=True)

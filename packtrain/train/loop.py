@@ -169,8 +169,6 @@ class StepTrainer:
         """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.tell(". Training goes on")
-        if self.state.global_step == self.settings.first_step + 1:
-            self.checkpoints.make_memory()
         return next(batches)
 
     def sum_counts(self, batches: list[MicroBatch]) -> torch.Tensor:

@@ -242,34 +242,28 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     return clauses
 
 
-def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
-    """Next commands, ready to run: generate from `prompt` (or score an answer to it), `verify`, and the same run in another mode.
+def next_commands(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
+    """Commands ready to run: an answer to `prompt` (or the score of an answer), `verify`, and the same run in another packing mode.
 
-    `chat` says whether the tokenizer has a chat template, `mode` is packing.mode, `scores` that of a reward model.
+    `chat`: the tokenizer has a chat template; `mode` is packing.mode; `scores`: this is a reward model.
     """
     final, turns = json.dumps(str(folder.final), ensure_ascii=False), [{"role": "user", "content": prompt}]
     if scores:
         turns.append({"role": "assistant", "content": "Hello!"})
-        ids = f'apply_chat_template({json.dumps(turns)}, return_dict=True, return_tensors="pt")'
-        ids = ids if chat else f'__call__({json.dumps(f"{prompt} …")} + tokenizer.eos_token, return_tensors="pt")'
-        code = (
-            "from transformers import AutoModelForSequenceClassification, AutoTokenizer;"
-            f" tokenizer = AutoTokenizer.from_pretrained({final});"
-            f" model = AutoModelForSequenceClassification.from_pretrained({final});"
-            f" print(model(**tokenizer.{ids}).logits.item())"
-        )
+        text = f"pipe.tokenizer.apply_chat_template({json.dumps(turns)}, tokenize=False)"
+        text = text if chat else f'{json.dumps(f"{prompt} …")} + pipe.tokenizer.eos_token'
+        task, shown = "text-classification", f'pipe({text}, function_to_apply="none", add_special_tokens={not chat})[0]["score"]'
     else:
         answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
-        code = (
-            f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
-            f" print(generate({json.dumps(turns if chat else prompt, ensure_ascii=False)}, do_sample=False)[0]{answer})"
-        )
-    other, packtrain = "padding_free" if mode == "padding" else "padding", _program("packtrain")
+        asked = json.dumps(turns if chat else prompt, ensure_ascii=False)
+        task, shown = "text-generation", f"pipe({asked}, do_sample=False)[0]{answer}"
+    code = f'from transformers import pipeline; pipe = pipeline("{task}", {final}); print({shown})'
+    other = "padding_free" if mode == "padding" else "padding"
     again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
     return [
         f"{_program('python')} -c {shlex.quote(code)}",
-        f"{packtrain} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
-        f"{packtrain} {shlex.join(again)}  # the same losses, at another speed",
+        f"{_program('packtrain')} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
+        f"{_program('packtrain')} {shlex.join(again)}  # the same losses, at another speed",
     ]
 
 

@@ -6,7 +6,6 @@ This file and preparation.py see the whole config: everything below takes its ow
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import sys
@@ -47,7 +46,6 @@ from packtrain.plan.origin import check_length, check_origin, length_of, origin_
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
-from packtrain.train.checkpoint.disk_space import remark_before_training
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import RowLimits, memory_error
 from packtrain.train.library_errors import explained, words_for_log
@@ -213,8 +211,9 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     _try_saving(run)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
-    if remark := _lack_of_room(run, trainer):
-        log.warn(remark)
+    with suppress(OSError):  # the disk speaks for itself when it is written to
+        if ranks.main and (remark := trainer.checkpoints.warning_of_space(config.trainer.checkpoint_every)):
+            log.warn(remark)
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
     _wait_for_all(run, "ready")
     _begin_run_folder(run, checkpoint, trainer.settings.origin)
@@ -304,17 +303,6 @@ def _try_saving(run: Run) -> None:
     if run.ranks.main:
         try_saving(run.prepared.model, run.prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
-
-
-def _lack_of_room(run: Run, trainer: StepTrainer) -> str:
-    """A warning, on the main process, if the disk has no room for what the run will write."""
-    settings, options = run.config.trainer, trainer.settings
-    steps, every = len(options.steps) - options.first_step, settings.checkpoint_every
-    number = math.ceil(steps / every) if every else 0  # the last step has one too
-    of_model = run.prepared.model, run.config.optim, options.strategy
-    with suppress(OSError):  # the disk speaks for itself when it is written to
-        return remark_before_training(*of_model, options.checkpoints, settings.keep_checkpoints, number)
-    return ""
 
 
 def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
@@ -443,7 +431,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # the last: from here on the same command begins a new run
-    commands = results.following(
+    commands = results.next_commands(
         folder,
         config.trainer.samples[0] if config.trainer.samples else "Hello",
         verb=config.objective.kind,

@@ -241,22 +241,12 @@ def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(OSError):
             text = place.read_text(errors="replace")
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
-            decision = json.loads(line)
-            if isinstance(decision, dict) and _decides(decision):
-                lines.append(decision)
+        with suppress(ValueError):
+            lines.append(json.loads(line))
     if lines:
         with suppress(OSError):  # what is decided holds
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     return lines
-
-
-def _decides(line: dict[str, Any]) -> bool:
-    """Whether a line is a decision as it is written; anyone may have changed the file."""
-    step, action, back = (line.get(name) for name in ("step", "action", "from"))
-    return type(step) is int and (
-        action in ("stop", "skip") or (action == "rollback" and type(back) is int and 0 <= back < step)
-    )
 
 
 def _number(value: float | None) -> float | str | None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import TrainerState
 
 from packtrain.config.compose import load_config
-from packtrain.train.checkpoint import disk_space, state, writer
+from packtrain.train.checkpoint import state, writer
 from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
 from tests.train import forked
@@ -119,7 +119,7 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
         asked.append(path)  # before step 1, and before each of three checkpoints
         return real(path) if len(asked) in (2, 4) else real(path)._replace(free=1000)
 
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", full_at_times)
+    monkeypatch.setattr(state.shutil, "disk_usage", full_at_times)
     run = train_here(config_in(tmp_path, keep_checkpoints=2, max_steps=5), tmp_path / "run")
     assert run.summary["status"] == "done" and checkpoints(run) == ["step-000002", "step-000005"]
     (failed,) = run.summary["checkpoints"]["failed"]

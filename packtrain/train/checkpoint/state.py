@@ -6,6 +6,7 @@ FSDP2's are torch's distributed checkpoints (model/spread.py), DeepSpeed's its e
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from contextlib import suppress
 from functools import partial
@@ -21,12 +22,12 @@ from transformers.trainer_callback import TrainerState
 
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
-from packtrain.model.spread import load_shards, save_shards, shards_of, whole_weights
+from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.origin import ORIGIN, same_format, world_of
+from packtrain.plan.memory import optimizer_bytes
+from packtrain.plan.origin import ORIGIN, listed, same_format, world_of, written_into
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.contents import ORDER, read_contents
-from packtrain.train.checkpoint.disk_space import checkpoint_bytes, lack_of_space
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
 from packtrain.train.checkpoint.writer import CheckpointWriter
@@ -35,6 +36,9 @@ from packtrain.train.optim.final_weights import exact_weights, in_format, name_f
 from packtrain.train.optim.lost_updates import local
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
+from packtrain.wording import size
+
+_BESIDE = 2**20  # bytes of config and of the states of chance and of the run
 
 
 class Checkpoints:
@@ -69,21 +73,6 @@ class Checkpoints:
             writer.at_once(lambda: write_json(staging / STATE, usual))
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
 
-    def make_memory(self) -> None:
-        """Begins to make the memory of copies; to be called when the first step has made the optimizer's states.
-
-        Not where each step makes them anew: the old ones would be kept beside the new ones until they are copied.
-        """
-        main, strategy = self._accelerator.is_main_process, self._settings.strategy
-        alone, optimizer = strategy == "ddp", self._engine.plain_optimizer
-        if self._engine.args.save_strategy == "no" or (alone and not main) or not getattr(optimizer, "masters", True):
-            return
-        weights = self._saved_weights() if strategy == "fsdp2" or (main and not self._settings.sharded) else {}
-        kept = [value for states in optimizer.state.values() for value in states.values()]
-        states = [value for value in kept if isinstance(value, torch.Tensor)]
-        masters = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self.writer.make_memory([local(it.detach()) for it in (*weights.values(), *masters, *states)], alone=alone)
-
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """The state dict of the model; of adapters without the frozen weights."""
         frozen = {name for name, weight in self._model.named_parameters() if self._adapts and not weight.requires_grad}
@@ -95,14 +84,38 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             try:
-                of_run = self._settings.optim, self._settings.strategy, self._settings.checkpoints
-                lack = lack_of_space(staging, checkpoint_bytes(self._model, *of_run))
+                lack = _lack_of_space(staging, self._checkpoint_bytes())
                 if not lack:
                     staging.mkdir(parents=True)
             except OSError as error:
                 lack = str(error)
         with waiting("rank 0 to make the folder of the checkpoint"):
             return cast(list, broadcast_object_list([lack]))[0]
+
+    def warning_of_space(self, every: int | None) -> str:
+        """A warning if the disk has no room for final/ and the most checkpoints that are there at a time, "" if it has."""
+        settings, final = self._settings, self._weights_bytes()
+        number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0  # the last step has one too
+        keep, there = settings.keep_checkpoints, len(listed(settings.checkpoints))
+        most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
+        each = self._checkpoint_bytes() if most else 0
+        lack = _lack_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
+        what = f"{most} checkpoints of {size(each)} and final/ of {size(final)}"
+        return f"no room for {what}: {lack} (trainer.output_dir, keep_checkpoints)" if lack else ""
+
+    def _checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
+        for newest in reversed(listed(self._settings.checkpoints).values()):
+            if files := written_into(newest):
+                return sum(number for number, _ in files.values())
+        trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        of_run, bytes_each = (self._settings.optim, self._settings.strategy), trained[0].itemsize if trained else 0
+        return self._weights_bytes() + optimizer_bytes(*of_run, sum(map(elements, trained)), bytes_each) + _BESIDE
+
+    def _weights_bytes(self) -> int:
+        """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
+        saved = [weight for weight in self._model.parameters() if weight.requires_grad or not self._adapts]
+        return sum(elements(weight) * weight.itemsize for weight in saved)
 
     def _seal(self, step: int, best: int | None) -> None:
         """Completes the checkpoint that all ranks have written, and removes what gives way to it."""
@@ -230,3 +243,11 @@ class Checkpoints:
         """Writes model and tokenizer; the weights whatever becomes of config and tokenizer."""
         with weights_at_least(self._model, folder, weights):
             self._trl._save(str(folder), state_dict=weights)
+
+
+def _lack_of_space(folder: Path, needed: int) -> str:
+    """Why `needed` bytes do not fit on the disk of `folder`, "" if they do."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    return f"it takes {size(needed)}, and the disk has {size(free)} left" if free < needed else ""

@@ -7,16 +7,14 @@ disk that is full or fails costs the checkpoint, never the run.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 from typing import Any
@@ -34,8 +32,6 @@ from packtrain.train.sync.checks import BACKGROUND
 
 _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""
-_PATIENCE_S = 15.0
-"""Seconds that a step waits for a write before a message says so; the next one comes after twice as long, and so on."""
 _LONGEST = timedelta(days=1)
 """The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
 _Jobs = list[Callable[[], object]]
@@ -71,12 +67,10 @@ class CheckpointWriter:
         self._early: Exception | None = None
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
-        self._maker: Thread | None = None
         self._room, self._kept = True, False
         self._group: Any = None
         self._thread: Thread | None = None
         self._said: SimpleQueue[str | None] = SimpleQueue()
-        self._folder, self._since = Path(), 0.0
         self._error: Exception | None = None
         self._told = 0
 
@@ -85,7 +79,6 @@ class CheckpointWriter:
 
         Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
         """
-        self._made()
         try:
             if self._room and (self._kept or _fits(state, 1 if alone else _here())):
                 return self._staged(state)
@@ -96,26 +89,6 @@ class CheckpointWriter:
             self._room = False
             self._say(_NO_ROOM)
         return state
-
-    def make_memory(self, tensors: list[torch.Tensor], *, alone: bool = False) -> None:
-        """Begins to make the memory of the copies, which are of these tensors: the first checkpoint need not wait for it.
-
-        By copying them while they change; `copied` copies them anew. Nothing is made where there is no room.
-        """
-        if self._kept or not self._room or not _fits(tensors, 1 if alone else _here()):
-            return
-
-        def make() -> None:
-            with suppress(RuntimeError):  # out of memory: `copied` will say so
-                self._staged(tensors)
-                self._kept = True
-
-        self._maker = _thread("memory of copies", make)
-
-    def _made(self) -> None:
-        if self._maker is not None:
-            self._maker.join()
-            self._maker = None
 
     def _staged(self, state: Any) -> Any:
         """A copy of `state`, by the same memory each time; in memory that is not pinned where the machine refuses to pin."""
@@ -158,7 +131,6 @@ class CheckpointWriter:
         early = [_raising(self._early)] if self._early else []
         self._kept = self._room
         parts = early, self._jobs, [seal] if seal else []
-        self._folder, self._since = staging, time.time()
         self._jobs, self._early = [], None
         self._thread = _thread("checkpoint", lambda: self._write(step, staging, *parts))
         if not self._room:
@@ -172,27 +144,15 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
         if self._thread is not None:
-            others = self._heard()
+            others = self._said.get()
             while others is not None:  # for the watchdog: who writes, and who waits for others
                 with waiting(others) if others else nullcontext():
-                    others = self._heard()
+                    others = self._said.get()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _heard(self) -> str | None:
-        """What the thread says next; until then a message, at growing intervals, says what is waited for."""
-        for more in itertools.count():
-            with suppress(Empty):
-                return self._said.get(timeout=_PATIENCE_S * 2**more)
-            seconds = time.time() - self._since
-            began = datetime.fromtimestamp(self._since)
-            self._say(
-                f"waiting for the checkpoint in {self._folder}, which has been written since {began:%H:%M:%S}, for {seconds:.0f} s"
-            )
-        return None
 
     def tell(self, then: str = "") -> None:
         """Warns of checkpoints that have failed since the last call, and says what follows `then`."""
@@ -211,7 +171,6 @@ class CheckpointWriter:
             own_heartbeat().enter("checkpoint")  # which may take longer than what was at work
             self.wait()
             self.tell()
-        self._made()
         self._stager = None  # frees the copies
 
     def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:
