@@ -168,7 +168,7 @@ class StepTrainer:
     def next_batches(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
-        self.writer.tell(". Training goes on")
+        self.writer.warn_of_failures(". Training goes on")
         return next(batches)
 
     def sum_counts(self, batches: list[MicroBatch]) -> torch.Tensor:
@@ -371,9 +371,8 @@ class StepTrainer:
         mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
         self.model.eval()
         with torch.no_grad(), self.loss.keeping_figures():
-            for at in range(
-                most_of_all(len(mine), self.loss.device)
-            ):  # sharded weights: every rank must run as many forward passes
+            # with sharded weights every rank must run as many forward passes
+            for at in range(most_of_all(len(mine), self.loss.device)):
                 batch = steps.collate(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.loss.device)
                 loss = self.loss.compute(self.model, batch, counts).item() / self.accelerator.num_processes

@@ -251,8 +251,11 @@ def next_commands(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat:
     if scores:
         turns.append({"role": "assistant", "content": "Hello!"})
         text = f"pipe.tokenizer.apply_chat_template({json.dumps(turns)}, tokenize=False)"
-        text = text if chat else f'{json.dumps(f"{prompt} …")} + pipe.tokenizer.eos_token'
-        task, shown = "text-classification", f'pipe({text}, function_to_apply="none", add_special_tokens={not chat})[0]["score"]'
+        text = text if chat else f"{json.dumps(f'{prompt} …')} + pipe.tokenizer.eos_token"
+        task, shown = (
+            "text-classification",
+            f'pipe({text}, function_to_apply="none", add_special_tokens={not chat})[0]["score"]',
+        )
     else:
         answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
         asked = json.dumps(turns if chat else prompt, ensure_ascii=False)

@@ -19,7 +19,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.durable import aside, publish, remove, sync
@@ -32,7 +31,6 @@ from packtrain.plan.origin import (
     ORIGIN,
     PROCESSES,
     SHAPE,
-    STRATEGY,
     TOKENIZER,
     facts_of,
     listed,

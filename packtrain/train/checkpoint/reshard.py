@@ -24,14 +24,14 @@ _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp
 """The float32 weights of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 ones."""
 
 
-def put_weights(saved: CheckpointContents, names: Names) -> None:
+def put_weights(contents: CheckpointContents, names: Names) -> None:
     """Copies the weights, each into its format; not under ZeRO-3, whose engine has them."""
     with torch.no_grad():
         for weight, name in names.items():
-            weight.copy_(_share(saved.weight(name), weight))
+            weight.copy_(_share(contents.weight(name), weight))
 
 
-def put_into_torch(saved: CheckpointContents, optimizer: torch.optim.Optimizer, names: Names) -> None:
+def put_into_torch(contents: CheckpointContents, optimizer: torch.optim.Optimizer, names: Names) -> None:
     """Fills the states of `optimizer`; weights that it keeps masters of get them."""
     masters = getattr(optimizer, "masters", False)
     whole = optimizer.state_dict()
@@ -39,17 +39,17 @@ def put_into_torch(saved: CheckpointContents, optimizer: torch.optim.Optimizer, 
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     whole["state"] = {}
     for number, weight in zip(numbers, weights, strict=True):
-        if not (states := saved.states(names[weight])):
+        if not (states := contents.states(names[weight])):
             continue
         own = {key: _share(value, weight) for key, value in _states(states, optimizer).items()}
         if masters and loses_updates(weight):
             own = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
-            own[MASTER] = _share(_exact(saved, names[weight]), weight)
+            own[MASTER] = _share(_exact(contents, names[weight]), weight)
         whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
     optimizer.load_state_dict(whole)
 
 
-def put_into_zero(saved: CheckpointContents, zero: Any, names: Names) -> None:
+def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None:
     """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
     partitioned = hasattr(zero, _FLATS[0])
     flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
@@ -57,7 +57,7 @@ def put_into_zero(saved: CheckpointContents, zero: Any, names: Names) -> None:
     filled: list[dict[str, Any]] = [{} for _ in flats]
     for weight, group, at, start, count in places:
         name, flat = names[weight], flats[group]
-        for key, value in {"": _exact(saved, name), **_states(saved.states(name), zero.optimizer)}.items():
+        for key, value in {"": _exact(contents, name), **_states(contents.states(name), zero.optimizer)}.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 part = filled[group].setdefault(key, torch.zeros_like(flat, requires_grad=False))
                 part[at : at + count] = value.reshape(-1)[start : start + count]
@@ -75,7 +75,7 @@ def put_into_zero(saved: CheckpointContents, zero: Any, names: Names) -> None:
     if partitioned:
         zero.checkpoint_event_epilogue()
     else:
-        put_weights(saved, names)
+        put_weights(contents, names)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -126,10 +126,10 @@ def _by_partition(zero: Any, names: Names) -> list[_Place]:
     return places
 
 
-def _exact(saved: CheckpointContents, name: str) -> torch.Tensor:
+def _exact(contents: CheckpointContents, name: str) -> torch.Tensor:
     """The weight in float32: its master, where there is one."""
-    master = saved.states(name).get(MASTER)
-    return saved.weight(name).float() if master is None else master
+    master = contents.states(name).get(MASTER)
+    return contents.weight(name).float() if master is None else master
 
 
 def _states(states: dict[str, Any], optimizer: Any) -> dict[str, Any]:

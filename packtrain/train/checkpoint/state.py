@@ -33,7 +33,6 @@ from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_z
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
-from packtrain.train.optim.lost_updates import local
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
@@ -55,22 +54,22 @@ class Checkpoints:
         """Begins the checkpoint of this step, in a hidden folder that is renamed when all ranks have written (writer.py)."""
         writer = self.writer
         writer.wait()
-        writer.tell()
+        writer.warn_of_failures()
         step, main, folder = state.global_step, self._accelerator.is_main_process, self._settings.checkpoints
         staging = staging_of(folder, step)
         if lack := self._open(staging):
             writer.outcome.failed.append((step, lack))
             return
         if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
-            writer.later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
+            writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._save_optimizer(staging)
-        writer.at_once(lambda: self._trl._save_rng_state(str(staging)))
+        writer.write_now(lambda: self._trl._save_rng_state(str(staging)))
         if main:
-            writer.at_once(lambda: torch.save(self._engine.schedule.state_dict(), staging / SCHEDULER_NAME))
-            writer.at_once(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
-            writer.at_once(lambda: write_json(staging / ORIGIN, self._settings.origin))
+            writer.write_now(lambda: torch.save(self._engine.schedule.state_dict(), staging / SCHEDULER_NAME))
+            writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
+            writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
             usual = list(spikes.figures)
-            writer.at_once(lambda: write_json(staging / STATE, usual))
+            writer.write_now(lambda: write_json(staging / STATE, usual))
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
@@ -95,7 +94,9 @@ class Checkpoints:
     def warning_of_space(self, every: int | None) -> str:
         """A warning if the disk has no room for final/ and the most checkpoints that are there at a time, "" if it has."""
         settings, final = self._settings, self._weights_bytes()
-        number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0  # the last step has one too
+        number = (
+            math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
+        )  # the last step has one too
         keep, there = settings.keep_checkpoints, len(listed(settings.checkpoints))
         most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
         each = self._checkpoint_bytes() if most else 0
@@ -131,25 +132,25 @@ class Checkpoints:
             self._save_engine(folder)
         elif self._settings.strategy == "fsdp2":
             shards = writer.copied(shards_of(self._model, optimizer.optimizer))
-            writer.later(lambda: save_shards(shards, folder, writer.group))
+            writer.write_later(lambda: save_shards(shards, folder, writer.group))
         elif self._accelerator.is_main_process:
             states = writer.copied({**optimizer.state_dict(), ORDER: self._engine.order}, alone=True)
-            writer.later(partial(torch.save, states, folder / OPTIMIZER_NAME))
+            writer.write_later(partial(torch.save, states, folder / OPTIMIZER_NAME))
 
     def _save_engine(self, folder: Path) -> None:
         """DeepSpeed's checkpoint: its engine says what is in which file, the files are written in the background."""
         engine, writer = self._engine.wrapped, self.writer
         files = engine.checkpoint_engine
         save, add_scripts = files.save, engine._copy_recovery_script
-        files.save = lambda state_dict, path: writer.later(partial(save, writer.copied(state_dict), path))
-        engine._copy_recovery_script = lambda path: writer.later(partial(add_scripts, path))
+        files.save = lambda state_dict, path: writer.write_later(partial(save, writer.copied(state_dict), path))
+        engine._copy_recovery_script = lambda path: writer.write_later(partial(add_scripts, path))
         tag = f"global_step{engine.global_steps}"
         try:
             engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=self._adapts)
         finally:
             del files.save, engine._copy_recovery_script
         if self._accelerator.is_main_process:
-            writer.later(partial((folder / "latest").write_text, tag))
+            writer.write_later(partial((folder / "latest").write_text, tag))
 
     def restore(self, checkpoint: Path) -> None:
         """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
@@ -168,13 +169,16 @@ class Checkpoints:
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         beside = {} if self._adapts else model.state_dict(keep_vars=True)
         buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
-        saved = read_contents(checkpoint, strategy, model)
+        contents = read_contents(checkpoint, strategy, model)
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
-        same = same and saved.order in (None, engine.order)  # which libraries of another version may number otherwise
+        same = same and contents.order in (
+            None,
+            engine.order,
+        )  # which libraries of another version may number otherwise
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
-            put_weights(saved, names | buffers)
+            put_weights(contents, names | buffers)
             # the ranks of a machine share the mapped file, which goes to their GPUs tensor by tensor
             mapped = self._accelerator.device.type == "cuda"
             states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
@@ -183,11 +187,11 @@ class Checkpoints:
             deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._adapts)
             engine.wrapped.optimizer.clip_grad = engine.args.max_grad_norm
         elif engine.deepspeed:
-            put_into_zero(saved, engine.wrapped.optimizer, names)
-            put_weights(saved, buffers)
+            put_into_zero(contents, engine.wrapped.optimizer, names)
+            put_weights(contents, buffers)
         else:
-            put_weights(saved, names | buffers)
-            put_into_torch(saved, optimizer, names)
+            put_weights(contents, names | buffers)
+            put_into_torch(contents, optimizer, names)
 
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
         """That of this rank; processes of another number draw anew, each from the seed, the `step` and its rank."""

@@ -56,7 +56,7 @@ class WriteOutcome:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time: `later` and `at_once` collect this process's part, `begin` starts, `wait` ends it.
+    """Writes one checkpoint at a time: `write_later` and `write_now` collect this process's part, `begin` starts, `wait` ends it.
 
     The same calls on all ranks. As a context it waits for the last write, whatever ends the block but an interrupt.
     """
@@ -70,9 +70,9 @@ class CheckpointWriter:
         self._room, self._kept = True, False
         self._group: Any = None
         self._thread: Thread | None = None
-        self._said: SimpleQueue[str | None] = SimpleQueue()
+        self._waits: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
-        self._told = 0
+        self._warned = 0
 
     def copied(self, state: Any, *, alone: bool = False) -> Any:
         """A copy of `state`, with its tensors on the CPU; `state` itself where memory has no room, and then `begin` waits.
@@ -80,7 +80,7 @@ class CheckpointWriter:
         Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
         """
         try:
-            if self._room and (self._kept or _fits(state, 1 if alone else _here())):
+            if self._room and (self._kept or _fits(state, 1 if alone else _ranks_of_machine())):
                 return self._staged(state)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -101,19 +101,18 @@ class CheckpointWriter:
             if not self._pins or out_of_memory(error):
                 raise
             self._pins, self._stager = False, None
-            with suppress(
-                RuntimeError
-            ):  # the refusal stays CUDA's last error in this thread, and would end the next kernel
+            # the refusal stays CUDA's last error in this thread, and would end the next kernel
+            with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             copied = self._staged(state)
             self._say(f"checkpoints are copied through memory that is not pinned, which takes longer: {shortly(error)}")
             return copied
 
-    def later(self, work: Callable[[], object]) -> None:
+    def write_later(self, work: Callable[[], object]) -> None:
         """Has the thread do `work`, which writes a part of the checkpoint from copies."""
         self._jobs.append(work)
 
-    def at_once(self, work: Callable[[], object]) -> None:
+    def write_now(self, work: Callable[[], object]) -> None:
         """Does `work` now, which writes something small; if it fails, the checkpoint does, and this rank stays in step."""
         try:
             work()
@@ -144,24 +143,24 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
         if self._thread is not None:
-            others = self._said.get()
+            others = self._waits.get()
             while others is not None:  # for the watchdog: who writes, and who waits for others
                 with waiting(others) if others else nullcontext():
-                    others = self._said.get()
+                    others = self._waits.get()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def tell(self, then: str = "") -> None:
+    def warn_of_failures(self, then: str = "") -> None:
         """Warns of checkpoints that have failed since the last call, and says what follows `then`."""
         failed = self.outcome.failed
-        for step, why in failed[self._told :]:
+        for step, why in failed[self._warned :]:
             newest = self.outcome.newest
             kept = "there is none yet" if newest is None else f"the newest is that of step {newest}"
             self._say(f"the checkpoint of step {step} was not written: {why}; {kept}{then}")
-        self._told = len(failed)
+        self._warned = len(failed)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -170,22 +169,21 @@ class CheckpointWriter:
         if kind is None or issubclass(kind, Exception):
             own_heartbeat().enter("checkpoint")  # which may take longer than what was at work
             self.wait()
-            self.tell()
+            self.warn_of_failures()
         self._stager = None  # frees the copies
 
     def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:
         """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
         try:
-            why = self._of_all(
-                self._first_fault(early)
-            )  # all ranks or none: jobs of FSDP2 wait for those of the others
+            # all ranks or none: FSDP2's jobs wait for those of the other ranks
+            why = self._agree(self._first_fault(early))
             if not why:
                 why = self._first_fault(jobs)
-                self._waits_for("the other ranks to write their parts of the checkpoint")
-                why = self._of_all(why)
+                self._note_wait("the other ranks to write their parts of the checkpoint")
+                why = self._agree(why)
             if not why:
-                self._waits_for("" if seal else "rank 0 to complete the checkpoint")
-                why = self._of_all(self._first_fault(seal))
+                self._note_wait("" if seal else "rank 0 to complete the checkpoint")
+                why = self._agree(self._first_fault(seal))
         except Exception as error:  # the others are lost: training ends for the same reason
             why = shortly(error)
         if why:
@@ -193,7 +191,7 @@ class CheckpointWriter:
             self.outcome.failed.append((step, why))
         else:
             self.outcome.written, self.outcome.newest = self.outcome.written + 1, step
-        self._said.put(None)
+        self._waits.put(None)
 
     def _first_fault(self, jobs: _Jobs) -> str:
         """What is wrong with the first of `jobs` that fails, "" if none does."""
@@ -205,11 +203,11 @@ class CheckpointWriter:
             return shortly(error)
         return ""
 
-    def _waits_for(self, others: str) -> None:
+    def _note_wait(self, others: str) -> None:
         if self._group is not None:
-            self._said.put(others)
+            self._waits.put(others)
 
-    def _of_all(self, why: str) -> str:
+    def _agree(self, why: str) -> str:
         """The first rank's `why` that is not empty."""
         if self._group is None:
             return why
@@ -232,7 +230,7 @@ def _thread(name: str, work: Callable[[], object]) -> Thread:
     return thread
 
 
-def _here() -> int:
+def _ranks_of_machine() -> int:
     """Ranks of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
