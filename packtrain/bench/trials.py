@@ -96,9 +96,9 @@ class Workbench:
         self.cost, self.pad = attention_cost(self.model), int(run.tokenizer.pad_token_id or 0)
         self.trainer = self._trainer(objective, run.tokenizer, log)
         self.visits: tuple[Visit, ...] = ()
-        self.trainer.close_proofs = run.close_proofs
         if config.objective.kind == "sft":  # fits the output head; the others have none to fit
             objective.prove(self.trainer, log, run.attention, preflight=False, ranks=ranks, precision=self.precision)
+        run.close_proofs()
         forwards = self.trainer.loss.extra_forwards
         self.flops = training_flops(self.model, forwards=forwards) if self.trainer.step_figures.peak else None
         self._known: dict[tuple[Candidate, float], Steps] = {}

@@ -94,7 +94,6 @@ class StepTrainer:
         self.work = WorkRecord(loss.device)
         self.watch: FirstStepWatch | None = None
         self.lost_updates = LostUpdates()
-        self.close_proofs: Callable[[], None] = lambda: None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks, settings.say, settings.machines)
@@ -116,7 +115,6 @@ class StepTrainer:
         """Spreads the model, makes optimizer and schedule, and restores the state of `checkpoint`."""
         self.restore_state(checkpoint)
         align_special_tokens(self.model, self.loss.trl.processing_class)
-        self.close_proofs()
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)

@@ -218,6 +218,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     _wait_for_all(run, "ready")
     _begin_run_folder(run, checkpoint, trainer.settings.origin)
     _wait_for_all(run, "run folder")
+    prepared.close_proofs()
     return trainer, checkpoint
 
 
@@ -277,7 +278,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     with boundary("the trainer cannot be made", "optim"):
         loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
         trainer = StepTrainer(loss, settings, _listeners(run))
-    trainer.close_proofs = prepared.close_proofs
     if peak := trainer.step_figures.peak:
         log.fact("mfu", peak.sentence())
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
