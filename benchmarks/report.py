@@ -13,9 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from packtrain.report.metrics_file import read_metrics
 from packtrain.report.page import page
-from packtrain.report.run_record import read_run
+from packtrain.report.run_record import read_metrics, read_run
 from packtrain.run_folder import RunFolder
 
 

@@ -9,65 +9,58 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.config.schema import Data, DataSource, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.data.prepare import PreparedData
-from packtrain.data.sources.chunks import RawRow
+from packtrain.config.objective import Traits
+from packtrain.config.schema import DataSource, RunConfig, Split, sources
+from packtrain.data.dataset import PairDataset, TokenDataset, size_of
+from packtrain.data.prepare import PREPARE, PreparedData
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.tokens.cache import Document, Store
-from packtrain.data.tokens.chat_template import Template, choose_template
+from packtrain.data.tokens.cache import Store
+from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.loss_mask import ChatEncoder
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
+from packtrain.plan.data_size import remember
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of `train` and `eval`, those of pairs one after the other (chosen, rejected).
+    """The documents of `train` and `eval`, those of `pairs` one after the other (chosen, rejected).
 
     A document has one number, counted through the `stores`; a row of a source likewise through all rows of the stores.
+    `end_ids` are the tokens that end an answer, `unknown_id` the one for text that the tokenizer does not know.
     """
 
-    data: Data
-    kind: ObjectiveKind
-    seed: int
+    config: RunConfig
     tokenizer: PlainTokenizer
-    template: Template | None
-    unknown: int | None
+    end_ids: Sequence[int]
+    unknown_id: int | None
     train: TokenDataset
     eval: TokenDataset | None
     pairs: PairDataset | None
 
     @property
-    def unit(self) -> str:
+    def traits(self) -> Traits:
         """What the objective trains on."""
-        return TRAITS[self.kind].unit
-
-    @property
-    def together(self) -> int:
-        """Documents of one example."""
-        return TRAITS[self.kind].documents
+        return self.config.objective.traits
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         """The stores of train, then those of eval that are others."""
-        return (
-            self.train.stores if self._shares_stores or self.eval is None else (*self.train.stores, *self.eval.stores)
-        )
+        if self.eval is None or self._shares_stores:
+            return self.train.stores
+        return (*self.train.stores, *self.eval.stores)
 
     @property
     def _shares_stores(self) -> bool:
         """Whether eval is a part of the rows of data.train."""
-        return isinstance(self.data.eval, (int, float))
+        return isinstance(self.config.data.eval, (int, float))
 
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
-        roles: tuple[Split, ...] = ("train", "eval")
-        pairs: list[tuple[DataSource, Split]] = [
-            (source, role) for role in roles for source in sources(getattr(self.data, role), role)
-        ]
-        given, role = pairs[store]
-        return locate(given, role, self.seed, self.kind, self.data.split_text)
+        config, splits = self.config, list[tuple[DataSource, Split]]()
+        splits += [(source, "train") for source in sources(config.data.train, "train")]
+        splits += [(source, "eval") for source in sources(config.data.eval, "eval")]
+        return locate(*splits[store], config.trainer.seed, config.objective.kind, config.data.split_text)
 
     @cached_property
     def first_documents(self) -> np.ndarray:
@@ -96,18 +89,14 @@ class Corpus:
 
     @cached_property
     def labels(self) -> np.ndarray | None:
-        """bool[documents]: whether each is a desirable answer; None where that is not said."""
-        return np.concatenate([store.labels() for store in self.stores]) if self.kind == "kto" else None
-
-    @cached_property
-    def times(self) -> np.ndarray:
-        """int64[documents]: how often an epoch trains on each."""
-        return np.bincount(self.train.rows, minlength=len(self.lengths))
+        """bool[documents]: whether each is a desirable answer; None for objectives without labels."""
+        kto = self.config.objective.kind == "kto"
+        return np.concatenate([store.labels() for store in self.stores]) if kto else None
 
     @cached_property
     def in_train(self) -> np.ndarray:
         """bool[documents]: those that are trained on."""
-        return self.times > 0
+        return np.bincount(self.train.rows, minlength=len(self.lengths)) > 0
 
     @cached_property
     def in_eval(self) -> np.ndarray:
@@ -124,16 +113,11 @@ class Corpus:
         inside[self.row_of[self.in_eval]] = False
         return inside
 
-    def document(self, number: int) -> Document:
-        """The tokens of a document."""
-        store = self.store_of(number)
-        return self.stores[store][int(number - self.first_documents[store])]
-
-    def read(self, number: int) -> np.ndarray:
-        """The ids of a document, read and not mapped."""
-        store = self.store_of(number)
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32[T] and loss mask bool[T] of a document, read and not mapped."""
+        store = int(np.searchsorted(self.first_documents, number, side="right")) - 1
         at = int(number - self.first_documents[store])
-        return self.stores[store].read(at, at + 1)[0]
+        return self.stores[store].read(at, at + 1)
 
     def dropped_for(self, reasons: Sequence[str]) -> np.ndarray:
         """bool[rows]: those that were dropped for one of these reasons."""
@@ -142,53 +126,41 @@ class Corpus:
             [np.isin(store.fates["dropped"], own) for store, own in zip(self.stores, numbers, strict=True)]
         )
 
-    def store_of(self, document: int) -> int:
-        """The store of a document."""
-        return int(np.searchsorted(self.first_documents, document, side="right")) - 1
 
-    def format_of(self, document: int) -> str:
-        """The format of a document's source."""
-        return self.stores[self.store_of(document)].format
-
-    @cached_property
-    def chat(self) -> ChatEncoder | None:
-        """Renders conversations; None without a chat template."""
-        return None if self.template is None else ChatEncoder(self.tokenizer, self.template)
-
-    @cached_property
-    def end_ids(self) -> Sequence[int]:
-        """Tokens that end an answer."""
-        if self.chat is not None:
-            return sorted(self.chat.end_ids)
-        return [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-
-    @property
-    def end_names(self) -> str:
-        """The tokens that end an answer, as text."""
-        return " or ".join(map(self.tokenizer.text_of, self.end_ids)) or "there is none"
-
-
-def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
-    """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
+def open_corpus(
+    config: RunConfig, *, tokenizer: Any = None, prepared: PreparedData[Any] | None = None, progress: bool = False
+) -> Corpus:
+    """The data of `config`: tokenised now, or taken from the cache, unless a run has `prepared` it with its `tokenizer`."""
+    kind, seed = config.objective.kind, config.trainer.seed
+    tokenizer = tokenizer or load_tokenizer(config.model)
+    if prepared is None:
+        prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
+        remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
+    plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
+    ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id} - {None}
+    unknown, control = tokenizer.unk_token_id, {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
     sides: Any = (prepared.train, prepared.eval)
-    train, held_out = (getattr(side, "documents", side) for side in sides)
-    unknown, plain = tokenizer.unk_token_id, plain_tokenizer(tokenizer)
-    control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
-    template = choose_template(data.chat_template, tokenizer)
-    return Corpus(data, kind, seed, plain, template, None if unknown in control else unknown, train, held_out, pairs)
+    return Corpus(
+        config,
+        plain,
+        sorted(ends),
+        None if unknown in control else unknown,  # GPT-2's <|endoftext|> is all of them
+        *(getattr(side, "documents", side) for side in sides),
+        pairs,
+    )
 
 
-def read_rows(corpus: Corpus, rows: Collection[int]) -> dict[int, tuple[str, RawRow]]:
-    """The place (file:line) and content of these rows of a corpus, read again from their sources."""
-    contents: dict[int, tuple[str, RawRow]] = {}
+def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:
+    """Where these rows of a corpus are (file:line), by reading their sources again."""
+    places: dict[int, str] = {}
     for store, start in enumerate(corpus.first_rows[:-1].tolist()):
         wanted = {row for row in rows if start <= row < corpus.first_rows[store + 1]}
         first = start
         for chunk in corpus.source(store).chunks() if wanted else ():
             if wanted & set(range(first, first + len(chunk))):
-                contents |= {first + at: row for at, row in enumerate(chunk.rows()) if first + at in wanted}
+                places |= {first + at: place for at, (place, _) in enumerate(chunk.rows()) if first + at in wanted}
             first += len(chunk)
             if first > max(wanted):
                 break
-    return contents
+    return places

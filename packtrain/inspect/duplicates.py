@@ -1,61 +1,41 @@
-"""Examples that repeat others, exactly or almost, inside what is trained, and between that and what is held out.
+"""Documents that repeat earlier ones, exactly or almost.
 
-Two documents are near duplicates if at least SIMILAR of the n-grams of tokens in either are in both (Jaccard). A signature is the
+Two documents are near duplicates if about SIMILAR of the n-grams of tokens in either are in both (Jaccard). A signature is the
 smallest of each of HASHES functions of a document's n-grams; two documents agree in each with the probability of their Jaccard
-similarity (MinHash, Broder 1997). Documents that agree in all of a band of the signature are candidates, which are compared
-n-gram by n-gram. N-grams that many documents share (system prompts, headers of the template) do not count. Written with arrays,
-over blocks of documents end to end: a set per document, as in datasketch, would take minutes for a million.
+similarity (MinHash, Broder 1997), so the share of hashes in which they agree estimates it, to about 0.07. Only documents that
+agree in all of a band of the signature are compared. N-grams that many documents share (system prompts, headers of the template)
+do not count. Written with arrays, over blocks of documents end to end: a set per document would take minutes for a million.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 GRAM = 4
 SIMILAR = 0.8
-LIKELY = SIMILAR - 0.2
-"""How alike signatures must be for documents to be compared: two standard deviations below."""
-BANDS, BAND = 6, 4
+BANDS, BAND = 8, 4
 HASHES = BANDS * BAND
 FEWEST = 32
 """N-grams of a document that is compared."""
 COMMON = 0.02
 """An n-gram that more than this part of the documents of a sample have does not count."""
-SAMPLE = 2000
-FEW = 8
-"""Documents that say nothing of what is common."""
-MOST_CHECKED = 20_000
-"""Candidates that are compared n-gram by n-gram: of more, that many by chance."""
+SAMPLE, LEAST_SAMPLE = 2000, 8
 _BITS = 18
 _RANDOM = np.random.default_rng(7)
 _MULTIPLIERS = (_RANDOM.integers(0, 2**31, HASHES, np.uint32) * 2 + 1).astype(np.uint32)
 _BAND_MULTIPLIERS = _RANDOM.integers(0, 2**63, BAND, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
-@dataclass(frozen=True, eq=False)
-class Fingerprints:
-    """Of each document: `hashes` uint64 of all its tokens, `signatures` uint32[HASHES], and whether it has enough n-grams to be
-    `compared`. `common` bool[2 ** _BITS] are the n-grams, by the first bits of their hash, that do not count."""
-
-    hashes: np.ndarray
-    signatures: np.ndarray
-    compared: np.ndarray
-    common: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Duplicates:
-    """Examples that repeat others, both by their place in the examples, each int64[n]; `count` of them in all.
-
-    Where there are too many to compare, `count` is estimated from a sample, and the examples are those of the sample.
-    """
-
-    repeats: np.ndarray
-    originals: np.ndarray
-    count: int
+def hash_documents(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """uint64[documents]: of documents end to end, a hash of the tokens and their places, Σ hash of the token · (2 · place + 1)."""
+    starts = np.cumsum(lengths) - lengths
+    values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    plain = np.add.reduceat(values, starts)
+    placed = np.add.reduceat(values * np.arange(len(values), dtype=np.uint64), starts)
+    return np.uint64(2) * (placed - starts.astype(np.uint64) * plain) + plain + lengths.astype(np.uint64)
 
 
 def hash_grams(ids: np.ndarray) -> np.ndarray:
@@ -72,51 +52,48 @@ def hash_grams(ids: np.ndarray) -> np.ndarray:
 
 
 def find_common_grams(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """bool[2 ** _BITS]: the n-grams that many of the documents `samples` have."""
+    """bool[2 ** _BITS]: by the first bits of their hash, the n-grams that many of the documents `samples` have."""
     grams = [np.unique(hash_grams(ids)[: 1 - GRAM] >> np.uint32(32 - _BITS)) for ids in samples if len(ids) >= GRAM]
-    times = np.bincount(np.concatenate(grams), minlength=1 << _BITS) if len(grams) >= FEW else np.zeros(1 << _BITS)
-    return times > max(3, COMMON * len(grams))
+    if len(grams) < LEAST_SAMPLE:
+        return np.zeros(1 << _BITS, bool)
+    return np.bincount(np.concatenate(grams), minlength=1 << _BITS) > max(3, COMMON * len(grams))
 
 
-def sign(
-    ids: np.ndarray, lengths: np.ndarray, common: np.ndarray, signatures: np.ndarray, compared: np.ndarray
-) -> None:
-    """Writes the signatures of documents end to end, `ids` int32[T] of `lengths` int64[n], into the fields of Fingerprints."""
+def sign(ids: np.ndarray, lengths: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Signatures uint32[n, HASHES] of documents end to end, `ids` int32[T] of `lengths` int64[n], by n-grams that are not
+    `common`; and bool[n], whether they have enough of these to be compared."""
     hashed, ends = hash_grams(ids), np.cumsum(lengths)
     counts = ~common[hashed >> np.uint32(32 - _BITS)]
-    for offset in range(1, GRAM):  # of the next document
+    for offset in range(1, GRAM):  # these reach into the next document
         counts[np.maximum(ends - offset, ends - lengths)] = False
     number = np.add.reduceat(counts, ends - lengths, dtype=np.int64)
-    compared[:] = number >= FEWEST
+    compared = number >= FEWEST
+    signatures = np.zeros((len(lengths), HASHES), np.uint32)
     if compared.any():
         hashed = hashed[counts & np.repeat(compared, lengths)]
         first = np.cumsum(number[compared]) - number[compared]
         for at, multiplier in enumerate(_MULTIPLIERS):
             signatures[compared, at] = np.minimum.reduceat(hashed * multiplier, first)
+    return signatures, compared
 
 
-def find_candidates(signatures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `signatures` the likeliest earlier one that agrees in a band, and how alike they are.
+def find_equal(hashes: np.ndarray) -> np.ndarray:
+    """int64[n]: for each of the values the place of the first one that is equal, -1 for itself."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return np.where(first[inverse] == np.arange(len(hashes)), -1, first[inverse])
 
-    int64[n], -1 for none, and float[n]. The first document of those that agree in a band stands for them.
+
+def find_similar(signatures: np.ndarray) -> np.ndarray:
+    """int64[n]: for each of `signatures` uint32[n, HASHES or more] the most similar earlier one, -1 for none.
+
+    Bands are those of the first HASHES; the first signature of those that agree in a band stands for them.
     """
-    best, alike = np.full(len(signatures), -1), np.zeros(len(signatures))
+    best, most = np.full(len(signatures), -1), np.zeros(len(signatures))
     for band in range(BANDS):
         keys = signatures[:, band * BAND : (band + 1) * BAND].astype(np.uint64) @ _BAND_MULTIPLIERS
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        later = np.flatnonzero(first[inverse] != np.arange(len(keys)))
-        earlier = first[inverse[later]]
-        same = (signatures[later] == signatures[earlier]).mean(1)
-        better = same > alike[later]
-        best[later[better]], alike[later[better]] = earlier[better], same[better]
-    return best, alike
-
-
-def compare(first: np.ndarray, second: np.ndarray, common: np.ndarray) -> float:
-    """The Jaccard similarity of two documents' n-grams that are not `common`."""
-    sets = []
-    for ids in (first, second):
-        hashed = hash_grams(ids)[: max(0, len(ids) - GRAM + 1)]
-        sets.append(np.unique(hashed[~common[hashed >> np.uint32(32 - _BITS)]]))
-    both = len(np.intersect1d(*sets, assume_unique=True))
-    return both / max(1, len(sets[0]) + len(sets[1]) - both)
+        earlier = find_equal(keys)
+        later = np.flatnonzero(earlier >= 0)
+        share = (signatures[later] == signatures[earlier[later]]).mean(1)
+        better = (share >= SIMILAR) & (share > most[later])
+        best[later[better]], most[later[better]] = earlier[later[better]], share[better]
+    return best

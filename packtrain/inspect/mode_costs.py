@@ -9,88 +9,74 @@ from typing import Any, get_args
 import numpy as np
 from transformers import AutoConfig
 
-from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Data, Model, Packing, PackingMode, Peft, Trainer
-from packtrain.data.tokens.pretrained import location
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, PackingMode, RunConfig
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention, imbalance
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.known_model import adapter_shapes, weights_of
-from packtrain.plan.reference_choice import base_of
 
 SAMPLED_STEPS = 48
 """Steps of an epoch that are laid out; of more, that many spread evenly over it."""
 
 
-def attention_cost(model: Model, peft: Peft, vocabulary: int, *, scores: bool = False) -> float | None:
-    """As training has it (packing/balance.py), from the model's config and the shapes of its weights; None if they are not known.
-
-    `scores`: of a reward model.
-    """
+def attention_cost(config: RunConfig, vocabulary: int) -> float | None:
+    """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
+    model = config.model
+    if model.init == "random":
+        model = replace(model, config={"vocab_size": vocabulary, **model.config})
     try:
-        base = base_of(model.path) if model.init == "pretrained" else None
-        model = replace(model, path=base or model.path)
-        config: Any
-        if model.path is None:
-            sizes = {"vocab_size": vocabulary, **model.config}
-            config = AutoConfig.for_model(**sizes)
-        else:
-            config = AutoConfig.from_pretrained(**location(model.path, model))
-            for name, value in model.config.items():
-                setattr(config, name, value)
-            sizes = config.get_text_config().to_dict()
         try:
-            weights = weights_of(model, scores=scores)
-        except UserError:  # no safetensors here: a .gguf file, or layers that its sizes tell
-            weights = weights_of(Model(init="random", config=sizes), scores=scores)
+            weights = weights_of(model, scores=config.objective.traits.scores)
+        except UserError:  # no safetensors here: the layers that follow from its sizes
+            weights = weights_of(replace(model, init="random"), scores=config.objective.traits.scores)
+        known = AutoConfig.for_model(**weights.sizes)
     except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)
-    if getattr(config, "tie_word_embeddings", False):
+    if getattr(known, "tie_word_embeddings", False):
         shapes.pop("lm_head.weight", None)
-    extra = adapter_shapes(shapes, peft) if peft.kind == "lora" else []
-    return cost_of_attention(config.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
+    extra = adapter_shapes(shapes, config.peft) if config.peft.kind == "lora" else []
+    return cost_of_attention(known.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
 
 
-def slots_of(corpus: Corpus, packing: Packing) -> np.ndarray:
-    """int[examples]: token slots of each document, or pair, in a row; prompts are taken to be shared unless that is off."""
-    pairs = corpus.pairs
-    if pairs is None:
-        return corpus.train.lengths
-    if packing.mode == "padding":
-        return (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
-    return pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
+def schedule_of(corpus: Corpus, packing: Packing, cost: float) -> Schedule:
+    """The steps of the run in a packing mode, as training makes them; prompts are taken to be shared unless that is off.
 
-
-def schedule_of(corpus: Corpus, packing: Packing, batch: Batch, trainer: Trainer, data: Data, cost: float) -> Schedule:
-    """The steps of the run, as training makes them. Raises UserError if an example is longer than a micro-batch."""
+    Raises UserError if an example is longer than a micro-batch.
+    """
+    config, pairs = corpus.config, corpus.pairs
+    batch, trainer = config.batch, config.trainer
     if batch.tokens_per_step is not None and batch.tokens_per_device is None:
         batch = replace(batch, tokens_per_device=DEFAULT_ROW_TOKENS)
+    if pairs is None:
+        slots = corpus.train.lengths
+    elif packing.mode == "padding":
+        slots = (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
+    else:
+        slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
     return make_schedule(
-        slots_of(corpus, packing),
+        slots,
         packing,
         batch,
         max_steps=trainer.max_steps,
         epochs=trainer.epochs,
         seed=trainer.seed,
-        shuffle=data.shuffle,
+        shuffle=config.data.shuffle,
         attention_cost=cost,
     )
 
 
-def mode_costs(
-    corpus: Corpus, packing: Packing, batch: Batch, trainer: Trainer, processes: int, cost: float
-) -> dict[str, dict[str, Any]]:
+def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
     """For each mode the rows and slots of an epoch, `efficiency` (tokens / slots), and what a step is, or why it cannot be.
 
     A packed row is as long as its documents: `fill` is how much of batch.tokens_per_device that is.
     """
     costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
-        in_mode = replace(packing, mode=mode)
+        packing = replace(corpus.config.packing, mode=mode)
         try:
-            schedule = schedule_of(corpus, in_mode, batch, trainer, corpus.data, cost)
-            costs[mode] = _count_costs(schedule, corpus, in_mode, processes, cost)
+            costs[mode] = _count_costs(schedule_of(corpus, packing, cost), corpus, packing, processes, cost)
         except UserError as error:
             costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
     return costs
@@ -115,7 +101,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
         uneven.append(imbalance(layout, lengths, cost, mode))
     whole = int(tokens.sum(dtype=np.int64))
     figures: dict[str, Any] = {
-        "rows": len(lengths) * corpus.together if mode == "padding" else round(rows * whole / used),
+        "rows": len(lengths) * corpus.traits.documents if mode == "padding" else round(rows * whole / used),
         "slots": round(slots * whole / used),
         "efficiency": round(used / slots, 4),
         "steps": epoch,

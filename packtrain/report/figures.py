@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from packtrain.report.metrics_file import Metrics
-from packtrain.report.run_record import RunRecord, harmless
+from packtrain.report.run_record import Metrics, RunRecord, harmless
 
 POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
 """Both at most; each point takes some 15 bytes of the page."""
 HELD_OUT = "eval_"
 X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
+PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
 _NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs", "eval_answers"}
 
 
@@ -31,8 +31,12 @@ class Figure:
     noisy: bool = True
 
 
-PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
-_PREFIXES = {"counts": "wait"}
+def _phase(name: str, title: str) -> Figure:
+    words = {"max": "slowest", "median": "median", "min": "fastest"}
+    keys = {f"{'wait' if name == 'counts' else name}_seconds/{part}": word for part, word in words.items()}
+    return Figure(title, keys, "Seconds of a step, over ranks", "seconds")
+
+
 _KNOWN = (
     Figure("Loss", {"loss": "training"}, "Learning"),
     Figure("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, "Preferences"),
@@ -53,20 +57,11 @@ _KNOWN = (
     Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
     Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
     Figure("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
-    *(
-        Figure(
-            title,
-            {f"{_PREFIXES.get(phase, phase)}_seconds/{part}": word for part, word in (("max", "slowest"), ("median", "median"), ("min", "fastest"))},
-            "Seconds of a step, over ranks",
-            "seconds",
-        )
-        for phase, title in PHASES.items()
-    ),
-)  # fmt: skip
+    *(_phase(name, title) for name, title in PHASES.items()),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """A key of a run in a figure. `base` numbers the keys of the figure; `held_out` ones have the number of theirs."""
 
     run: int
@@ -84,9 +79,8 @@ def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
     unknown = [
         key for key in keys if key.removeprefix(HELD_OUT) == key or key.removeprefix(HELD_OUT) not in known | {*keys}
     ]
-    more = [Figure(key, {key: key}, "More") for key in unknown]
-    figures = [(figure, list(_curves(figure, runs))) for figure in (*_KNOWN, *more)]
-    return [(figure, curves) for figure, curves in figures if curves]
+    figures = (*_KNOWN, *(Figure(key, {key: key}, "More") for key in unknown))
+    return [(figure, curves) for figure in figures if (curves := list(_curves(figure, runs)))]
 
 
 def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
@@ -98,10 +92,10 @@ def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
                     yield Curve(number, prefix + key, held_out if prefix else label, base, bool(prefix))
 
 
-def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """All points of the page in plain containers, for page.js: {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}.
 
-    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned (`thinned`).
+    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned (`thin`).
     """
     figures = figures_of(runs)
     most = max(min(POINTS_OF_A_CURVE, POINTS_OF_A_PAGE // max(sum(len(curves) for _, curves in figures), 1)), 100)
@@ -111,12 +105,12 @@ def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
     def points(curve: Curve, scale: float) -> dict[str, Any]:
         lines, values = runs[curve.run].metrics.points(curve.key)
-        kept = thinned(values, most)
+        kept = thin(values, most)
         at = numbers.setdefault((curve.run, lines[kept].tobytes()), len(numbers))
         if at == len(places):
-            places.append({name: _short(column[lines[kept]]) for name, column in axes[curve.run].items()})
+            places.append({name: _shorten(column[lines[kept]]) for name, column in axes[curve.run].items()})
         label = {"run": curve.run, "label": harmless(curve.label), "base": curve.base, "heldOut": curve.held_out}
-        return {**label, "x": at, "y": _short(values[kept] * scale)}
+        return {**label, "x": at, "y": _shorten(values[kept] * scale)}
 
     plain = [
         {
@@ -143,12 +137,12 @@ def _places(metrics: Metrics) -> dict[str, np.ndarray]:
     return places
 
 
-def _short(values: np.ndarray) -> list[float]:
+def _shorten(values: np.ndarray) -> list[float]:
     """Numbers with seven digits, as many as float32 has."""
     return [int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.7g}") for x in values.tolist()]
 
 
-def thinned(values: np.ndarray, most: int) -> np.ndarray:
+def thin(values: np.ndarray, most: int) -> np.ndarray:
     """int64 [≤ most]: which of `values` (finite, float64 [points]) to draw, in order.
 
     Of each of `most` / 2 - 1 parts of the curve the lowest and the highest point, and its two ends: peaks stay exactly what and

@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,20 @@ from packtrain import __version__, wording
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
-from packtrain.inspect.html import DATA_CSS, data_section
+from packtrain.inspect.rendering import DATA_CSS, data_section, percent
 from packtrain.report import headline
-from packtrain.report.figures import PHASES, drawn
+from packtrain.report.figures import PHASES, points_of
 from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder
 
 GENERATOR = '<meta name="generator" content="packtrain'
 _HEAD_BYTES = 512
+_KINDS = {
+    "number": headline.number,
+    "percent": percent,
+    "seconds": headline.duration,
+    "gib": lambda gib: f"{headline.number(gib)} GiB",
+}
 
 
 def report_runs(places: Sequence[str], output: Path | None) -> int:
@@ -38,19 +45,12 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
     """
     folders = [RunFolder(place) for place in dict.fromkeys(Path(os.path.expanduser(name)) for name in places)]
     runs = [read_run(folder) for folder in folders]
-    if len(runs) > 1:
-        names = headline.distinct_names([folder.root for folder in folders])
-        runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    if len({run.name for run in runs}) < len(runs):
+        above = [harmless(folder.root.resolve().parent.name) for folder in folders]
+        runs = [replace(run, name=f"{name}/{run.name}") for run, name in zip(runs, above, strict=True)]
     file = output or (folders[0].report if len(folders) == 1 else Path("report.html"))
-    if file.is_dir() or file.is_fifo():
-        raise UserError("this is no regular file", where=str(file), fix="Name a file with -o.")
     write_page(file, text := page(runs))
     print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
-    for run in runs:
-        if skipped := run.metrics.skipped:
-            print(
-                f"{run.name}: {skipped} lines of metrics.jsonl were skipped (torn, or repeated later)", file=sys.stderr
-            )
     return 0
 
 
@@ -68,101 +68,72 @@ def page(runs: Sequence[RunRecord]) -> str:
     """The HTML of one run, or of several over each other."""
     from plotly.offline import get_plotlyjs
 
-    curves = drawn(runs)
-    script, plotly = (_here("page.js"), get_plotlyjs()) if curves["figures"] else ("", "")
-    allowed = " ".join(f"'sha256-{_hash(one)}'" for one in (script, plotly) if one)
+    points = points_of(runs)
+    figures = points["figures"]
+    script, plotly = (_read("page.js"), get_plotlyjs()) if figures else ("", "")
+    allowed = " ".join(f"'sha256-{_hash(code)}'" for code in (script, plotly) if code)
     environment = Environment(
         loader=PackageLoader("packtrain.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    units = {"number": headline.number, "percent": headline.percent, "duration": headline.duration}
-    environment.filters |= {**units, "size": wording.size}
+    environment.filters |= {"number": headline.number, "duration": headline.duration, "size": wording.size}
+    environment.filters["written"] = lambda value, kind: _KINDS[kind](value)
+    groups = groupby(range(len(figures)), key=lambda number: figures[number]["group"])
     return environment.get_template("page.html.j2").render(
         version=__version__,
         runs=runs,
         one=runs[0] if len(runs) == 1 else None,
         headline=headline,
-        figures=curves["figures"],
-        readings=readings(curves),
-        groups=_groups(curves),
+        figures=figures,
+        xs=points["xs"],
+        groups=[(name, list(members)) for name, members in groups],
         phases=PHASES,
         differences=headline.differences(runs) if len(runs) > 1 else [],
         answers=headline.answers(runs),
         allowed=Markup(allowed or "'none'"),
-        data=[_data_of(run) for run in runs],
-        css=Markup(_here("page.css") + DATA_CSS),
+        data=[_describe_data(run) for run in runs],
+        css=Markup(_read("page.css") + DATA_CSS),
         script=Markup(script),
         plotly=Markup(base64.b64encode(gzip.compress(plotly.encode(), mtime=0)).decode() if plotly else ""),
-        curves=_inline(curves),
+        curves=_inline(points),
     )
 
 
-def readings(curves: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Of each curve in words what a drawing shows: by figure, {"run", "label", "first", "last", "low", "low_at", "high", "high_at"}."""
-    units = {
-        "percent": headline.percent,
-        "seconds": headline.duration,
-        "gib": lambda gib: f"{headline.number(gib)} GiB",
-    }
-
-    def reading(curve: dict[str, Any], write: Callable[[float], str]) -> dict[str, Any]:
-        y, steps = curve["y"], curves["xs"][curve["x"]]["step"]
-        low, high = y.index(min(y)), y.index(max(y))
-        row = {"run": curves["runs"][curve["run"]], "label": curve["label"], "number": curve["run"]}
-        row |= {"first": write(y[0]), "last": write(y[-1]), "low": write(y[low]), "high": write(y[high])}
-        return row | {"low_at": steps[low], "high_at": steps[high]}
-
-    return [
-        [reading(curve, units.get(figure["kind"], headline.number)) for curve in figure["curves"]]
-        for figure in curves["figures"]
-    ]
-
-
-def _data_of(run: RunRecord) -> Markup | None:
-    """The section on a run's data; None without data.json, or with one that is none."""
+def _describe_data(run: RunRecord) -> Markup | None:
+    """The section on a run's data; None without data.json."""
     if run.data is None:
         return None
     try:
         return data_section(dict(run.data))
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return Markup('<p class="remark">data.json is not what packtrain writes, and cannot be shown.</p>')
 
 
-def _groups(curves: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """The headings of the curves, and the numbers of the figures under each."""
-    groups: dict[str, list[int]] = {}
-    for number, figure in enumerate(curves["figures"]):
-        groups.setdefault(figure["group"], []).append(number)
-    return [*groups.items()]
-
-
 def write_page(file: Path, text: str) -> None:
-    """Writes the report aside and renames it; into a device or pipe as it is. Raises UserError where the file is no report."""
+    """Writes the report aside and renames it. Raises UserError where the file is no report."""
+    fix = "Name another file with -o."
     try:
-        if file.exists() and not file.is_file():  # renaming would put a file in the place of /dev/null, or of a pipe
-            file.write_text(text, encoding="utf-8", errors="replace")
-            return
-        file = followed(file)  # a link stays, such as /dev/stdout
+        file = followed(file)
+        if file.exists() and not file.is_file():
+            raise UserError("this is no regular file", where=str(file), fix=fix)
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
             head = old.read(_HEAD_BYTES)
         if head and GENERATOR.encode() not in head:
-            fix = "Name another file with -o."
             raise UserError("this file is no report of packtrain, and stays as it is", where=str(file), fix=fix)
         write_text(file, text)
     except OSError as error:
-        what = f"the report cannot be written: {error.strerror}"
-        raise UserError(what, where=str(file), fix="Name a file that can be written with -o.") from error
+        raise UserError(f"the report cannot be written: {error.strerror}", where=str(file), fix=fix) from error
 
 
-def _shown(value: Any) -> Any:
+def _finalize(value: Any) -> Any:
     return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _here(name: str) -> str:
+def _read(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 

@@ -6,76 +6,73 @@ Texts come without secrets and with their control characters shown (`harmless`).
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
+import sys
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
 from packtrain.redact import Redactor
-from packtrain.report.metrics_file import Metrics, read_metrics
 from packtrain.run_folder import RunFolder, object_of, text_of
-from packtrain.wording import visible, whole
-
-_CHECKPOINT = re.compile(r"step-(\d+)")
+from packtrain.wording import visible
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A checkpoint, or final/: its name, size, and the step it is of (None: the last)."""
+class Metrics:
+    """The lines of metrics.jsonl: `steps` int64 [lines], in order, and float64 [lines] by key, NaN where a line has no number.
 
-    name: str
-    size_bytes: int
-    step: int | None = None
+    `skipped` counts torn lines, lines without a step, and those of steps that later lines repeat.
+    """
 
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    skipped: int = 0
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A config key; `changed` where it has not its default."""
+    def points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Line numbers int64 [points] and values float64 [points] of a key, where it has finite ones."""
+        values = self.columns.get(key, np.full(len(self.steps), np.nan))
+        lines = np.flatnonzero(np.isfinite(values))
+        return lines, values[lines]
 
-    key: str
-    value: str
-    default: str
-    changed: bool
+    def last(self, key: str) -> float | None:
+        """The last finite value of a key."""
+        values = self.points(key)[1]
+        return float(values[-1]) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. `status` is done, stopped, failed, stalled, running or unknown; `said` why, in lines; `later` the same of a later
-    attempt that did not begin to train. `started` is local time; `facts` are what it logged before step 1, by name; a restart has
-    `when`, `step`, `machines` and `why` (lines)."""
+    """One run. `status` is done, stopped, failed, stalled, running or unknown; `why` says it in lines, `later` does of a later
+    attempt that did not begin to train. `started` is local time; `facts` are what it logged before step 1, by name; `settings` are
+    value and default of each config key, equal where it was not changed; `results` are name and bytes of checkpoints and models; a
+    restart has `when`, `step`, `machines` and `why` (lines)."""
 
     name: str
     status: str
-    said: Sequence[str] = ()
+    why: Sequence[str] = ()
     later: Sequence[str] = ()
     started: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    settings: Sequence[Setting] = ()
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
     environment: Mapping[str, Any] = field(default_factory=dict)
-    results: Sequence[Result] = ()
+    results: Sequence[tuple[str, int]] = ()
     restarts: Sequence[Mapping[str, Any]] = ()
     data: Mapping[str, Any] | None = None
-
-    def setting(self, key: str) -> str:
-        """The value of a config key as text, "" where it is not known."""
-        return next((setting.value for setting in self.settings if setting.key == key), "")
-
-    @property
-    def log_every(self) -> int:
-        """Steps between logged lines."""
-        return whole(self.setting("trainer.log_every")) or 1
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
@@ -92,18 +89,17 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         return harmless(redactor.plain(value))
 
     summary = object_of(folder.summary)
-    status, said = _state(folder, over=over)
+    status, why = _state(folder, over=over)
     began = folder.config.exists() or not folder.attempt.config.exists()
     later: Sequence[str] = ()
     if began and folder.attempt.root.is_dir() and folder.metrics.exists():
-        status, said, later = str(summary.get("status", "failed")), (), said
+        status, why, later = str(summary.get("status", "failed")), (), why
     source = folder if began else folder.attempt
-    plan = object_of(source.plan)
-    facts = object_of(folder.facts)
+    plan, facts = object_of(source.plan), object_of(folder.facts)
     return RunRecord(
         name=plain(folder.root.resolve().name),
         status=plain(status),
-        said=plain(list(said)),
+        why=plain(list(why)),
         later=plain(list(later)),
         started=plain(str(facts.get("started", ""))),
         facts={name: str(text) for name, text in plain(_mapping(facts.get("facts"))).items()},
@@ -114,7 +110,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
         environment=plain(object_of(source.environment)),
         results=_results(folder),
-        restarts=[_restart(plain(one)) for one in folder.restarts()],
+        restarts=[_restart(plain(entry)) for entry in folder.restarts()],
         data=harmless(object_of(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
     )
 
@@ -136,15 +132,14 @@ def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
     return finding.status, finding.lines if finding.status not in ("done", "running") else ()
 
 
-def _settings(config: Mapping[str, Any]) -> list[Setting]:
-    """Every key of a resolved config, with its default."""
-    known, settings = keys(), []
+def _settings(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Value and default of every key of a resolved config."""
+    known, settings = keys(), {}
     for group, values in config.items():
         for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             path = f"{group}.{name}" if name else str(group)
             default = known[path].default if path in known else None
-            text, usual = _as_text(value), _as_text(default)
-            settings.append(Setting(path, text, usual, changed=text != usual and value != default))
+            settings[path] = (_as_text(value), _as_text(value if value == default else default))
     return settings
 
 
@@ -157,14 +152,9 @@ def _restart(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"when": None, "step": None, **entry, "machines": ", ".join(map(str, machines)), "why": [*map(str, why)]}
 
 
-def _results(folder: RunFolder) -> list[Result]:
-    results = []
-    with suppress(OSError):
-        for place in sorted(folder.checkpoints.iterdir()):
-            if name := _CHECKPOINT.fullmatch(place.name):
-                results.append(Result(f"checkpoints/{place.name}", _size(place), int(name[1])))
-    models = [place for place in (folder.final, folder.adapters, folder.merged) if place.is_dir()]
-    return results + [Result(place.name, _size(place)) for place in models]
+def _results(folder: RunFolder) -> list[tuple[str, int]]:
+    places = [*sorted(folder.checkpoints.glob("step-[0-9]*")), folder.final, folder.adapters, folder.merged]
+    return [(str(place.relative_to(folder.root)), _size(place)) for place in places if place.is_dir()]
 
 
 def _size(place: Path) -> int:
@@ -176,12 +166,46 @@ def _size(place: Path) -> int:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     with suppress(ValueError, RecursionError, yaml.YAMLError):
-        text = text_of(file)
-        events = yaml.parse(text, yaml.SafeLoader)
-        if not any(isinstance(event, yaml.AliasEvent) for event in events):  # few may stand for gigabytes
-            return _mapping(yaml.safe_load(text))
+        return _mapping(yaml.safe_load(text_of(file)))
     return {}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The metrics of a run, whatever a kill or a full disk has made of the file; empty where there is none."""
+    columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    count, torn = 0, 0
+    with path.open("rb") if path.is_file() else open(os.devnull, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
+                row = None
+            if not isinstance(row, dict):
+                torn += bool(line.strip())
+                continue
+            for name, value in row.items():
+                if type(value) in (int, float):
+                    column = columns[name]
+                    column.extend([math.nan] * (count - len(column)))
+                    # an int may be larger than a float
+                    column.append(value if abs(value) <= sys.float_info.max else math.inf)
+            count += 1
+    for column in columns.values():
+        column.extend([math.nan] * (count - len(column)))
+    arrays = {name: np.frombuffer(column) for name, column in columns.items()}
+    return _in_order(arrays.pop("step", np.full(count, np.nan)), arrays, torn)
+
+
+def _in_order(steps: np.ndarray, columns: dict[str, np.ndarray], torn: int) -> Metrics:
+    """The lines that have a step, without those whose step a later line begins again: a run went on from before them."""
+    known = np.flatnonzero(np.isfinite(steps) & (steps >= 0) & (steps < 2**53))
+    lines = steps[known]
+    begun_again = np.where(np.diff(lines, prepend=-1) < 0, lines, np.inf)
+    later = np.append(np.minimum.accumulate(begun_again[::-1])[::-1][1:], np.inf)[: len(lines)]
+    kept = known[lines < later]
+    rest = {name: values[kept] for name, values in columns.items()}
+    return Metrics(steps[kept].astype(np.int64), rest, torn + len(steps) - len(kept))

@@ -30,7 +30,7 @@ from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import pointless
-from packtrain.inspect.corpus import corpus_of, read_rows
+from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
@@ -310,10 +310,10 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
     config = run.config
 
     def places(numbers: list[int]) -> list[str]:
-        corpus = corpus_of(config.data, config.objective.kind, run.prepared.tokenizer, data, seed=config.trainer.seed)
-        rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.together)[numbers, 0]].tolist()
-        contents = read_rows(corpus, rows)
-        return [contents[row][0] for row in rows]
+        corpus = open_corpus(config, tokenizer=run.prepared.tokenizer, prepared=data)
+        rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.traits.documents)[numbers, 0]].tolist()
+        by_row = find_places(corpus, rows)
+        return [by_row[row] for row in rows]
 
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
 

@@ -78,18 +78,8 @@ RUNS: dict[str, Mapping[str, str | bytes | Make]] = {
     "whose checkpoints have odd names": {**WHOLE, "run/checkpoints/step-x": "", "run/checkpoints/step-²/a": ""},
     "whose final is a file": {**WHOLE, "run/final": "x"},
 }
-BOMB = "a: &a [x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
-)
 CASES = [
     *cases(),
-    Case(
-        name="report: a config of few lines that stands for gigabytes",
-        arguments=("report", "run"),
-        files={**WHOLE, "run/config.yaml": BOMB},
-        expect=(0,),
-        writes=WRITES,
-    ),
     *(
         Case(
             name=f"{' '.join(verb)}: a run {what}",

@@ -9,50 +9,10 @@ from typing import Any
 
 from command_line import Done, packtrain
 
-WORDS = [
-    "apple",
-    "bread",
-    "milk",
-    "cheese",
-    "honey",
-    "lemon",
-    "onion",
-    "rice",
-    "salt",
-    "tea",
-    "river",
-    "stone",
-    "cloud",
-    "storm",
-    "field",
-    "tree",
-    "leaf",
-    "seed",
-    "lamp",
-    "chair",
-    "table",
-    "spoon",
-    "plate",
-    "clock",
-    "paper",
-    "pencil",
-    "bottle",
-    "basket",
-    "window",
-    "garden",
-    "engine",
-    "north",
-    "quiet",
-    "yellow",
-    "seven",
-    "letter",
-    "mother",
-    "answer",
-    "water",
-    "people",
-    "sound",
-    "place",
-]
+TEXT = """apple bread milk cheese honey lemon onion rice salt tea river stone cloud storm field tree leaf seed lamp chair table
+spoon plate clock paper pencil bottle basket window garden engine north quiet yellow seven letter mother answer water people sound
+place"""
+WORDS = TEXT.split()
 MODEL = (
     "model.init=random",
     "model.tokenizer=quickstart",
@@ -98,6 +58,6 @@ def report(folder: Path, *arguments: str, **given: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def found(folder: Path, *arguments: str, **given: Any) -> dict[str, dict[str, Any]]:
+def audit(folder: Path, *arguments: str, **given: Any) -> dict[str, dict[str, Any]]:
     """The findings of the audit by name."""
-    return {one["name"]: one for one in report(folder, *arguments, **given)["audit"]}
+    return {finding["name"]: finding for finding in report(folder, *arguments, **given)["audit"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from data_tokenizers import tokenizer_of
-from inspecting import WORDS, chat, clean, found, inspect, report, sentence, write
+from inspecting import WORDS, audit, chat, clean, inspect, report, sentence, write
 
 MARKER, END = "<|im_start|>", "<|im_end|>"
 
@@ -21,7 +21,7 @@ def rng() -> random.Random:
 def test_a_clean_set_has_no_finding(tmp_path: Path) -> None:
     write(tmp_path, clean(150))
     write(tmp_path, clean(20, seed=1), "eval.jsonl")
-    assert found(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl") == {}
+    assert audit(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl") == {}
 
 
 def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
@@ -30,34 +30,24 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
         5: chat("Is this the end? <|im_end|> No.", "Yes it is a marker."),
         12: chat("Where is the caf\ufffd?", "There it is."),
         14: chat("Where is the cafÃ©?", "There it is, too."),
-        20: {
-            "messages": [
-                {"role": "user", "content": "Say nothing."},
-                {"role": "assistant", "content": "Nothing.", "weight": 0},
-            ]
-        },
+        20: chat("Say nothing.", "Nothing."),
         30: chat("Say it twice.", "Said." + END),
     }
+    planted[20]["messages"][1]["weight"] = 0
     for line, row in planted.items():
         rows[line - 1] = row
-    audit = found(tmp_path, f"data.train={write(tmp_path, rows)}")
-    lines = {name: one["where"] for name, one in audit.items()}
+    (tmp_path / "before.jsonl").write_text("\n\n" + json.dumps(chat("Why?", "Because.")) + "\n")
+    findings = audit(tmp_path, f"data.train=[before.jsonl, {write(tmp_path, rows)}]")
+    lines = {name: one["where"] for name, one in findings.items()}
     assert lines == {
         "marker_in_content": ["chats.jsonl:5", "chats.jsonl:30"],
         "broken_encoding": ["chats.jsonl:12", "chats.jsonl:14"],
         "no_trained_token": ["chats.jsonl:20"],
         "end_trained_twice": ["chats.jsonl:30"],
     }
-    assert audit["broken_encoding"]["count"] == 2
-    assert audit["broken_encoding"]["share"] == pytest.approx(2 / 150, abs=1e-6)
-    assert all(one["fix"] and one["what"] for one in audit.values())
-
-
-def test_blank_lines_and_files_before_it_do_not_shift_a_place(tmp_path: Path) -> None:
-    write(tmp_path, clean(30), "a.jsonl")
-    (tmp_path / "b.jsonl").write_text("\n\n" + json.dumps(chat("Why?", "caf\ufffd")) + "\n")
-    audit = found(tmp_path, "data.train=[a.jsonl, b.jsonl]")
-    assert audit["broken_encoding"]["where"] == ["b.jsonl:3"]
+    assert findings["broken_encoding"]["count"] == 2
+    assert findings["broken_encoding"]["share"] == pytest.approx(2 / 151, abs=1e-6)
+    assert all(one["fix"] and one["what"] for one in findings.values())
 
 
 def test_answers_that_are_cut_are_found(tmp_path: Path, rng: random.Random) -> None:
@@ -78,10 +68,10 @@ def test_equal_and_similar_documents_are_found_within_train_and_in_eval(tmp_path
     held[7] = chat(rows[6]["messages"][0]["content"], " ".join([*answer[:20], "another", *answer[21:]]))
     write(tmp_path, rows)
     write(tmp_path, held, "eval.jsonl")
-    audit = found(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl")
-    assert {name: one["where"] for name, one in audit.items()} == {
-        "exact_duplicates": ["chats.jsonl:151 (as line 3)"],
-        "near_duplicates": ["chats.jsonl:152 (as line 7)"],
+    findings = audit(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl")
+    assert {name: one["where"] for name, one in findings.items()} == {
+        "exact_duplicates": ["chats.jsonl:151 (as chats.jsonl:3)"],
+        "near_duplicates": ["chats.jsonl:152 (as chats.jsonl:7)"],
         "eval_in_train": ["eval.jsonl:5 (as chats.jsonl:10)"],
         "eval_nearly_in_train": ["eval.jsonl:8 (as chats.jsonl:7)"],
     }
@@ -93,7 +83,7 @@ def test_documents_that_weights_repeat_and_the_same_prompt_are_no_duplicates(
     system = sentence(rng, 150)  # far longer than what differs
     rows = [chat(sentence(rng, 12), sentence(rng, 30), system) for _ in range(120)]
     write(tmp_path, rows)
-    assert found(tmp_path, "data.train=[{path: chats.jsonl, weight: 2.5}]") == {}
+    assert audit(tmp_path, "data.train=[{path: chats.jsonl, weight: 2.5}]") == {}
 
 
 def test_a_system_prompt_that_the_template_drops_is_found(tmp_path: Path) -> None:
@@ -103,9 +93,9 @@ def test_a_system_prompt_that_the_template_drops_is_found(tmp_path: Path) -> Non
     )
     (tmp_path / "silent.jinja").write_text(template)
     write(tmp_path, [chat("Who are you?", "I am.", "You are a tutor."), chat("And you?", "Me too.")])
-    audit = found(tmp_path, "data.train=chats.jsonl", "data.chat_template=silent.jinja")
-    assert audit["dropped_system_prompt"]["where"] == ["chats.jsonl:1"]
-    assert found(tmp_path, "data.train=chats.jsonl") == {}
+    findings = audit(tmp_path, "data.train=chats.jsonl", "data.chat_template=silent.jinja")
+    assert findings["dropped_system_prompt"]["where"] == ["chats.jsonl:1"]
+    assert audit(tmp_path, "data.train=chats.jsonl") == {}
 
 
 def test_faults_of_tokens_are_found(tmp_path: Path) -> None:
@@ -122,16 +112,16 @@ def test_faults_of_tokens_are_found(tmp_path: Path) -> None:
         [bos, *words],
     ]
     write(tmp_path, [{"input_ids": row} for row in rows])
-    audit = found(tmp_path, "data.train=chats.jsonl", model=_of(tmp_path))
-    assert {name: (one["where"], one["severity"]) for name, one in audit.items()} == {
+    findings = audit(tmp_path, "data.train=chats.jsonl", model=_of(tmp_path))
+    assert {name: (one["where"], one["severity"]) for name, one in findings.items()} == {
         "doubled_bos": (["chats.jsonl:2"], "warn"),
         "unknown_tokens": (["chats.jsonl:3"], "warn"),
         "end_trained_twice": (["chats.jsonl:4"], "warn"),
         "end_never_trained": (["chats.jsonl:5"], "warn"),
     }
     write(tmp_path, [{"input_ids": [bos, *words]} for _ in range(4)], "endless.jsonl")
-    audit = found(tmp_path, "data.train=endless.jsonl", model=_of(tmp_path))
-    assert audit["end_never_trained"]["severity"] == "bad"
+    findings = audit(tmp_path, "data.train=endless.jsonl", model=_of(tmp_path))
+    assert findings["end_never_trained"]["severity"] == "bad"
 
 
 def _of(folder: Path) -> tuple[str, ...]:
@@ -143,10 +133,10 @@ def test_pairs_with_the_same_answers_are_found(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "chosen": f" {one}.", "rejected": f" {other}."} for n, (one, other) in enumerate(pairs)]
     rows[3] |= {"rejected": rows[3]["chosen"]}
     write(tmp_path, [*rows, rows[8]])
-    audit = found(tmp_path, "objective.kind=dpo", "data.train=chats.jsonl", "data.max_length=512")
-    assert {name: (one["where"], one["unit"]) for name, one in audit.items()} == {
+    findings = audit(tmp_path, "objective.kind=dpo", "data.train=chats.jsonl", "data.max_length=512")
+    assert {name: (one["where"], one["unit"]) for name, one in findings.items()} == {
         "identical_answers": (["chats.jsonl:4"], "rows"),
-        "exact_duplicates": (["chats.jsonl:21 (as line 9)"], "pairs"),
+        "exact_duplicates": (["chats.jsonl:21 (as chats.jsonl:9)"], "pairs"),
     }
 
 
@@ -155,17 +145,5 @@ def test_the_terminal_says_what_the_json_does(tmp_path: Path) -> None:
     rows[4] = chat("Where is the caf\ufffd?", "There.")
     done = inspect(tmp_path, f"data.train={write(tmp_path, rows)}")
     assert done.returncode == 0
-    assert "broken encoding: 1 row (5 %)" in done.stdout
+    assert "broken encoding: 1 row (5.0 %)" in done.stdout
     assert "chats.jsonl:5" in done.stdout
-
-
-def test_of_very_many_similar_documents_a_sample_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(8)
-    rows = [chat(sentence(rng, 10), sentence(rng, 80)) for _ in range(60)]
-    for number in range(30):
-        words = rows[number]["messages"][1]["content"].split()
-        rows[number + 30] = chat(rows[number]["messages"][0]["content"], " ".join([*words[:40], "other", *words[41:]]))
-    monkeypatch.setattr("packtrain.inspect.audit.MOST_CHECKED", 5)
-    similar = found(tmp_path, f"data.train={write(tmp_path, rows)}")["near_duplicates"]
-    assert 27 <= similar["count"] <= 30
-    assert len(similar["where"]) == 3

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from inspecting import MODEL, chat, clean, inspect, report, write
 
 from packtrain.config.compose import load_config
+from packtrain.inspect.corpus import open_corpus
+from packtrain.inspect.examples import lay_out_step
 from packtrain.inspect.mode_costs import attention_cost
-from packtrain.inspect.show_data import lay_out_step
-from packtrain.inspect.summary import inspection
 
 TRAIN = "data.train=chats.jsonl"
 
@@ -32,12 +33,11 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
     for mode in data["modes"].values():
         assert mode["rows"] > 0
         assert 0 < mode["efficiency"] <= 1
+    assert data["modes"]["padding"]["rows"] == 60
     assert data["modes"]["padding"]["slots"] > data["modes"]["packed"]["slots"] == data["tokens"]
     assert data["truncated"] == data["cuts"][0]["documents"] > 0
     assert data["cut_tokens"] == data["cuts"][0]["tokens"]
-    assert sum(one["documents"] for one in data["histogram"]) == 60
-    assert sum(one["tokens"] for one in data["roles"]) == data["tokens"]
-    assert {one["role"]: one["trained"] for one in data["roles"]} == {"user": 0, "assistant": data["trained_tokens"]}
+    assert sum(bin["documents"] for bin in data["histogram"]) == 60
     assert {"name", "count", "share", "where", "fix"} <= set(data["audit"][0])
     assert len(data["shown"]) == 3
 
@@ -64,45 +64,27 @@ def test_a_page_is_not_written_over_data(folder: Path) -> None:
     assert [inspect(folder, TRAIN, "--html", "twice.html").returncode for _ in range(2)] == [0, 0]
 
 
-def test_what_each_mode_costs_is_what_its_steps_come_to(folder: Path) -> None:
-    """By the longest document of each batch, over all steps of the epoch, on two processes."""
-    config = load_config(None, [*MODEL, f"data.train={folder}/chats.jsonl", "batch.examples_per_step=8"], print)
-    found = inspection(config, processes=2)
-    summary = found.summary()["modes"]
-    lengths = found.corpus.train.lengths
-    for step in (1, 3):
-        lay_out_step(found, step)
-    assert summary["padding"]["rows"] == len(lengths)
-    assert summary["padding_free"]["slots"] == lengths.sum()
-    assert summary["packed"]["micro_batches"] == [1, 1]
-    assert 0 <= summary["packed"]["imbalance"] < 0.5
-
-
-def test_a_step_is_laid_out_as_training_does(folder: Path) -> None:
-    from packtrain.model.load import load_model
-    from packtrain.train.loader import attention_cost as of_model
-
-    config = load_config(None, [*MODEL, f"data.train={folder}/chats.jsonl", "batch.examples_per_step=8"], print)
-    found = inspection(config, processes=2)
-    from packtrain.config.schema import Peft
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_step_is_laid_out_as_training_does(folder: Path, kind: str) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
+    from packtrain.model.load import load_model
     from packtrain.packing.schedule import make_schedule
+    from packtrain.train.loader import attention_cost as cost_in_training
 
+    file = "chats" if kind == "sft" else "pairs"
+    settings = [*MODEL, f"data.train={folder}/{file}.jsonl", "batch.examples_per_step=8", f"objective.kind={kind}"]
+    config = load_config(None, settings, print)
+    corpus = open_corpus(config)
     tokenizer = load_tokenizer(config.model)
-    cost = of_model(load_model(config.model, Peft(), tokenizer, seed=0))
-    assert attention_cost(config.model, config.peft, len(tokenizer)) == pytest.approx(cost)
-    scorer = load_model(config.model, Peft(), tokenizer, seed=0, scores=True)
-    told = attention_cost(config.model, config.peft, len(tokenizer), scores=True)
-    assert told == pytest.approx(of_model(scorer)) != pytest.approx(cost)
-    schedule = make_schedule(
-        found.corpus.train.lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost
-    )
-    step = lay_out_step(found, 2)
-    for rank, parts in zip(step["ranks"], schedule.layout(1, 2), strict=True):
+    cost = cost_in_training(load_model(config.model, config.peft, tokenizer, seed=0, scores=kind == "reward"))
+    assert attention_cost(config, len(tokenizer)) == pytest.approx(cost)
+    lengths = corpus.pairs.shared_lengths if corpus.pairs else corpus.train.lengths
+    schedule = make_schedule(lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost)
+    for rank, parts in zip(lay_out_step(corpus, 2, 2)["ranks"], schedule.layout(1, 2), strict=True):
         for batch, part in zip(rank["micro_batches"], parts, strict=True):
-            assert [one["where"] for one in batch["shown"]] == [f"{folder}/chats.jsonl:{at + 1}" for at in part]
-            starts = [one["parts"][0]["start"] for one in batch["shown"]]
-            assert starts == [sum(found.corpus.train.lengths[part[:at]]) for at in range(len(part))]
+            assert [shown["where"] for shown in batch["shown"]] == [f"{folder}/{file}.jsonl:{at + 1}" for at in part]
+            starts = [shown["parts"][0]["start"] for shown in batch["shown"]]
+            assert starts == [sum(lengths[part[:at]]) for at in range(len(part))]
 
 
 def test_a_step_shows_every_rank_and_the_shared_prompts(folder: Path) -> None:
@@ -111,29 +93,21 @@ def test_a_step_shows_every_rank_and_the_shared_prompts(folder: Path) -> None:
     assert "rank 0, micro-batch 1: 4 examples" in said
     assert "rank 1, micro-batch 1: 4 examples" in said
     assert "prompt, once for both answers · tokens 0 to" in said
-    apart = inspect(folder, *settings, "--step", "1", "packing.share_prefix=false").stdout
-    assert "once for both answers" not in apart
-    assert "chosen · tokens 0 to" in apart
+    unshared = inspect(folder, *settings, "--step", "1", "packing.share_prefix=false").stdout
+    assert "once for both answers" not in unshared
+    assert "chosen · tokens 0 to" in unshared
     padded = inspect(folder, *settings, "--step", "1", "packing.mode=padding").stdout
     assert "padding included" in padded
 
 
-def test_trained_text_is_told_without_colours_and_roles_beside_it(folder: Path) -> None:
-    (folder / "one.jsonl").write_text(json.dumps(chat("Why?", "Because.", "Be brief.")) + "\n")
-    said = inspect(folder, "data.train=one.jsonl", "--rows", "1").stdout
-    assert "⟦Because.<|im_end|>⟧" in said
-    assert [line.split()[0] for line in said.splitlines() if "<|im_start|>" in line] == ["system", "user", "assistant"]
-
-
-def test_what_was_cut_is_struck_out(folder: Path) -> None:
-    (folder / "long.jsonl").write_text(
-        json.dumps(chat("Count.", "one two three four five six seven eight nine")) + "\n"
-    )
-    said = inspect(folder, "data.train=long.jsonl", "data.max_length=20", "--source", "long.jsonl:1").stdout
-    kept, cut, _ = said.split("\n", 1)[1].split("~~")  # below the legend
-    assert "⟦one" in kept
-    assert "nine<|im_end|>" in cut
-    assert "20 tokens" in kept
+def test_trained_text_is_in_brackets_without_colours_and_the_loss_to_a_limit_is_counted(folder: Path) -> None:
+    chats = [chat("Why?", "Because.", "Be brief."), chat("Count.", "one two three four five six seven eight nine ten")]
+    write(folder, chats, "two.jsonl")
+    said = inspect(folder, "data.train=two.jsonl", "data.max_length=32", "--rows", "2").stdout
+    whole, cut = said.split("── document ")[1:]
+    assert "⟦Because.<|im_end|>⟧" in whole and " cut" not in whole
+    assert sum("<|im_start|>" in line for line in whole.splitlines()) == 3
+    assert "32 tokens" in cut and re.search(r"\d+ cut", cut) and "⟦one" in cut
 
 
 def test_text_of_the_data_cannot_act(folder: Path) -> None:
@@ -160,41 +134,38 @@ def test_text_of_the_data_cannot_act(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rows", "61"], "--rows: 61 of 60 documents"),
-        (["--rows", "-1"], "--rows: -1 of 60 documents"),
-        (["--step", "0"], "--step: step 0, but the run has 8 steps"),
-        (["--step", "9"], "Give a number from 1 to 8"),
-        (["--source", "chats.jsonl:61"], "chats.jsonl has no row on line 61"),
-        (["--source", "chats.jsonl"], "is no place of a row"),
-        (["--source", "other.jsonl:1"], "the data has no file 'other.jsonl'"),
-        (["--source", "chats.jsonl:1", "--rows", "2"], "does not go with"),
-        (["--html", "missing/page.html"], "there is no such folder"),
+        (["--rows", "61"], ["--rows", "60"]),
+        (["--rows", "-1"], ["--rows", "60"]),
+        (["--step", "0"], ["--step", "8"]),
+        (["--step", "9"], ["--step", "1 to 8"]),
+        (["--source", "chats.jsonl:61"], ["--source", "chats.jsonl", "61"]),
+        (["--source", "chats.jsonl"], ["--source", "FILE:LINE"]),
+        (["--source", "other.jsonl:1"], ["--source", "'other.jsonl'", "chats.jsonl"]),
+        (["--source", "chats.jsonl:1", "--rows", "2"], ["--source", "--rows"]),
+        (["--html", "missing/page.html"], ["--html missing/page.html"]),
     ],
 )
-def test_options_that_cannot_be_are_refused_with_a_sentence(folder: Path, options: list[str], said: str) -> None:
+def test_options_that_cannot_be_are_refused(folder: Path, options: list[str], said: list[str]) -> None:
     done = inspect(folder, TRAIN, *options)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert [text for text in said if text not in done.stderr] == []
 
 
-def test_a_row_that_was_left_out_is_shown_with_the_reason(folder: Path) -> None:
+def test_of_a_row_that_was_dropped_the_reason_is_given(folder: Path) -> None:
     rows = [chat("Why?", "Because."), chat("Again?", "Never.")]
     rows[1]["messages"][1]["weight"] = 0
     write(folder, rows, "weights.jsonl")
     said = inspect(folder, "data.train=weights.jsonl", "--source", "weights.jsonl:2").stdout
     assert "dropped: no trained token" in said
-    assert "Never." in said
 
 
 def test_documents_count_as_often_as_they_are_trained_on(folder: Path) -> None:
     write(folder, clean(1, seed=5), "single.jsonl")
     data = report(folder, "data.train=[{path: chats.jsonl, weight: 2.5}, single.jsonl]")
-    assert data["documents"] == 151 == sum(one["documents"] for one in data["histogram"])
-    assert sum(one["tokens"] for one in data["roles"]) == data["tokens"]
-    assert sum(one["trained"] for one in data["roles"]) == data["trained_tokens"]
+    assert data["documents"] == 151 == sum(bin["documents"] for bin in data["histogram"])
 
 
-def test_what_was_decided_about_a_source_is_told(folder: Path) -> None:
+def test_what_was_decided_about_a_source_is_said(folder: Path) -> None:
     (folder / "lines.txt").write_text("One line of a text.\nAnother line of it.\n")
     said = inspect(folder, "data.train=lines.txt").stdout
     assert "each .txt file is a row (data.split_text=line would make 2)" in said

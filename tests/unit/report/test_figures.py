@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.report.figures import thinned
+from packtrain.report.figures import thin
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 60))
 def test_ends_and_extremes_stay_and_no_more_points_than_asked_for(values: list[float], most: int) -> None:
     curve = np.array(values)
-    kept = thinned(curve, most)
+    kept = thin(curve, most)
     assert len(kept) <= max(most, 4) and (np.diff(kept) > 0).all()
     assert kept[0] == 0 and kept[-1] == len(curve) - 1
     assert curve[kept].min() == curve.min() and curve[kept].max() == curve.max()
@@ -25,4 +25,4 @@ def test_ends_and_extremes_stay_and_no_more_points_than_asked_for(values: list[f
 def test_a_single_peak_is_kept_where_it_is(peak: int) -> None:
     curve = np.sin(np.arange(50_000) / 500)
     curve[peak] = -9
-    assert peak in thinned(curve, 200)
+    assert peak in thin(curve, 200)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from packtrain.report.metrics_file import read_metrics
-from tests.unit.report.run_folders import lines_of
+from packtrain.report.run_record import read_metrics
 
 
 def written(folder: Path, *lines: str | dict, end: str = "\n") -> Path:
     file = folder / "metrics.jsonl"
-    file.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines) + end)
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
     return file
 
 
@@ -21,6 +20,7 @@ def test_lines_become_columns_with_gaps_where_a_line_has_no_number(tmp_path: Pat
     lines, values = metrics.points("loss")
     assert (lines.tolist(), values.tolist()) == ([1], [2.5])
     assert metrics.last("eval_loss") == 3 and metrics.last("mfu") is metrics.last("unknown") is None
+    assert len(read_metrics(tmp_path / "none.jsonl").steps) == len(read_metrics(written(tmp_path)).steps) == 0
 
 
 def test_what_is_no_line_of_a_run_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -58,17 +58,3 @@ def test_of_steps_that_a_resumed_run_took_again_the_later_lines_count(tmp_path: 
     metrics = read_metrics(written(tmp_path, *lines))
     assert metrics.steps.tolist() == [*range(1, 10)]
     assert metrics.points("loss")[1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2] and metrics.skipped == 4
-
-
-def test_lines_that_are_not_there_are_counted(tmp_path: Path) -> None:
-    lines = [line for line in lines_of(100, every=10) if line["step"] not in (30, 70)]
-    metrics = read_metrics(written(tmp_path, {"step": 1, "loss": 9.0}, *lines))
-    assert metrics.lines_missing(10) == 2
-    assert read_metrics(tmp_path / "none.jsonl").lines_missing(10) == 0
-
-
-def test_no_file_and_an_empty_one_have_no_lines(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    for name in ("none.jsonl", "empty.jsonl"):
-        metrics = read_metrics(tmp_path / name)
-        assert (len(metrics.steps), metrics.skipped) == (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,9 +13,9 @@ import pytest
 from command_line import packtrain
 
 from packtrain.report import headline
-from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
-from packtrain.report.headline import answers, differences, distinct_names, duration, number, percent, rank_times, tiles
-from packtrain.report.page import page, write_page
+from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of
+from packtrain.report.headline import answers, differences, duration, number, percent, rank_times, tiles
+from packtrain.report.page import page
 from packtrain.report.run_record import read_run
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
 
@@ -87,8 +86,8 @@ def test_planted_markup_in_any_text_is_text(tmp_path: Path) -> None:
     folder.environment.write_text(json.dumps({"platform": EVIL, "versions": {EVIL: EVIL}}))
     (folder.checkpoints / "step-000010").mkdir(parents=True)
     run = read_run(folder)
-    for runs in ([run], [run, replace(run, name=f"2{EVIL}", settings=())]):
-        text = page([replace(one, said=[EVIL], later=[EVIL]) for one in runs])
+    for runs in ([run], [run, replace(run, name=f"2{EVIL}", settings={})]):
+        text = page([replace(shown, why=[EVIL], later=[EVIL]) for shown in runs])
         assert "\x1b" not in text and "\u202e" not in text and "49" not in Elements(text).words.split()
         elements = Elements(text).found
         assert [one for one, _ in elements].count("script") == 3 and not [one for one, _ in elements if one == "img"]
@@ -110,7 +109,7 @@ def test_unknown_figures_and_those_of_pairs_are_drawn(tmp_path: Path) -> None:
 
 def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:
     run = read_run(leave_run(tmp_path / "run", lines=lines_of(5000, eval_every=50)))
-    lone = drawn([run])["figures"][0]["curves"][0]
+    lone = points_of([run])["figures"][0]["curves"][0]
     assert len(lone["y"]) <= POINTS_OF_A_CURVE
     losses = [line["loss"] for line in lines_of(5000) if "loss" in line]
     assert min(lone["y"]) == pytest.approx(min(losses), rel=1e-6) and max(lone["y"]) == pytest.approx(
@@ -130,32 +129,26 @@ def test_of_a_failure_the_telling_lines_come_first() -> None:
     log = [f"    step {number}" for number in range(20)]
     diagnosis = ["rank 1 died", "  likely cause: killed", "  → see dmesg"]
     assert headline.telling([*diagnosis, *log]) == diagnosis
-    error = ["    error:", "      key: wrong", "          → mend it"]
-    first = "rank 0 failed (exit code 2); the end of logs/x.log:"
-    assert headline.telling([first, *log, *error]) == ["rank 0 failed (exit code 2)", "key: wrong", "    → mend it"]
-    assert headline.telling([first, *log])[-8:] == log[-8:] and headline.telling(log[:3]) == log[:3]
+    assert headline.telling(["rank 0 failed", *log])[-8:] == log[-8:] and headline.telling(log[:3]) == log[:3]
 
 
-def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
-    assert distinct_names([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
-    assert distinct_names([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or distinct_names(
-        [Path("/a/run")]
-    ) == ["run"]
+def test_several_runs_are_compared(tmp_path: Path) -> None:
     base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
-    one = read_run(leave_run(tmp_path / "one", config=base))
+    first = read_run(leave_run(tmp_path / "first", config=base))
     other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
-    more = [
+    asked = [
         {"prompt": "How are you?", "before": "###", "after": "Well."},
         {"prompt": "Why?", "before": "", "after": "So."},
     ]
-    two = read_run(leave_run(tmp_path / "two", config=other, answers=more))
-    assert differences([one, two]) == [("packing.mode", ["–", "padding"])]
-    asked = answers([one, two])
-    assert [list(row.after) for row in asked] == [["Fine.", "Well."], [None, "So."]] and asked[0].same_before
-    assert "2 runs" in Elements(page([one, two])).words
+    second = read_run(leave_run(tmp_path / "second", config=other, answers=asked))
+    assert differences([first, second]) == [("packing.mode", ["–", "padding"])]
+    after = {prompt: [entry.get("after") for entry in by_run] for prompt, by_run in answers([first, second]).items()}
+    assert after == {"How are you?": ["Fine.", "Well."], "Why?": [None, "So."]}
+    words = Elements(page([first, second])).words
+    assert "2 runs" in words and words.count("###") == 1
 
 
-def test_data_that_is_not_described_as_inspect_does_is_told(tmp_path: Path) -> None:
+def test_data_that_is_not_described_as_inspect_does_is_not_shown(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
     folder.data.write_text('{"rows": [], "documents": "many"}')
     assert "cannot be shown" in page([read_run(folder)])
@@ -164,16 +157,8 @@ def test_data_that_is_not_described_as_inspect_does_is_told(tmp_path: Path) -> N
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     seconds = {"forward": [0.1, 0.1, 0.2], "backward": [0.2] * 3, "data": [0.0, 0.0, 0.1], "counts": [0.1, 0.1, 0]}
     run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
-    assert [one.slow for one in rank_times(run)] == [False, False, True]
+    assert [rank.slow for rank in rank_times(run)] == [False, False, True]
     assert "Slow: rank 2" in Elements(page([run])).words
-
-
-def test_of_a_thousand_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
-    seconds = {"forward": [0.1 + (rank == 777) for rank in range(1000)], "data": [0.0] * 1000}
-    run = replace(read_run(leave_run(tmp_path / "run", rank_seconds=seconds)), processes=1000)
-    shown = rank_times(run)
-    assert len(shown) == headline.MOST_RANKS and [one.rank for one in shown if one.slow] == [777]
-    assert "64 slowest of 1000" in Elements(page([run])).words
 
 
 def test_tiles_of_a_run_that_stopped_say_how_far_it_came(tmp_path: Path) -> None:
@@ -189,48 +174,39 @@ def test_figures_are_written_as_people_read_them() -> None:
     assert [number(one) for one in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
         *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
     ]
-    times = ["1.8 ms", "0.82 s", "61 s", "4 min 05 s", "3 h 20 min", "2 d 4 h"]
-    assert [duration(one) for one in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == times
+    times = ["1.8 ms", "0.823 s", "61.2 s", "4 min 05 s", "3 h 20 min", "52 h 00 min"]
+    assert [duration(seconds) for seconds in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == times
     assert percent(0.41666) == "41.7 %"
 
 
-def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path: Path) -> None:
-    leave_run(tmp_path / "a")
-    leave_run(tmp_path / "b")
-    done = packtrain("report", "a", folder=tmp_path)
-    assert done.returncode == 0 and "a/report.html" in done.stdout and (tmp_path / "a/report.html").is_file()
-    assert packtrain("report", "a", folder=tmp_path).returncode == 0  # again
-    assert packtrain("report", "a", "b", folder=tmp_path).returncode == 0 and (tmp_path / "report.html").is_file()
-    assert packtrain("report", "a", "b", "-o", "x.html", folder=tmp_path).returncode == 0
-    assert (tmp_path / "x.html").read_text() == (tmp_path / "report.html").read_text()
+def test_the_command_writes_into_the_run_folder_or_where_it_is_asked_to(tmp_path: Path) -> None:
+    for place in ("a", "x/b", "y/b"):
+        leave_run(tmp_path / place)
+    for given, written in ((["a"], "a/report.html"), (["a"], "a/report.html"), (["x/b", "y/b"], "report.html")):
+        done = packtrain("report", *given, folder=tmp_path)
+        assert done.returncode == 0 and written in done.stdout and (tmp_path / written).is_file()
+    (tmp_path / "link.html").symlink_to("real.html")
+    assert packtrain("report", "x/b", "y/b", "-o", "link.html", folder=tmp_path).returncode == 0
+    text = (tmp_path / "real.html").read_text()
+    assert (tmp_path / "link.html").is_symlink() and text == (tmp_path / "report.html").read_text() and "y/b" in text
     assert not [*tmp_path.rglob("*.partial")]
 
 
-def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["none"],
+        ["empty"],
+        ["a", "-o", "notes.html"],
+        ["a", "-o", "nowhere/x.html"],
+        ["a", "-o", "empty"],
+        ["a", "-o", "/dev/null"],
+    ],
+)
+def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path: Path, given: list[str]) -> None:
     leave_run(tmp_path / "a")
     (tmp_path / "notes.html").write_text("mine")
     (tmp_path / "empty").mkdir()
-    for given, said in (
-        (["none"], "no such folder"),
-        (["empty"], "no run of packtrain"),
-        (["a", "-o", "notes.html"], "no report of packtrain"),
-        (["a", "-o", "nowhere/x.html"], "cannot be written"),
-        (["a", "-o", "empty"], "no regular file"),
-    ):
-        done = packtrain("report", *given, folder=tmp_path)
-        assert done.returncode == 2 and said in done.stderr, given
+    done = packtrain("report", *given, folder=tmp_path)
+    assert done.returncode == 2 and given[-1] in done.stderr
     assert (tmp_path / "notes.html").read_text() == "mine"
-
-
-def test_a_report_goes_through_links_and_pipes_and_does_not_take_their_place(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link.html").symlink_to(tmp_path / "there" / "real.html")
-    write_page(tmp_path / "link.html", "<p>")
-    assert (tmp_path / "link.html").is_symlink()
-    assert (tmp_path / "there" / "real.html").read_text() == "<p>"
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_page(tmp_path / "pipe", "<p>")
-    assert os.read(reader, 10) == b"<p>"
-    os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()

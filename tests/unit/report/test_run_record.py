@@ -22,21 +22,17 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     (folder.checkpoints / ".step-000020.partial").mkdir()
     folder.final.mkdir()
     run = read_run(folder)
-    assert (run.name, run.status, run.said, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
+    assert (run.name, run.status, run.why, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
     assert run.facts == FACTS
-    assert [(one.name, one.step, one.size_bytes) for one in run.results] == [
-        ("checkpoints/step-000010", 10, 1000),
-        ("final", None, 0),
-    ]
-    assert {one.key: one.value for one in run.settings if one.changed}["trainer.max_steps"] == "30"
-    assert [one.key for one in run.settings if not one.changed] == ["trainer.log_every"]
+    assert run.results == [("checkpoints/step-000010", 1000), ("final", 0)]
+    assert run.settings["trainer.max_steps"][0] == "30" and run.settings["trainer.log_every"] == ("1", "1")
 
 
 def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", status=None)
     (folder.logs / "diagnosis.txt").write_text("rank 1 on n0 is stopped\n  HF_TOKEN=hf_AbCdEfGhIjKlMnOp\n")
     run = read_run(folder)
-    assert run.status == "failed" and run.said == ["rank 1 on n0 is stopped", "  HF_TOKEN=***"]
+    assert run.status == "failed" and run.why == ["rank 1 on n0 is stopped", "  HF_TOKEN=***"]
 
 
 def test_a_run_that_goes_on_is_running_and_over_when_its_own_process_says_so(tmp_path: Path) -> None:
@@ -46,21 +42,12 @@ def test_a_run_that_goes_on_is_running_and_over_when_its_own_process_says_so(tmp
         assert read_run(folder, over=True).status == "stopped"
 
 
-def test_an_attempt_that_did_not_begin_is_told_beside_the_earlier_run(tmp_path: Path) -> None:
+def test_an_attempt_that_did_not_begin_is_shown_beside_the_earlier_run(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
     folder.attempt.root.mkdir()
     folder.attempt.config.write_text("data: {train: other.jsonl}\n")
     run = read_run(folder)
-    assert run.status == "done" and run.later and run.setting("data.train") == "chats.jsonl"
-
-
-def test_of_a_first_attempt_that_did_not_begin_its_config_is_shown(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.attempt.root.mkdir(parents=True)
-    folder.mark.touch()
-    folder.attempt.config.write_text("data: {train: other.jsonl}\n")
-    run = read_run(folder)
-    assert run.status == "failed" and run.setting("data.train") == "other.jsonl"
+    assert run.status == "done" and run.later and run.settings["data.train"][0] == "chats.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -73,17 +60,11 @@ def test_half_written_files_are_left_out(tmp_path: Path, broken: str) -> None:
     assert len(read_run(folder).metrics.steps) == 34
 
 
-def test_a_folder_that_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_run(RunFolder(tmp_path / "none"))
-    (tmp_path / "config.yaml").write_text("mine: 1")
     (tmp_path / "logs").mkdir()
     with pytest.raises(UserError, match="no run of packtrain"):
-        read_run(RunFolder(tmp_path))
-    (tmp_path / ".packtrain").touch()
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "logs" / "slurm-7.out").touch()
-    with pytest.raises(UserError, match="no run has begun here yet"):
         read_run(RunFolder(tmp_path))
 
 
@@ -101,14 +82,11 @@ def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.Mo
         "data": {"train": "https://me:pass1@hub/x", "eval": "swordfish-99"},
     }
     folder = leave_run(tmp_path / "run", config=config, answers=[{"prompt": "swordfish-99", "before": "", "after": ""}])
-    said = json.dumps([[(one.key, one.value) for one in read_run(folder).settings], read_run(folder).summary])
-    assert not [secret for secret in ("abc123def", "pass1", "swordfish") if secret in said]
-
-
-def test_counts_of_tokens_in_the_description_of_data_are_no_secrets(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run")
     folder.data.write_text(json.dumps({"cut_tokens": 7, "shown": [{"text": "my hf_AbCdEfGhIjKlMnOp"}]}))
-    assert read_run(folder).data == {"cut_tokens": 7, "shown": [{"text": "my ***"}]}
+    run = read_run(folder)
+    shown = json.dumps([run.settings, run.summary])
+    assert not [secret for secret in ("abc123def", "pass1", "swordfish") if secret in shown]
+    assert run.data == {"cut_tokens": 7, "shown": [{"text": "my ***"}]}  # a count of tokens is no secret
 
 
 def test_control_characters_are_shown_and_not_obeyed() -> None:
@@ -120,9 +98,14 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
 
 def test_restarts_are_read_of_whatever_shape_they_are(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
-    one = {"when": "2026-03-01 10:00:00", "step": 20, "why": ["rank 1 was killed", "  cause"], "machines": ["n1", "n2"]}
-    folder.restarted.write_text(json.dumps([one, {"why": 3}, "?"]))
+    whole = {
+        "when": "2026-03-01 10:00:00",
+        "step": 20,
+        "why": ["rank 1 was killed", "  cause"],
+        "machines": ["n1", "n2"],
+    }
+    folder.restarted.write_text(json.dumps([whole, {"why": 3}, "?"]))
     first, second = read_run(folder).restarts
-    assert (first["step"], first["machines"], first["why"]) == (20, "n1, n2", one["why"])
+    assert (first["step"], first["machines"], first["why"]) == (20, "n1, n2", whole["why"])
     assert (second["machines"], second["why"]) == ("", [])
     assert '<h2 id="restarts">Restarts</h2>' in page([read_run(folder)])

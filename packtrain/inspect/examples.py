@@ -1,0 +1,162 @@
+"""Examples of the data as a reader can see them: text with what is trained and what is a control token.
+
+They are the first ones, those of a row of the source, or a step's as training lays them out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from packtrain.errors import UserError
+from packtrain.inspect.corpus import Corpus, find_places
+from packtrain.inspect.mode_costs import attention_cost, schedule_of
+from packtrain.wording import counted, shortened, visible, whole
+
+MOST_TOKENS = 20_000
+"""Tokens of a part that are shown."""
+
+
+def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
+    """The first `number` examples in the order of the data. Raises UserError if there are not as many."""
+    documents = np.flatnonzero(corpus.in_train)[:: corpus.traits.documents]
+    if not 0 <= number <= len(documents):
+        what = f"{number:,} of {counted(len(documents), corpus.traits.unit)}"
+        raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.")
+    chosen = documents[:number].tolist()
+    places = find_places(corpus, set(corpus.row_of[chosen].tolist()))
+    return [show_example(corpus, document, places) for document in chosen]
+
+
+def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
+    """The examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError if there is no such row."""
+    row = _find_row(corpus, place)
+    documents = np.flatnonzero(corpus.row_of == row)[:: corpus.traits.documents].tolist()
+    if documents:
+        return [show_example(corpus, document, {row: place}) for document in documents]
+    store = int(np.searchsorted(corpus.first_rows, row, side="right")) - 1
+    note = f"dropped: {corpus.stores[store].reasons[int(corpus.fates['dropped'][row])]}"
+    return [{"where": visible(place), "note": visible(note), "tokens": 0, "trained": 0, "cut": 0, "parts": []}]
+
+
+def _find_row(corpus: Corpus, place: str) -> int:
+    """The number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
+    file, colon, line = place.rpartition(":")
+    if not colon or whole(line) is None or not file:
+        what = f"{shortened(place)} is no place of a row"
+        raise UserError(what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table FILE:ROW).")
+    origins = dict[str, bool]()  # whether each is the file that is named: by its path, its end, or its bare name
+    for store, row in enumerate(corpus.first_rows[:-1].tolist()):
+        for chunk in corpus.source(store).chunks():
+            name = chunk.origin
+            if name not in origins:
+                same = os.path.realpath(name) == os.path.realpath(os.path.expanduser(file))
+                origins[name] = same or name == file or name.endswith(f"/{file}")
+            for at, (where, _) in enumerate(chunk.rows() if origins[name] else ()):
+                if where in (f"{name}:{line}", f"{name}, row {line}"):
+                    return row + at
+            row += len(chunk)
+    if not any(origins.values()):
+        fix = f"Files of the data: {', '.join([*origins][:4])}{' …' if len(origins) > 4 else ''}."
+        raise UserError(f"the data has no file {file!r}", where="--source", fix=fix)
+    fix = "Lines count from 1, blank ones too; a .json list has a row where it begins."
+    raise UserError(f"{file} has no row on line {line}", where="--source", fix=fix)
+
+
+def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:
+    """What each rank does in `step` (from 1): its micro-batches, and the examples in each with their places in the row.
+
+    `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
+    """
+    packing, cost = corpus.config.packing, attention_cost(corpus.config, corpus.tokenizer.vocabulary)
+    schedule = schedule_of(corpus, packing, cost or 0.0)
+    if not 1 <= step <= schedule.total_steps:
+        what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
+        raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.")
+    layout = schedule.layout(step - 1, processes)
+    firsts = corpus.train.rows.reshape(-1, corpus.traits.documents)[:, 0]  # the first document of each example
+    numbers = {int(number) for parts in layout for part in parts for number in part[:most]}
+    places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
+
+    def show(part: np.ndarray) -> dict[str, Any]:
+        """One forward pass: the examples with the first token of each of their parts in the row (0 in each row of padding)."""
+        padded, slots = packing.mode == "padding", schedule.lengths[part]
+        examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
+        at = 0
+        for piece in (piece for example in examples for piece in example["parts"]):
+            piece["start"] = 0 if padded else at
+            at += piece["tokens"]
+        return {
+            "examples": len(part),
+            "slots": len(part) * int(slots.max(initial=0)) if padded else int(slots.sum(dtype=np.int64)),
+            "shown": examples,
+        }
+
+    return {
+        "step": step,
+        "steps": schedule.total_steps,
+        "epoch": int(schedule.epoch_of(step - 1)) + 1,
+        "mode": packing.mode,
+        "examples": sum(len(part) for parts in layout for part in parts),
+        "tokens_per_row": None if packing.mode != "packed" else int(schedule.limits.tokens),
+        "guessed": cost is None and processes > 1,
+        "ranks": [{"rank": rank, "micro_batches": [show(part) for part in parts]} for rank, parts in enumerate(layout)],
+    }
+
+
+def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict[str, Any]:
+    """The example that begins with document `number`, with the place of its row: its parts, each of spans of text.
+
+    The prompt of a pair is a part of its own where it is laid out once, if the attention proves that exact.
+    """
+    together, packing = corpus.traits.documents, corpus.config.packing
+    row = int(corpus.row_of[number])
+    fate, place = corpus.fates[row], places[row]
+    documents = [corpus.read(number + side) for side in range(together)]
+    if fate["documents"] > together:
+        first = int(np.searchsorted(corpus.row_of, row))
+        place += f", part {1 + (number - first) // together} of {fate['documents'] // together}"
+    notes = [] if corpus.labels is None else ["desirable" if corpus.labels[number] else "undesirable"]
+    notes += ["held out"] if corpus.in_eval[number] else []
+    common, parts = 0, []
+    if together == 2 and packing.mode != "padding" and packing.share_prefix is not False:
+        # the last token of the prompt predicts the answer: it runs with each of them
+        common = max(0, min(int(np.argmax(mask)) for _, mask in documents) - 1)
+    if common:
+        ids, mask = documents[0]
+        parts.append({"name": "prompt", "tokens": common, "spans": _show_spans(corpus, ids[:common], mask, 0)})
+    for name, (ids, mask) in zip(("chosen", "rejected") if together == 2 else ("",), documents, strict=True):
+        parts.append({"name": name, "tokens": len(ids) - common, "spans": _show_spans(corpus, ids, mask, common)})
+    return {
+        "where": visible(place),
+        "note": ", ".join(notes),
+        "tokens": sum(part["tokens"] for part in parts),
+        "trained": int(sum(mask.sum() for _, mask in documents)),
+        "cut": int(fate["cut_tokens"]),
+        "parts": parts,
+    }
+
+
+def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[dict[str, Any]]:
+    """The text of the tokens from `first` on, in spans of one style, a turn on a line of its own."""
+    special = np.isin(ids, list(corpus.tokenizer.special_ids))
+    rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
+    # a character of several tokens is that of its last one
+    texts = [visible(stream.step(rust, token) or "") for token in ids[: first + MOST_TOKENS].tolist()]
+    spans: list[dict[str, Any]] = []
+    for at in range(first, len(texts)):
+        style = {"trained": bool(mask[at]), "special": bool(special[at])}
+        if not spans or not style.items() <= spans[-1].items():
+            spans.append({"text": "", **style})
+        spans[-1]["text"] += texts[at]
+        if ids[at] in corpus.end_ids and at + 1 < len(texts) and not texts[at + 1].startswith("⏎"):
+            spans[-1]["text"] += "\n"
+    if len(texts) < len(ids):
+        more = f"\n… and {len(ids) - len(texts):,} tokens more"
+        spans.append({"text": more, "trained": False, "special": False})
+    return spans

@@ -1,0 +1,242 @@
+"""The data on a terminal (by rich) and as HTML (by jinja2): examples as coloured text, and the summary as tables.
+
+Texts of the data become rich's `Text`, never markup, and are escaped in HTML; characters that act are symbols already
+(examples.py). Where a terminal has no colours, trained text stands in ⟦ ⟧. The HTML has no script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import dropwhile, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from packtrain.wording import counted, visible
+
+_HERE = Path(__file__).parent
+DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
+"""The look of the section, in the page's own colours: --ink, --soft, --paper, --panel, --line, --accent, --trained, --untrained,
+--special, --warn, --bad and --good."""
+_BAR = 32
+_WIDTH = 100
+"""Columns where the output is no terminal."""
+_SEVERITY = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "note": ("·", "")}
+
+
+class Figures(NamedTuple):
+    """A table: rows of cells by name; the row number `current` is that of the config."""
+
+    title: str
+    names: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    current: int | None
+
+
+def percent(share: float | None) -> str:
+    """0.4167 as 41.7 %, 0.0000123 as 0.0012 %; "–" for none."""
+    if share is None or not math.isfinite(share):
+        return "–"
+    return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 0.0005 else f"{100 * share:.2g} %"
+
+
+def tabulate(data: dict[str, Any]) -> list[Figures]:
+    """The tables of a summary: what limits on length would cut, and what each mode costs."""
+    cuts = [[f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"])] for cut in data["cuts"]]
+    for row, cut in zip(cuts, data["cuts"], strict=True):
+        row += ["–" if cut["tokens"] is None else f"{cut['tokens']:,}", percent(cut["tokens_share"])]
+    current = next((at for at, cut in enumerate(data["cuts"]) if cut["current"]), None)
+    modes = []
+    for name, mode in data["modes"].items():
+        if mode["rows"] is None:
+            modes.append([name, *"–––––"])
+            continue
+        about = "about " if mode["sampled"] and name != "padding" else ""
+        batches = " to ".join(f"{number:,}" for number in sorted(set(mode["micro_batches"])))
+        used, imbalance = percent(mode["efficiency"]), percent(mode["imbalance"])
+        modes.append([name, f"{about}{mode['rows']:,}", f"{mode['slots']:,}", used, batches, imbalance])
+    title = f"packing.mode on {counted(data['processes'], 'processes')}"
+    names = ["rows an epoch", "token slots", "used", "micro-batches a step", "imbalance"]
+    return [
+        Figures("data.max_length would cut", ["documents", "of all", "tokens lost", "of all"], cuts, current),
+        Figures(title, names, modes, list(data["modes"]).index(data["mode"])),
+    ]
+
+
+def remark_on_modes(data: dict[str, Any]) -> list[str]:
+    """What else is to be said about them."""
+    modes = data["modes"]
+    remarks = [f"{name} is not possible here: {visible(mode['why'])}" for name, mode in modes.items() if "why" in mode]
+    if (fill := modes["packed"].get("fill")) is not None:
+        remarks.append(f"packed rows hold {percent(fill)} of batch.tokens_per_device; what is empty is not computed")
+    if (saved := modes["packed"].get("saved_by_sharing")) is not None:
+        remarks.append(f"prompts that both answers share save {percent(saved)} of the tokens")
+    return remarks
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"percent": percent, "number": lambda value: f"{value:,}", "counted": counted, "visible": visible}
+    return made
+
+
+def data_section(summary: dict[str, Any]) -> Markup:
+    """The section on a summary, for any page that defines the colours of DATA_CSS."""
+    tables, remarks = tabulate(summary), remark_on_modes(summary)
+    template = _templates().get_template("data_section.html.j2")
+    return Markup(template.render(data=summary, tables=tables, remarks=remarks))
+
+
+def data_page(summary: dict[str, Any], title: str) -> str:
+    """A page of its own, light or dark as the reader's system is."""
+    template = _templates().get_template("data_page.html.j2")
+    return template.render(title=title, section=data_section(summary), css=Markup(DATA_CSS))
+
+
+class DataTerminal:
+    """Prints to stdout."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, emoji=False)
+        if not self.console.is_terminal:
+            self.console = Console(highlight=False, emoji=False, width=_WIDTH)
+        self.coloured = self.console.is_terminal and self.console.color_system is not None and not self.console.no_color
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """A line of text; no markup in it counts."""
+        self.console.print(Text(text, style))
+
+    def legend(self) -> None:
+        """How tokens are shown."""
+        line = Text("tokens: ", "bold")
+        for text, key in {"trained": "trained", "not trained": "", "<control>": "special"}.items():
+            span = {"text": text, "trained": key == "trained", "special": key == "special"}
+            line.append_text(self._style([span])).append("  ")
+        self.console.print(line)
+
+    def examples(self, shown: Sequence[dict[str, Any]], unit: str) -> None:
+        """Documents or pairs, one after the other."""
+        for number, example in enumerate(shown, 1):
+            self._example(example, f"{unit.removesuffix('s')} {number}")
+
+    def step(self, step: dict[str, Any], unit: str) -> None:
+        """The rows of a step on every rank."""
+        number, steps = f"{step['step']:,}", f"{step['steps']:,}"
+        self.say(f"step {number} of {steps} (epoch {step['epoch']}): {counted(step['examples'], unit)}", "bold")
+        if step["guessed"]:
+            what = "The model's sizes are not known here: ranks may share the documents a little differently."
+            self.say(what, "yellow")
+        for rank in step["ranks"]:
+            for number, batch in enumerate(rank["micro_batches"], 1):
+                size = counted(batch["slots"], "slots")
+                size += f" of {step['tokens_per_row']:,}" if step["tokens_per_row"] else ""
+                size += ", padding included" if step["mode"] == "padding" else ""
+                title = f"rank {rank['rank']}, micro-batch {number}: {counted(batch['examples'], 'examples')} in {size}"
+                self.say(f"\n━━ {title}", "bold")
+                self.examples(batch["shown"], unit)
+                if more := batch["examples"] - len(batch["shown"]):
+                    self.say(f"… and {counted(more, unit)} more")
+
+    def summary(self, data: dict[str, Any]) -> None:
+        """Statistics, cost of the modes, and the audit last, where the eye is."""
+        self._facts(data)
+        self._lengths(data)
+        for figures in tabulate(data):
+            self._table(figures)
+        for remark in remark_on_modes(data):
+            self.say(f"  {remark}", "dim")
+        self._audit(data)
+
+    def _facts(self, data: dict[str, Any]) -> None:
+        made = counted(data["documents"], "documents")
+        if data["unit"] == "pairs":
+            made = f"{counted(data['documents'] // 2, 'pairs')} ({made})"
+        if labels := data["labels"]:
+            share = percent(labels["desirable"] / max(1, sum(labels.values())))
+            made += f" ({labels['desirable']:,} desirable, {share}; {labels['undesirable']:,} undesirable)"
+        trained = f"{data['trained_tokens']:,} trained ({percent(data['trained_tokens'] / data['tokens'])})"
+        reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in data["dropped_for"].items())
+        self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
+        self.say(f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {trained}")
+        self.say(
+            f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut); dropped {data['dropped']:,}"
+            + (f": {reasons}" if reasons else "")
+            + ("" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}")
+        )
+        for remark in data["remarks"]:
+            self.say(visible(remark), "dim")
+
+    def _lengths(self, data: dict[str, Any]) -> None:
+        self.say("\nlength of documents in tokens", "bold")
+        most = max(bin["documents"] for bin in data["histogram"])
+        for bin in dropwhile(lambda bin: not bin["documents"], data["histogram"]):
+            bar = "█" * round(_BAR * bin["documents"] / most) or ("▏" if bin["documents"] else "")
+            line = Text(f"  {bin['first']:>7,} – {bin['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
+            self.console.print(line.append(f" {bin['documents']:,}"))
+        words = {"0": "min", "50": "median", "100": "max"}
+        marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
+        self.say(f"  {' · '.join(marks)}")
+
+    def _table(self, figures: Figures) -> None:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+        table.add_column(Text(f"  {figures.title}", "bold"), no_wrap=True)
+        for name in figures.names:
+            table.add_column(Text(name, "dim"), justify="right")
+        for number, (first, *cells) in enumerate(figures.rows):
+            mark, style = ("→ ", "bold") if number == figures.current else ("  ", "")
+            table.add_row(mark + first, *cells, style=style)
+        self.say()
+        self.console.print(table)
+
+    def _audit(self, data: dict[str, Any]) -> None:
+        if not data["audit"]:
+            self.say("\naudit: nothing odd was found", "green")
+            return
+        self.say("\naudit", "bold")
+        for finding in data["audit"]:
+            mark, style = _SEVERITY[finding["severity"]]
+            line = Text(f"{mark} ", style).append(finding["name"].replace("_", " "), f"bold {style}")
+            number = f"{counted(finding['count'], finding['unit'])} ({percent(finding['share'])})"
+            more = " …" if finding["count"] > len(finding["where"]) else ""
+            self.console.print(line.append(f": {number}: {finding['what']}"))
+            for text, style in ((f"{', '.join(finding['where'])}{more}", "cyan"), (f"→ {finding['fix']}", "dim")):
+                self.console.print(Padding(Text(text, style), (0, 0, 0, 2)))
+
+    def _example(self, example: dict[str, Any], title: str) -> None:
+        cut = f", {example['cut']:,} cut" if example["cut"] else ""
+        note = f" · {example['note']}" if example["note"] else ""
+        tokens = counted(example["tokens"], "tokens")
+        self.say(f"\n── {title} · {example['where']} · {tokens}, {example['trained']:,} trained{cut}{note}", "bold")
+        for part in example["parts"]:
+            name = f"{part['name']}, once for both answers" if part["name"] == "prompt" else part["name"]
+            end = part.get("start", 0) + part["tokens"] - 1
+            place = f"tokens {part['start']:,} to {end:,} of the row" if "start" in part else ""
+            if head := " · ".join(filter(None, (name, place))):
+                self.say(f"   {head}", "dim" if not part["name"] else "bold")
+            self.console.print(Padding(self._style(part["spans"]), (0, 0, 0, 3)))
+
+    def _style(self, spans: Sequence[dict[str, Any]]) -> Text:
+        """Spans as coloured text, or trained text in brackets, which close before a line end."""
+        text = Text(overflow="fold")
+        for trained, group in groupby(spans, key=lambda span: span["trained"]):
+            if self.coloured:
+                for span in group:
+                    style = "magenta" if span["special"] else "green" if trained else "dim"
+                    text.append(span["text"], f"bold underline {style}" if trained and span["special"] else style)
+                continue
+            written = "".join(span["text"] for span in group)
+            body = written.rstrip("\n")
+            text.append(f"⟦{body}⟧{written[len(body) :]}" if trained else written)
+        text.rstrip()
+        return text
