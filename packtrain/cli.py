@@ -191,11 +191,12 @@ def inspect(
 ) -> int:
     """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
     with fast_imports():
-        from packtrain.inspect.show_data import Wanted, show_data
+        from packtrain.inspect.show_data import show_data
 
     run, launch = _config_and_plan(arguments)
     title = split_arguments(arguments)[0] or "data"
-    return show_data(run, Wanted(rows, step, source, html, as_json), launch.num_processes, title)
+    how: dict[str, Any] = {"rows": rows, "step": step, "source": source, "html": html, "as_json": as_json}
+    return show_data(run, launch.num_processes, title, **how)
 
 
 @_command()

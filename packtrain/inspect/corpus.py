@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from packtrain.config.objective import Traits
-from packtrain.config.schema import DataSource, RunConfig, Split, sources
+from packtrain.config.schema import RunConfig, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, size_of
 from packtrain.data.prepare import PREPARE, PreparedData
 from packtrain.data.sources.locate import Source, locate
@@ -57,9 +57,8 @@ class Corpus:
 
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
-        config, splits = self.config, list[tuple[DataSource, Split]]()
-        splits += [(source, "train") for source in sources(config.data.train, "train")]
-        splits += [(source, "eval") for source in sources(config.data.eval, "eval")]
+        config, roles = self.config, get_args(Split)
+        splits = [(source, role) for role in roles for source in sources(getattr(config.data, role), role)]
         return locate(*splits[store], config.trainer.seed, config.objective.kind, config.data.split_text)
 
     @cached_property
@@ -137,17 +136,18 @@ def open_corpus(
         prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
         remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
-    ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id} - {None}
+    ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
     unknown, control = tokenizer.unk_token_id, {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}
-    pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
     sides: Any = (prepared.train, prepared.eval)
+    train, held_out = (getattr(side, "documents", side) for side in sides)
     return Corpus(
         config,
         plain,
-        sorted(ends),
-        None if unknown in control else unknown,  # GPT-2's <|endoftext|> is all of them
-        *(getattr(side, "documents", side) for side in sides),
-        pairs,
+        end_ids=sorted(end for end in ends if end is not None),
+        unknown_id=None if unknown in control else unknown,  # GPT-2's <|endoftext|> is all of them
+        train=train,
+        eval=held_out,
+        pairs=prepared.train if isinstance(prepared.train, PairDataset) else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 from transformers import AutoConfig
 
-from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, PackingMode, RunConfig
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, PackingMode
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention, imbalance
@@ -20,11 +20,11 @@ SAMPLED_STEPS = 48
 """Steps of an epoch that are laid out; of more, that many spread evenly over it."""
 
 
-def attention_cost(config: RunConfig, vocabulary: int) -> float | None:
+def attention_cost(corpus: Corpus) -> float | None:
     """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
-    model = config.model
+    config, model = corpus.config, corpus.config.model
     if model.init == "random":
-        model = replace(model, config={"vocab_size": vocabulary, **model.config})
+        model = replace(model, config={"vocab_size": corpus.tokenizer.vocabulary, **model.config})
     try:
         try:
             weights = weights_of(model, scores=config.objective.traits.scores)

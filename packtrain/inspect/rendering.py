@@ -32,7 +32,7 @@ _WIDTH = 100
 _SEVERITY = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "note": ("·", "")}
 
 
-class Figures(NamedTuple):
+class DataTable(NamedTuple):
     """A table: rows of cells by name; the row number `current` is that of the config."""
 
     title: str
@@ -48,7 +48,7 @@ def percent(share: float | None) -> str:
     return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 0.0005 else f"{100 * share:.2g} %"
 
 
-def tabulate(data: dict[str, Any]) -> list[Figures]:
+def tabulate(data: dict[str, Any]) -> list[DataTable]:
     """The tables of a summary: what limits on length would cut, and what each mode costs."""
     cuts = [[f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"])] for cut in data["cuts"]]
     for row, cut in zip(cuts, data["cuts"], strict=True):
@@ -66,8 +66,8 @@ def tabulate(data: dict[str, Any]) -> list[Figures]:
     title = f"packing.mode on {counted(data['processes'], 'processes')}"
     names = ["rows an epoch", "token slots", "used", "micro-batches a step", "imbalance"]
     return [
-        Figures("data.max_length would cut", ["documents", "of all", "tokens lost", "of all"], cuts, current),
-        Figures(title, names, modes, list(data["modes"]).index(data["mode"])),
+        DataTable("data.max_length would cut", ["documents", "of all", "tokens lost", "of all"], cuts, current),
+        DataTable(title, names, modes, list(data["modes"]).index(data["mode"])),
     ]
 
 
@@ -152,8 +152,8 @@ class DataTerminal:
         """Statistics, cost of the modes, and the audit last, where the eye is."""
         self._facts(data)
         self._lengths(data)
-        for figures in tabulate(data):
-            self._table(figures)
+        for table in tabulate(data):
+            self._table(table)
         for remark in remark_on_modes(data):
             self.say(f"  {remark}", "dim")
         self._audit(data)
@@ -188,16 +188,16 @@ class DataTerminal:
         marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
         self.say(f"  {' · '.join(marks)}")
 
-    def _table(self, figures: Figures) -> None:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-        table.add_column(Text(f"  {figures.title}", "bold"), no_wrap=True)
-        for name in figures.names:
-            table.add_column(Text(name, "dim"), justify="right")
-        for number, (first, *cells) in enumerate(figures.rows):
-            mark, style = ("→ ", "bold") if number == figures.current else ("  ", "")
-            table.add_row(mark + first, *cells, style=style)
+    def _table(self, table: DataTable) -> None:
+        grid = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+        grid.add_column(Text(f"  {table.title}", "bold"), no_wrap=True)
+        for name in table.names:
+            grid.add_column(Text(name, "dim"), justify="right")
+        for number, (first, *cells) in enumerate(table.rows):
+            mark, style = ("→ ", "bold") if number == table.current else ("  ", "")
+            grid.add_row(mark + first, *cells, style=style)
         self.say()
-        self.console.print(table)
+        self.console.print(grid)
 
     def _audit(self, data: dict[str, Any]) -> None:
         if not data["audit"]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import RunConfig
 from packtrain.data.row_counts import DataReport
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.inspect.audit import audit, audit_json, rows_named
-from packtrain.inspect.corpus import Corpus, find_places, open_corpus
+from packtrain.inspect.corpus import Corpus, find_places
 from packtrain.inspect.examples import show_example
 from packtrain.inspect.mode_costs import attention_cost, mode_costs
 from packtrain.inspect.scan import scan
@@ -24,11 +23,6 @@ BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
 
 
-def data_summary(config: RunConfig, processes: int = 1, **given: Any) -> dict[str, Any]:
-    """What `inspect --json` prints; `given` as for `open_corpus`."""
-    return summarise(open_corpus(config, **given), processes)
-
-
 def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     """Everything about the data set as plain containers, for a run on this many processes."""
     config, traits, report = corpus.config, corpus.traits, corpus.train.report
@@ -40,7 +34,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         desirable = int(corpus.labels[corpus.train.rows].sum())
         labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     too_long = report.dropped.get(TOO_LONG, 0) * traits.documents
-    cost = attention_cost(config, corpus.tokenizer.vocabulary)
+    cost = attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
         "rows": report.rows,

@@ -446,11 +446,11 @@ def _describe_data(run: Run, data: PreparedData) -> None:
     """data.json, for the report: here data and tokenizer are open. It is an extra: what goes wrong is noted in the log."""
     if not run.ranks.main or len(data.train) > _MOST_DESCRIBED:
         return
-    from packtrain.inspect.summary import data_summary
+    from packtrain.inspect.summary import summarise
 
     try:
-        given: Any = {"tokenizer": run.prepared.tokenizer, "prepared": data}
-        write_json(run.folder.data, data_summary(run.config, run.ranks.world_size, **given))
+        corpus = open_corpus(run.config, tokenizer=run.prepared.tokenizer, prepared=data)
+        write_json(run.folder.data, summarise(corpus, run.ranks.world_size))
     except Exception as error:
         run.log.note(f"no data.json: {type(error).__name__}: {error}")
 

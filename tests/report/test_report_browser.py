@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import time
@@ -33,12 +32,8 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *(
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,900",
-    ),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--window-size=1200,900",
 )
 LONG_S = 120  # reached only where something hangs
 LINES = lines_of(60, eval_every=20)
@@ -100,10 +95,9 @@ def opened(browser: Any, file: Path) -> None:
 def hits(browser: Any) -> list[str]:
     """What a page asked for beside itself."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
-    return [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] + [
-        one["params"]["url"] for one in events if one["method"] == "Network.webSocketCreated"
-    ]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    asked += [event["params"]["url"] for event in events if event["method"] == "Network.webSocketCreated"]
+    return [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
 def barriers(browser: Any) -> list[dict[str, Any]]:
@@ -146,7 +140,10 @@ def test_curves_have_the_points_of_the_file(browser: Any, pages: Path) -> None:
     assert value(browser, drawn) == 2
     click(browser, "held out", "#legend0")
     assert value(browser, drawn) == 1
-    click(browser, "held out", "#legend0")
+    browser.find_element(By.ID, "logy").click()
+    click(browser, "Tokens", "#axes")
+    plot = "document.getElementById('plot0')"
+    assert value(browser, f"[{plot}._fullLayout.yaxis.type, {plot}.data[0].x.at(-1)]") == ["log", 5400]
 
 
 def test_the_pointer_reads_the_value_of_the_file(browser: Any, pages: Path) -> None:
@@ -157,16 +154,6 @@ def test_the_pointer_reads_the_value_of_the_file(browser: Any, pages: Path) -> N
     step = int(shown[0].removeprefix("step "))
     loss = next(line["loss"] for line in LINES if line["step"] == step and "loss" in line)
     assert float(shown[1].split(" : ")[-1]) == pytest.approx(loss, rel=1e-4)
-    value(
-        browser,
-        "(document.getElementById('smooth').value = 0.9, document.getElementById('smooth').dispatchEvent(new Event('input')))",
-    )
-    wait_until_drawn(browser)
-    ActionChains(browser).move_to_element_with_offset(plot, 70, 25).perform()
-    shown = said(browser)
-    step = int(shown[0].removeprefix("step "))
-    loss = next(line["loss"] for line in LINES if line["step"] == step and "loss" in line)
-    assert float(shown[1].split(" : ")[-1].split(" (")[0]) == pytest.approx(loss, rel=1e-4) and "smoothed" in shown[1]
 
 
 def said(browser: Any) -> list[str]:
@@ -174,38 +161,18 @@ def said(browser: Any) -> list[str]:
     end = time.monotonic() + LONG_S
     while time.monotonic() < end:
         if lines := value(
-            browser, "[...document.querySelectorAll('#plot0 .hoverlayer text')].map(one => one.textContent)"
+            browser, "[...document.querySelectorAll('#plot0 .hoverlayer text')].map(at => at.textContent)"
         ):
-            return [line.replace("\u2212", "-") for line in lines if line]
+            return [line for line in lines if line]
         time.sleep(0.05)
     raise AssertionError("nothing under the pointer")
-
-
-def test_axes_become_logarithmic_and_count_tokens_or_time(browser: Any, pages: Path) -> None:
-    opened(browser, pages / "one.html")
-    axis = "(({type, range}) => [type, ...range])(document.getElementById('plot0')._fullLayout[arguments[0]])"
-    before = value(browser, axis, "yaxis")
-    for box in ("logx", "logy"):
-        browser.find_element(By.ID, box).click()
-        wait_until_drawn(browser)
-    kind, low, high = value(browser, axis, "yaxis")
-    losses = [line[key] for line in LINES for key in ("loss", "eval_loss") if key in line]
-    assert (before[0], kind, value(browser, axis, "xaxis")[0]) == ("linear", "log", "log")
-    assert low < math.log10(min(losses)) < low + 0.5 and high - 0.5 < math.log10(max(losses)) < high
-    for box in ("logx", "logy"):
-        browser.find_element(By.ID, box).click()
-        wait_until_drawn(browser)
-    for name, last in (("Tokens", 5400), ("Time", 6.5), ("Step", 60)):
-        click(browser, name, "#axes")
-        assert value(browser, "document.getElementById('plot0').data[0].x.at(-1)") == last
 
 
 def test_dragging_zooms_into_all_figures_and_the_button_shows_the_whole(browser: Any, pages: Path) -> None:
     opened(browser, pages / "one.html")
     plot = browser.find_element(By.ID, "plot0")
-    ActionChains(browser).move_to_element_with_offset(plot, -200, 0).click_and_hold().move_by_offset(
-        300, 0
-    ).release().perform()
+    drag = ActionChains(browser).move_to_element_with_offset(plot, -200, 0).click_and_hold()
+    drag.move_by_offset(300, 0).release().perform()
     span = "document.getElementById(arguments[0])._fullLayout.xaxis.range"
     end = time.monotonic() + LONG_S
     while not value(browser, "document.getElementById('reset').disabled === false") and time.monotonic() < end:
@@ -221,9 +188,7 @@ def test_dragging_zooms_into_all_figures_and_the_button_shows_the_whole(browser:
 def test_a_figure_is_read_and_zoomed_with_the_keyboard(browser: Any, pages: Path) -> None:
     opened(browser, pages / "one.html")
     plot = browser.find_element(By.ID, "plot0")
-    assert "from 7" in value(
-        browser, "arguments[0].computedName || document.getElementById('words0').textContent", plot
-    )
+    assert "from 7" in value(browser, "document.getElementById('words0').textContent")
     plot.send_keys(Keys.END)
     plot.send_keys(Keys.ARROW_LEFT)
     loss = next(line["loss"] for line in LINES if line["step"] == 59 and "loss" in line)
@@ -261,14 +226,3 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any, pages: Path, 
         assert value(browser, f"{wide}.map(one => one.outerHTML.slice(0, 80))") == []
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_without_javascript_the_figures_are_still_there(browser: Any, pages: Path) -> None:
-    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        browser.get((pages / "one.html").as_uri())
-        words = browser.find_element(By.TAG_NAME, "main").text
-        assert "Curves are drawn with JavaScript" in words and "7.250" in words
-        assert not browser.find_element(By.ID, "tools").is_displayed()
-    finally:
-        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from data_tokenizers import tokenizer_of
-from inspecting import WORDS, audit, chat, clean, inspect, report, sentence, write
-
-MARKER, END = "<|im_start|>", "<|im_end|>"
+from inspecting import WORDS, audit, chat, clean, report, sentence, write
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +29,22 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
         12: chat("Where is the caf\ufffd?", "There it is."),
         14: chat("Where is the cafÃ©?", "There it is, too."),
         20: chat("Say nothing.", "Nothing."),
-        30: chat("Say it twice.", "Said." + END),
+        30: chat("Say it twice.", "Said.<|im_end|>"),
     }
     planted[20]["messages"][1]["weight"] = 0
     for line, row in planted.items():
         rows[line - 1] = row
     (tmp_path / "before.jsonl").write_text("\n\n" + json.dumps(chat("Why?", "Because.")) + "\n")
     findings = audit(tmp_path, f"data.train=[before.jsonl, {write(tmp_path, rows)}]")
-    lines = {name: one["where"] for name, one in findings.items()}
+    lines = {name: finding["where"] for name, finding in findings.items()}
     assert lines == {
         "marker_in_content": ["chats.jsonl:5", "chats.jsonl:30"],
         "broken_encoding": ["chats.jsonl:12", "chats.jsonl:14"],
         "no_trained_token": ["chats.jsonl:20"],
         "end_trained_twice": ["chats.jsonl:30"],
     }
-    assert findings["broken_encoding"]["count"] == 2
     assert findings["broken_encoding"]["share"] == pytest.approx(2 / 151, abs=1e-6)
-    assert all(one["fix"] and one["what"] for one in findings.values())
+    assert all(finding["fix"] and finding["what"] for finding in findings.values())
 
 
 def test_answers_that_are_cut_are_found(tmp_path: Path, rng: random.Random) -> None:
@@ -69,7 +66,7 @@ def test_equal_and_similar_documents_are_found_within_train_and_in_eval(tmp_path
     write(tmp_path, rows)
     write(tmp_path, held, "eval.jsonl")
     findings = audit(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl")
-    assert {name: one["where"] for name, one in findings.items()} == {
+    assert {name: finding["where"] for name, finding in findings.items()} == {
         "exact_duplicates": ["chats.jsonl:151 (as chats.jsonl:3)"],
         "near_duplicates": ["chats.jsonl:152 (as chats.jsonl:7)"],
         "eval_in_train": ["eval.jsonl:5 (as chats.jsonl:10)"],
@@ -102,30 +99,21 @@ def test_faults_of_tokens_are_found(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("llama3")
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = ("model.init=random", f"model.tokenizer={tmp_path}/tokenizer", "model.config={model_type: llama}")
     bos, end, unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
     words = tokenizer.encode("what is the weather", add_special_tokens=False)
-    rows = [
-        [bos, *words, end],
-        [bos, bos, *words, end],
-        [bos, *words, unknown, end],
-        [bos, *words, end, end],
-        [bos, *words],
-    ]
-    write(tmp_path, [{"input_ids": row} for row in rows])
-    findings = audit(tmp_path, "data.train=chats.jsonl", model=_of(tmp_path))
-    assert {name: (one["where"], one["severity"]) for name, one in findings.items()} == {
+    bodies = ([*words, end], [bos, *words, end], [*words, unknown, end], [*words, end, end], words)
+    write(tmp_path, [{"input_ids": [bos, *body]} for body in bodies])
+    findings = audit(tmp_path, "data.train=chats.jsonl", model=model)
+    assert {name: (finding["where"], finding["severity"]) for name, finding in findings.items()} == {
         "doubled_bos": (["chats.jsonl:2"], "warn"),
         "unknown_tokens": (["chats.jsonl:3"], "warn"),
         "end_trained_twice": (["chats.jsonl:4"], "warn"),
         "end_never_trained": (["chats.jsonl:5"], "warn"),
     }
     write(tmp_path, [{"input_ids": [bos, *words]} for _ in range(4)], "endless.jsonl")
-    findings = audit(tmp_path, "data.train=endless.jsonl", model=_of(tmp_path))
+    findings = audit(tmp_path, "data.train=endless.jsonl", model=model)
     assert findings["end_never_trained"]["severity"] == "bad"
-
-
-def _of(folder: Path) -> tuple[str, ...]:
-    return ("model.init=random", f"model.tokenizer={folder}/tokenizer", "model.config={model_type: llama}")
 
 
 def test_pairs_with_the_same_answers_are_found(tmp_path: Path) -> None:
@@ -134,16 +122,7 @@ def test_pairs_with_the_same_answers_are_found(tmp_path: Path) -> None:
     rows[3] |= {"rejected": rows[3]["chosen"]}
     write(tmp_path, [*rows, rows[8]])
     findings = audit(tmp_path, "objective.kind=dpo", "data.train=chats.jsonl", "data.max_length=512")
-    assert {name: (one["where"], one["unit"]) for name, one in findings.items()} == {
+    assert {name: (finding["where"], finding["unit"]) for name, finding in findings.items()} == {
         "identical_answers": (["chats.jsonl:4"], "rows"),
         "exact_duplicates": (["chats.jsonl:21 (as chats.jsonl:9)"], "pairs"),
     }
-
-
-def test_the_terminal_says_what_the_json_does(tmp_path: Path) -> None:
-    rows = clean(20)
-    rows[4] = chat("Where is the caf\ufffd?", "There.")
-    done = inspect(tmp_path, f"data.train={write(tmp_path, rows)}")
-    assert done.returncode == 0
-    assert "broken encoding: 1 row (5.0 %)" in done.stdout
-    assert "chats.jsonl:5" in done.stdout

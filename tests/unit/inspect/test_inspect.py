@@ -52,16 +52,7 @@ def test_documents_left_out_for_their_length_count_among_those_that_a_limit_cuts
     assert own["share"] == pytest.approx(cut / 60, abs=1e-4)
     assert own["tokens"] is None
     assert "tokens lost" in inspect(folder, *options).stdout
-    assert inspect(folder, *options, "--html", "dropped.html").returncode == 0
-
-
-def test_a_page_is_not_written_over_data(folder: Path) -> None:
-    before = (folder / "pairs.jsonl").read_bytes()
-    done = inspect(folder, TRAIN, "--html", "pairs.jsonl")
-    assert done.returncode == 2
-    assert "is not overwritten" in done.stderr
-    assert (folder / "pairs.jsonl").read_bytes() == before
-    assert [inspect(folder, TRAIN, "--html", "twice.html").returncode for _ in range(2)] == [0, 0]
+    assert [inspect(folder, *options, "--html", "dropped.html").returncode for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
@@ -77,7 +68,7 @@ def test_a_step_is_laid_out_as_training_does(folder: Path, kind: str) -> None:
     corpus = open_corpus(config)
     tokenizer = load_tokenizer(config.model)
     cost = cost_in_training(load_model(config.model, config.peft, tokenizer, seed=0, scores=kind == "reward"))
-    assert attention_cost(config, len(tokenizer)) == pytest.approx(cost)
+    assert attention_cost(corpus) == pytest.approx(cost)
     lengths = corpus.pairs.shared_lengths if corpus.pairs else corpus.train.lengths
     schedule = make_schedule(lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost)
     for rank, parts in zip(lay_out_step(corpus, 2, 2)["ranks"], schedule.layout(1, 2), strict=True):
@@ -143,12 +134,14 @@ def test_text_of_the_data_cannot_act(folder: Path) -> None:
         (["--source", "other.jsonl:1"], ["--source", "'other.jsonl'", "chats.jsonl"]),
         (["--source", "chats.jsonl:1", "--rows", "2"], ["--source", "--rows"]),
         (["--html", "missing/page.html"], ["--html missing/page.html"]),
+        (["--html", "pairs.jsonl"], ["--html pairs.jsonl"]),
     ],
 )
 def test_options_that_cannot_be_are_refused(folder: Path, options: list[str], said: list[str]) -> None:
     done = inspect(folder, TRAIN, *options)
     assert done.returncode == 2
     assert [text for text in said if text not in done.stderr] == []
+    assert "chosen" in (folder / "pairs.jsonl").read_text()
 
 
 def test_of_a_row_that_was_dropped_the_reason_is_given(folder: Path) -> None:

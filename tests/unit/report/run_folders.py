@@ -23,18 +23,12 @@ def lines_of(steps: int, *, every: int = 1, eval_every: int = 10, **more: float)
     """Lines of metrics.jsonl."""
     made: list[dict[str, Any]] = [{"step": 0, "epoch": 0.0, "eval_loss": 7.25, "eval_tokens": 40, "seconds": 0.5}]
     for step in range(every, steps + 1, every):
-        loss = 7 / (1 + step) + 0.01 * math.sin(step)
-        line = {"step": step, "epoch": step / 10, "loss": loss, "grad_norm": 1 / step, "lr": 1e-3, "tokens": 90 * step}
-        line |= {
-            "tokens_per_second": 900.0,
-            "padding_fraction": 0.0,
-            "examples": 1,
-            "mfu": None,
-            "seconds": 0.5 + step / 10,
-        }
-        made.append(line | {"memory_bytes": 3 << 30} | more)
+        loss, at = 7 / (1 + step) + 0.01 * math.sin(step), {"step": step, "epoch": step / 10}
+        line = {**at, "loss": loss, "grad_norm": 1 / step, "lr": 1e-3, "tokens": 90 * step, "examples": 1, "mfu": None}
+        line |= {"tokens_per_second": 900.0, "padding_fraction": 0.0, "memory_bytes": 3 << 30}
+        made.append({**line, "seconds": 0.5 + step / 10, **more})
         if step % eval_every == 0:
-            made.append({"step": step, "epoch": step / 10, "eval_loss": loss + 0.5, "seconds": 0.6 + step / 10})
+            made.append({**at, "eval_loss": loss + 0.5, "seconds": 0.6 + step / 10})
     return made
 
 

@@ -9,11 +9,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import packtrain
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packtrain.report import headline
-from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of
+from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of, thin
 from packtrain.report.headline import answers, differences, duration, number, percent, rank_times, tiles
 from packtrain.report.page import page
 from packtrain.report.run_record import read_run
@@ -48,20 +51,10 @@ def test_a_page_has_headline_curves_answers_config_and_environment(tmp_path: Pat
     text = page([read_run(leave_run(tmp_path / "mine"))])
     assert len(text.encode()) < 3_000_000
     words = Elements(text).words
-    shown = (
-        "mine",
-        "7.25",
-        "2,700",
-        "30 steps, 3 epochs",
-        "How are you?",
-        "Fine.",
-        "data.train",
-        "chats.jsonl",
-        "exact:",
-    )
+    shown = ("mine", "7.25", "30 steps, 3 epochs", "How are you?", "Fine.", "data.train", "chats.jsonl", "exact:")
     assert [text for text in shown if text not in words] == []
     data = data_of(text)
-    assert [one["title"] for one in data["figures"]] == [
+    assert [figure["title"] for figure in data["figures"]] == [
         *("Loss", "Learning rate", "Gradient norm", "Tokens per second", "Padding", "Memory"),
     ]
     loss, held_out = data["figures"][0]["curves"]
@@ -90,15 +83,15 @@ def test_planted_markup_in_any_text_is_text(tmp_path: Path) -> None:
         text = page([replace(shown, why=[EVIL], later=[EVIL]) for shown in runs])
         assert "\x1b" not in text and "\u202e" not in text and "49" not in Elements(text).words.split()
         elements = Elements(text).found
-        assert [one for one, _ in elements].count("script") == 3 and not [one for one, _ in elements if one == "img"]
-        assert not [name for _, given in elements for name in given if name.startswith("on")]
+        assert [tag for tag, _ in elements].count("script") == 3 and not [tag for tag, _ in elements if tag == "img"]
+        assert not [name for _, attributes in elements for name in attributes if name.startswith("on")]
         assert "{{ 7*7 }}" in Elements(text).words
-        addresses = [given.get(name) for _, given in elements for name in ("src", "href", "action") if name in given]
+        addresses = [own.get(name) for _, own in elements for name in ("src", "href", "action") if name in own]
         assert addresses == ["#main"]
 
 
 def test_unknown_figures_and_those_of_pairs_are_drawn(tmp_path: Path) -> None:
-    pairs = {f"rewards/{one}": 0.5 for one in ("chosen", "rejected", "margins", "accuracies")}
+    pairs = {f"rewards/{side}": 0.5 for side in ("chosen", "rejected", "margins", "accuracies")}
     held_out = {"step": 10, "eval_rewards/chosen": 1.0, "eval_loss": 1.0, "eval_novelty": 2.0}
     lines = [*lines_of(10, **pairs, novelty=3.0), held_out]
     figures = figures_of([read_run(leave_run(tmp_path / "run", lines=lines))])
@@ -109,20 +102,24 @@ def test_unknown_figures_and_those_of_pairs_are_drawn(tmp_path: Path) -> None:
 
 def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:
     run = read_run(leave_run(tmp_path / "run", lines=lines_of(5000, eval_every=50)))
-    lone = points_of([run])["figures"][0]["curves"][0]
-    assert len(lone["y"]) <= POINTS_OF_A_CURVE
-    losses = [line["loss"] for line in lines_of(5000) if "loss" in line]
-    assert min(lone["y"]) == pytest.approx(min(losses), rel=1e-6) and max(lone["y"]) == pytest.approx(
-        max(losses), rel=1e-6
-    )
+    assert len(points_of([run])["figures"][0]["curves"][0]["y"]) <= POINTS_OF_A_CURVE
     assert len(page([replace(run, name=f"run {number}") for number in range(12)]).encode()) < 3_000_000
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 60))
+def test_ends_and_extremes_of_a_thinned_curve_stay(values: list[float], most: int) -> None:
+    curve = np.array(values)
+    kept = thin(curve, most)
+    assert len(kept) <= max(most, 4) and (np.diff(kept) > 0).all()
+    assert kept[0] == 0 and kept[-1] == len(curve) - 1
+    assert curve[kept].min() == curve.min() and curve[kept].max() == curve.max()
 
 
 def test_a_run_without_lines_has_no_script_and_says_why_it_failed(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", lines=[], status=None)
     (folder.logs / "diagnosis.txt").write_text("rank 0 lacks memory\n")
     elements = Elements(page([read_run(folder)]))
-    assert "rank 0 lacks memory" in elements.words and "script" not in [one for one, _ in elements.found]
+    assert "rank 0 lacks memory" in elements.words and "script" not in [tag for tag, _ in elements.found]
 
 
 def test_of_a_failure_the_telling_lines_come_first() -> None:
@@ -136,22 +133,13 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
     first = read_run(leave_run(tmp_path / "first", config=base))
     other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
-    asked = [
-        {"prompt": "How are you?", "before": "###", "after": "Well."},
-        {"prompt": "Why?", "before": "", "after": "So."},
-    ]
+    asked = [{"prompt": "How are you?", "before": "###", "after": "Well."}, {"prompt": "Why?", "after": "So."}]
     second = read_run(leave_run(tmp_path / "second", config=other, answers=asked))
     assert differences([first, second]) == [("packing.mode", ["–", "padding"])]
     after = {prompt: [entry.get("after") for entry in by_run] for prompt, by_run in answers([first, second]).items()}
     assert after == {"How are you?": ["Fine.", "Well."], "Why?": [None, "So."]}
     words = Elements(page([first, second])).words
     assert "2 runs" in words and words.count("###") == 1
-
-
-def test_data_that_is_not_described_as_inspect_does_is_not_shown(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run")
-    folder.data.write_text('{"rows": [], "documents": "many"}')
-    assert "cannot be shown" in page([read_run(folder)])
 
 
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
@@ -162,16 +150,14 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_tiles_of_a_run_that_stopped_say_how_far_it_came(tmp_path: Path) -> None:
-    run = replace(
-        read_run(leave_run(tmp_path / "run", lines=lines_of(12), status="stopped")), batch={"steps": 30}, processes=2
-    )
+    run = replace(read_run(leave_run(tmp_path / "run", lines=lines_of(12), status="stopped")), processes=2)
     notes = {tile.label: tile.note for tile in tiles(run)}
     assert notes["Tokens"] == "12 of 30 steps, 1.2 epochs"
     assert notes["Duration"] == f"{duration(headline.cost_s(run))} per million tokens, 2 devices"
 
 
 def test_figures_are_written_as_people_read_them() -> None:
-    assert [number(one) for one in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
+    assert [number(value) for value in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
         *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
     ]
     times = ["1.8 ms", "0.823 s", "61.2 s", "4 min 05 s", "3 h 20 min", "52 h 00 min"]
@@ -182,8 +168,8 @@ def test_figures_are_written_as_people_read_them() -> None:
 def test_the_command_writes_into_the_run_folder_or_where_it_is_asked_to(tmp_path: Path) -> None:
     for place in ("a", "x/b", "y/b"):
         leave_run(tmp_path / place)
-    for given, written in ((["a"], "a/report.html"), (["a"], "a/report.html"), (["x/b", "y/b"], "report.html")):
-        done = packtrain("report", *given, folder=tmp_path)
+    for runs, written in ((["a"], "a/report.html"), (["a"], "a/report.html"), (["x/b", "y/b"], "report.html")):
+        done = packtrain("report", *runs, folder=tmp_path)
         assert done.returncode == 0 and written in done.stdout and (tmp_path / written).is_file()
     (tmp_path / "link.html").symlink_to("real.html")
     assert packtrain("report", "x/b", "y/b", "-o", "link.html", folder=tmp_path).returncode == 0
@@ -192,21 +178,14 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_asked_to(tmp_path
     assert not [*tmp_path.rglob("*.partial")]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["none"],
-        ["empty"],
-        ["a", "-o", "notes.html"],
-        ["a", "-o", "nowhere/x.html"],
-        ["a", "-o", "empty"],
-        ["a", "-o", "/dev/null"],
-    ],
-)
-def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path: Path, given: list[str]) -> None:
+REFUSED = ("none", "empty", "a -o notes.html", "a -o nowhere/x.html", "a -o empty", "a -o /dev/null")
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path: Path, arguments: str) -> None:
     leave_run(tmp_path / "a")
     (tmp_path / "notes.html").write_text("mine")
     (tmp_path / "empty").mkdir()
-    done = packtrain("report", *given, folder=tmp_path)
-    assert done.returncode == 2 and given[-1] in done.stderr
+    done = packtrain("report", *arguments.split(), folder=tmp_path)
+    assert done.returncode == 2 and arguments.split()[-1] in done.stderr
     assert (tmp_path / "notes.html").read_text() == "mine"

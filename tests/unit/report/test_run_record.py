@@ -10,7 +10,7 @@ import pytest
 from packtrain.errors import UserError
 from packtrain.launch.attempt import locked
 from packtrain.report.page import page
-from packtrain.report.run_record import harmless, read_run
+from packtrain.report.run_record import harmless, read_metrics, read_run
 from packtrain.run_folder import RunFolder
 from tests.unit.report.run_folders import FACTS, leave_run
 
@@ -58,6 +58,8 @@ def test_half_written_files_are_left_out(tmp_path: Path, broken: str) -> None:
     for file in (folder.summary, folder.plan, folder.environment, folder.config, folder.data, folder.facts):
         file.write_text(broken)
     assert len(read_run(folder).metrics.steps) == 34
+    folder.data.write_text('{"rows": [], "documents": "many"}')
+    assert "cannot be shown" in page([read_run(folder)])
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -77,10 +79,8 @@ def test_metrics_alone_are_shown_too(tmp_path: Path) -> None:
 
 def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "swordfish-99")
-    config = {
-        "tracking": {"wandb_token": "abc123def"},
-        "data": {"train": "https://me:pass1@hub/x", "eval": "swordfish-99"},
-    }
+    data = {"train": "https://me:pass1@hub/x", "eval": "swordfish-99"}
+    config = {"tracking": {"wandb_token": "abc123def"}, "data": data}
     folder = leave_run(tmp_path / "run", config=config, answers=[{"prompt": "swordfish-99", "before": "", "after": ""}])
     folder.data.write_text(json.dumps({"cut_tokens": 7, "shown": [{"text": "my hf_AbCdEfGhIjKlMnOp"}]}))
     run = read_run(folder)
@@ -98,14 +98,52 @@ def test_control_characters_are_shown_and_not_obeyed() -> None:
 
 def test_restarts_are_read_of_whatever_shape_they_are(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
-    whole = {
-        "when": "2026-03-01 10:00:00",
-        "step": 20,
-        "why": ["rank 1 was killed", "  cause"],
-        "machines": ["n1", "n2"],
-    }
+    whole = {"when": "10:00", "step": 20, "why": ["rank 1 was killed", "  cause"], "machines": ["n1", "n2"]}
     folder.restarted.write_text(json.dumps([whole, {"why": 3}, "?"]))
     first, second = read_run(folder).restarts
     assert (first["step"], first["machines"], first["why"]) == (20, "n1, n2", whole["why"])
     assert (second["machines"], second["why"]) == ("", [])
     assert '<h2 id="restarts">Restarts</h2>' in page([read_run(folder)])
+
+
+def written(folder: Path, *lines: str | dict, end: str = "\n") -> Path:
+    file = folder / "metrics.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
+    return file
+
+
+def test_lines_become_columns_with_gaps_where_a_line_has_no_number(tmp_path: Path) -> None:
+    metrics = read_metrics(written(tmp_path, {"step": 0, "eval_loss": 3}, {"step": 1, "loss": 2.5, "mfu": None}))
+    assert metrics.steps.tolist() == [0, 1] and metrics.skipped == 0
+    lines, values = metrics.points("loss")
+    assert (lines.tolist(), values.tolist()) == ([1], [2.5])
+    assert metrics.last("eval_loss") == 3 and metrics.last("mfu") is metrics.last("unknown") is None
+    assert len(read_metrics(tmp_path / "none.jsonl").steps) == len(read_metrics(written(tmp_path)).steps) == 0
+
+
+def test_what_is_no_line_of_a_run_is_skipped_and_counted(tmp_path: Path) -> None:
+    bad = [
+        '{"step": 2, "loss": 1.',
+        "",
+        "[1]",
+        "nonsense",
+        '{"loss": 3}',
+        '{"step": null}',
+        '{"step": -1}',
+        '{"step": "7"}',
+    ]
+    good = [{"step": 3, "loss": "high"}, {"step": 4, "loss": 2, "deep": {"a": [1]}}, {"step": 5, "loss": float("nan")}]
+    good += [{"step": 6, "loss": float("inf")}, {"step": 7, "loss": True}, {"step": 8, "loss": 10**400}]
+    file = written(tmp_path, {"step": 1, "loss": 4.0}, *bad, *good, end="")
+    file.write_bytes(file.read_bytes() + b'\n{"step": 9, "lo\xff')
+    metrics = read_metrics(file)
+    assert metrics.steps.tolist() == [1, 3, 4, 5, 6, 7, 8]
+    assert metrics.points("loss")[1].tolist() == [4, 2]
+    assert metrics.skipped == 8  # an empty line is none
+
+
+def test_of_steps_that_a_resumed_run_took_again_the_later_lines_count(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1} for step in range(1, 8)] + [{"step": step, "loss": 2} for step in range(4, 10)]
+    metrics = read_metrics(written(tmp_path, *lines))
+    assert metrics.steps.tolist() == [*range(1, 10)]
+    assert metrics.points("loss")[1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2] and metrics.skipped == 4
