@@ -170,10 +170,10 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     similar[different] = np.where(best < 0, -1, different[best])
 
     def finding(name: str, first: np.ndarray, held: bool, what: str, fix: str) -> AuditFinding:
-        """Of the examples that are trained, or held out, those with a trained one before them."""
+        """Of the examples that are trained, or held out, those that repeat an earlier one that is trained."""
         side = slice(len(trained), None) if held else slice(len(trained))
-        found = np.flatnonzero((first[side] >= 0) & (first[side] < len(trained))) + (side.start or 0)
-        rows, twins = corpus.row_of[examples[found]], corpus.row_of[examples[first[found]]].tolist()
+        repeats = np.flatnonzero((first[side] >= 0) & (first[side] < len(trained))) + (side.start or 0)
+        rows, twins = corpus.row_of[examples[repeats]], corpus.row_of[examples[first[repeats]]].tolist()
         total = len(held_out if held else trained)
         return AuditFinding(name, rows, total, what, fix, unit, "warn" if held else "note", twins)
 

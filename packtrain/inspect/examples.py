@@ -50,22 +50,19 @@ def _find_row(corpus: Corpus, place: str) -> int:
     if not colon or whole(line) is None or not file:
         what = f"{shortened(place)} is no place of a row"
         raise UserError(what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table FILE:ROW).")
-    origins = dict[str, bool]()  # whether each is the file that is named: by its path, its end, or its bare name
+    given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
-            name = chunk.origin
-            if name not in origins:
-                same = os.path.realpath(name) == os.path.realpath(os.path.expanduser(file))
-                origins[name] = same or name == file or name.endswith(f"/{file}")
-            for at, (where, _) in enumerate(chunk.rows() if origins[name] else ()):
+            name = chunk.origin  # the file is named by its path, its end, or its bare name
+            same = name == file or name.endswith(f"/{file}") or os.path.realpath(name) == given
+            for at, (where, _) in enumerate(chunk.rows() if same else ()):
                 if where in (f"{name}:{line}", f"{name}, row {line}"):
                     return row + at
             row += len(chunk)
-    if not any(origins.values()):
-        fix = f"Files of the data: {', '.join([*origins][:4])}{' …' if len(origins) > 4 else ''}."
-        raise UserError(f"the data has no file {file!r}", where="--source", fix=fix)
-    fix = "Lines count from 1, blank ones too; a .json list has a row where it begins."
-    raise UserError(f"{file} has no row on line {line}", where="--source", fix=fix)
+            files[name] = None
+    names = f"{', '.join([*files][:4])}{' …' if len(files) > 4 else ''}"
+    fix = f"Lines count from 1, blank ones too; a .json list has a row where it begins. Files of the data: {names}."
+    raise UserError(f"{shortened(file)} has no row on line {line}", where="--source", fix=fix)
 
 
 def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What a run folder tells of its run, as one HTML file."""
+"""What a run folder shows of its run, as one HTML file."""

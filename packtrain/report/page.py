@@ -29,7 +29,6 @@ from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder
 
 GENERATOR = '<meta name="generator" content="packtrain'
-_HEAD_BYTES = 512
 _KINDS = {
     "number": headline.number,
     "percent": percent,
@@ -86,7 +85,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     return environment.get_template("page.html.j2").render(
         version=__version__,
         runs=runs,
-        one=runs[0] if len(runs) == 1 else None,
+        single=runs[0] if len(runs) == 1 else None,
         headline=headline,
         figures=figures,
         xs=points["xs"],
@@ -121,7 +120,7 @@ def write_page(file: Path, text: str) -> None:
         if file.exists() and not file.is_file():
             raise UserError("this is no regular file", where=str(file), fix=fix)
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
-            head = old.read(_HEAD_BYTES)
+            head = old.read(512)
         if head and GENERATOR.encode() not in head:
             raise UserError("this file is no report of packtrain, and stays as it is", where=str(file), fix=fix)
         write_text(file, text)
