@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from data_tokenizers import tokenizer_of
-from inspecting import WORDS, audit, chat, clean, report, sentence, write
+from inspecting import WORDS, audit, chat, clean, sentence, write
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,6 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     }
     assert findings["broken_encoding"]["share"] == pytest.approx(2 / 151, abs=1e-6)
     assert all(finding["fix"] and finding["what"] for finding in findings.values())
-
-
-def test_answers_that_are_cut_are_found(tmp_path: Path, rng: random.Random) -> None:
-    rows = [*clean(20), chat("Tell me a lot.", sentence(rng, 1000)), chat("And more.", sentence(rng, 900))]
-    write(tmp_path, rows)
-    cut = report(tmp_path, "data.train=chats.jsonl", "data.max_length=512")
-    assert {one["name"]: one["count"] for one in cut["audit"]}["answer_cut"] == 2
-    assert cut["truncated"] == 2
 
 
 def test_equal_and_similar_documents_are_found_within_train_and_in_eval(tmp_path: Path, rng: random.Random) -> None:

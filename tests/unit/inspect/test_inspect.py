@@ -39,6 +39,7 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
     assert data["cut_tokens"] == data["cuts"][0]["tokens"]
     assert sum(bin["documents"] for bin in data["histogram"]) == 60
     assert {"name", "count", "share", "where", "fix"} <= set(data["audit"][0])
+    assert (data["audit"][0]["name"], data["audit"][0]["count"]) == ("answer_cut", data["truncated"])
     assert len(data["shown"]) == 3
 
 
@@ -150,12 +151,6 @@ def test_of_a_row_that_was_dropped_the_reason_is_given(folder: Path) -> None:
     write(folder, rows, "weights.jsonl")
     said = inspect(folder, "data.train=weights.jsonl", "--source", "weights.jsonl:2").stdout
     assert "dropped: no trained token" in said
-
-
-def test_documents_count_as_often_as_they_are_trained_on(folder: Path) -> None:
-    write(folder, clean(1, seed=5), "single.jsonl")
-    data = report(folder, "data.train=[{path: chats.jsonl, weight: 2.5}, single.jsonl]")
-    assert data["documents"] == 151 == sum(bin["documents"] for bin in data["histogram"])
 
 
 def test_what_was_decided_about_a_source_is_said(folder: Path) -> None:

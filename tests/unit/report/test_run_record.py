@@ -10,7 +10,7 @@ import pytest
 from packtrain.errors import UserError
 from packtrain.launch.attempt import locked
 from packtrain.report.page import page
-from packtrain.report.run_record import harmless, read_metrics, read_run
+from packtrain.report.run_record import read_metrics, read_run
 from packtrain.run_folder import RunFolder
 from tests.unit.report.run_folders import FACTS, leave_run
 
@@ -87,13 +87,6 @@ def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.Mo
     shown = json.dumps([run.settings, run.summary])
     assert not [secret for secret in ("abc123def", "pass1", "swordfish") if secret in shown]
     assert run.data == {"cut_tokens": 7, "shown": [{"text": "my ***"}]}  # a count of tokens is no secret
-
-
-def test_control_characters_are_shown_and_not_obeyed() -> None:
-    assert harmless("a\x1b[31mred\x00\x7f") == "a␛[31mred␀␡"
-    assert harmless({"\u202eevil": ["\ud800", "tab\tline\n", "ünï – 漢字 🙂"]}) == {
-        "⟨U+202E⟩evil": ["⟨U+D800⟩", "tab\tline\n", "ünï – 漢字 🙂"]
-    }
 
 
 def test_restarts_are_read_of_whatever_shape_they_are(tmp_path: Path) -> None:
