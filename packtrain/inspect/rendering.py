@@ -119,7 +119,7 @@ class DataTerminal:
 
     def legend(self) -> None:
         """How tokens are shown."""
-        line = Text("tokens: ", "bold")
+        line = Text.assemble(("tokens: ", "bold"))
         for text, key in {"trained": "trained", "not trained": "", "<control>": "special"}.items():
             span = {"text": text, "trained": key == "trained", "special": key == "special"}
             line.append_text(self._style([span])).append("  ")
