@@ -1,7 +1,6 @@
 """Exact attention over flattened rows: no token sees a token of another document.
 
 Read `backends` first: what each backend does, and how it is installed on a model. Then `segmented` (any device) and
-`flash` (GPU kernels, in kernels/), which replace the model's attention function; `segmented_modules` for models whose
-attention is code of their own; `per_document` for models that cannot be flattened. `sliding_window` and `rotary` handle
-windows, chunks and length-dependent rotary embeddings.
+`flash` (GPU kernels, in kernels/), which replace the model's attention function, and `per_document` for models that cannot
+be flattened. `sliding_window` handles windows and chunks, `forwards` calls and length-dependent rotary embeddings.
 """

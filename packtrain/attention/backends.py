@@ -3,12 +3,13 @@
 | name | rows | how | price |
 |---|---|---|---|
 | flash | flattened | varlen kernels, one call for all segments | needs a GPU |
-| segmented | flattened | an ordinary attention function, or the attention module, once per segment | a call per length |
-| per_document | taken apart | the model once per document, whatever its layers do | kernels on fewer tokens |
+| segmented | flattened | an ordinary attention function, once per length of segments | a call per length |
+| per_document | taken apart | the model once per length of documents, whatever its layers do | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
-Padded batches keep the model's own attention under per_document, and under segmented if it runs whole modules; a replaced
-attention function takes flattened rows only: see `attention_of`.
+Models whose attention is code of their own (bloom, mpt, falcon, gptj, remote code) do not look up their attention function in
+transformers' AttentionInterface: for them there is per_document alone. Padded batches keep the model's own attention under
+per_document; a replaced attention function takes flattened rows only: see `attention_of`.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.attention import flash, segmented
-from packtrain.attention.per_document import run_one_document_at_a_time
-from packtrain.attention.rotary import rotate_by_document
-from packtrain.attention.segmented import as_mask, attention_function, registered
-from packtrain.attention.segmented_modules import (
+from packtrain.attention.forwards import (
     kept_for_recomputation,
     replace_forward,
-    run_attention_once_per_segment,
+    rotate_by_document,
     uses_attention_interface,
 )
+from packtrain.attention.per_document import run_one_document_at_a_time
+from packtrain.attention.segmented import as_mask, attention_function, registered
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 PER_DOCUMENT = "per_document"
-SEGMENTED = "segmented"
 _DENSE_MASK = "packtrain_dense_mask"
-IMPLEMENTATIONS = {"flash": flash.NAME, SEGMENTED: segmented.NAME, "sdpa_mask": _DENSE_MASK}
+IMPLEMENTATIONS = {"flash": flash.NAME, "segmented": segmented.NAME, "sdpa_mask": _DENSE_MASK}
 """Names in transformers' AttentionInterface of the backends that are attention functions."""
+OWN_CODE = "its attention function cannot be replaced"
+"""Why a model that does not use the AttentionInterface has only per_document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,17 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
     """
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
+    if not uses_attention_interface(model):
+        raise CheckFailed(f"{type(model).__name__}: {OWN_CODE}", fix=f"set model.attention to {PER_DOCUMENT}")
     undo = ExitStack()
-    if uses_attention_interface(model):
-        undo.callback(_replace_attention_function(model, IMPLEMENTATIONS[name]))
-    elif name == SEGMENTED:
-        undo.callback(run_attention_once_per_segment(model))
-    else:
-        raise CheckFailed(
-            f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
-            fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
-        )
+    undo.callback(_replace_attention_function(model, IMPLEMENTATIONS[name]))
     undo.callback(rotate_by_document(model))
     return undo.close
 
 
 def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
     """As `attend_by`, but all other calls of `model`, padded ones and generation, keep its own attention."""
-    if name == PER_DOCUMENT or not uses_attention_interface(model):
+    if name == PER_DOCUMENT:
         return attend_by(model, name)
     inner = model.forward
     ours = _switch(model, IMPLEMENTATIONS[name])
@@ -100,22 +95,20 @@ def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
 
 def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
     """`attention_of` for every layer of every call, which recomputation needs: it takes microseconds, not milliseconds."""
-    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}.values()
-    own = [config._attn_implementation_internal for config in configs]
+    configs: Any = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     with attention_of(model, implementation):
-        ours = [config._attn_implementation_internal for config in configs]
-    changed = [(config, after) for config, before, after in zip(configs, own, ours, strict=True) if before != after]
+        ours = {key: config._attn_implementation_internal for key, config in configs.items()}
 
     @contextmanager
     def switched() -> Iterator[None]:
-        before = [(config, config._attn_implementation_internal) for config, _ in changed]
-        for config, value in changed:
-            config._attn_implementation_internal = value
+        before = {key: config._attn_implementation_internal for key, config in configs.items()}
+        for key, config in configs.items():
+            config._attn_implementation_internal = ours[key]
         try:
             yield
         finally:
-            for config, value in before:
-                config._attn_implementation_internal = value
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]
 
     return switched
 
@@ -129,17 +122,21 @@ def _replace_attention_function(model: PreTrainedModel, implementation: str) -> 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
     """`attend_by` inside the block."""
-    with ExitStack() as undo:
-        undo.callback(attend_by(model, name))
+    undo = attend_by(model, name)
+    try:
         yield
+    finally:
+        undo()
 
 
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """The model with another attention implementation inside the block, by transformers' name."""
-    with ExitStack() as undo:
-        undo.callback(_replace_attention_function(model, implementation))
+    undo = _replace_attention_function(model, implementation)
+    try:
         yield
+    finally:
+        undo()
 
 
 @registered(_DENSE_MASK)
@@ -170,8 +167,8 @@ NEEDED = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Inside the block, if `enabled` (trainer.deterministic), torch takes deterministic kernels only: many others add up in whatever
-    order their threads arrive. It raises RuntimeError for what has none.
+    """Inside the block, if `enabled` (trainer.deterministic), torch takes deterministic kernels only, and raises RuntimeError for
+    an operation that has none.
 
     Enter it before the first product of matrices on the GPU: cuBLAS reads its variable then.
     """
@@ -179,7 +176,7 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
         yield
         return
     before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of those that are deterministic the faster one
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the faster of the two deterministic settings
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # it takes the algorithm that happens to be faster
     try:

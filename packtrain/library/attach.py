@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
-from packtrain.attention.segmented_modules import replace_forward, uses_attention_interface
+from packtrain.attention.forwards import replace_forward, uses_attention_interface
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
     TAKEN,

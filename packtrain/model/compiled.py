@@ -19,8 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packtrain.attention.backends import IMPLEMENTATIONS
-from packtrain.attention.segmented_modules import uses_attention_interface
+from packtrain.attention.backends import IMPLEMENTATIONS, OWN_CODE
+from packtrain.attention.forwards import uses_attention_interface
 from packtrain.errors import UserError
 
 inductor: Any = torch._inductor.config
@@ -62,7 +62,7 @@ def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
     if model._is_stateful:
         return "its layers carry a state from token to token, so that each length is a program of its own"
     if not uses_attention_interface(model):
-        return "its attention is code of its own, which runs once per document"
+        return OWN_CODE
     if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
         return "which experts compute is another thing for each row"
     return ""

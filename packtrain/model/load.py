@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.rotary import rotates_by_length
+from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from packtrain.attention import flash
-from packtrain.attention.backends import PER_DOCUMENT, Backend
+from packtrain.attention.backends import OWN_CODE, PER_DOCUMENT, Backend
+from packtrain.attention.forwards import uses_attention_interface
 from packtrain.errors import CheckFailed, UserError
 from packtrain.proof.isolation import TREE, Proof, check_as_it_comes, prove_isolation
 from packtrain.proof.leak import find_leak
@@ -101,6 +102,8 @@ def prove_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None)
 
 def _why_unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
     """Why the backend cannot run here at all; "" if it can."""
+    if name != PER_DOCUMENT and not uses_attention_interface(model):
+        return OWN_CODE
     kernel, line = flash.available(model, device, autocast) if name == "flash" else (name, "")
     return "" if kernel else line
 

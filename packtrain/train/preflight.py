@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
-from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
@@ -55,13 +54,6 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
             f"of times; under {ranks.strategy} all have to call it together",
             "strategy.name",
             "set packing.mode=padding, or strategy=zero2",
-        )
-    if ranks.gathers_by_engine and not uses_attention_interface(model):
-        return Problem(
-            f"packed rows of {type(model).__name__} run its own attention code once per document, which {ranks.strategy} does "
-            "not follow",
-            "strategy.name",
-            "set strategy=fsdp2 or zero2, or packing.mode=padding",
         )
     return None
 

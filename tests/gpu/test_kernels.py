@@ -18,7 +18,7 @@ from packtrain.attention.kernels.selection import (
     kernel_error,
     kernel_tolerance,
 )
-from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 NEEDS = {
@@ -36,7 +36,7 @@ NEEDS = {
     "latent attention": LayerFeatures(torch.bfloat16, 1, 192, 128),
 }
 TORCH = "torch's varlen_attn"
-TORCH_HAS_NOT = ("soft-cap", "soft-cap and window")
+TORCH_HAS_NOT = ("soft-cap", "soft-cap and window", "sinks", "sinks and window")
 
 
 @pytest.mark.parametrize("case", NEEDS)
@@ -45,19 +45,13 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
     name: str, case: str, device: torch.device
 ) -> None:
     needs, load = NEEDS[case], dict(CANDIDATES)[name]
-    for wide_values in (False, True) if needs.head_dim != needs.value_dim else (False,):
-        try:
-            kernel = Kernel(name, load(), wide_values)
-            error = kernel_error(kernel, needs, device)
-        except Exception as reason:  # of every type, as kernels refuse
-            must = name == TORCH and case not in TORCH_HAS_NOT
-            if must and (wide_values or needs.head_dim == needs.value_dim):
-                raise
-            if isinstance(reason, Lacks) or wide_values or needs.head_dim == needs.value_dim:
-                pytest.skip(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
-        else:
-            assert error <= kernel_tolerance(needs.dtype)
-            return
+    try:
+        error = kernel_error(Kernel(name, load()), needs, device)
+    except Exception as reason:  # of every type, as kernels refuse
+        if name == TORCH and case not in TORCH_HAS_NOT:
+            raise
+        pytest.skip(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
+    assert error <= kernel_tolerance(needs.dtype)
 
 
 @pytest.mark.parametrize("case", NEEDS)

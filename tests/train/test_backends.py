@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.attention.backends import attending_by
+from packtrain.attention.backends import OWN_CODE, attend_by, attending_by
 from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum
@@ -148,6 +149,20 @@ def test_a_model_with_a_state_along_the_row_runs_per_document_and_is_exact(famil
     assert [name for name, _ in decision.rejected] == ["flash", "segmented"]
     assert decision.proof is not None and decision.proof.verdict == "exact"
     assert_as_alone(model.train(), row(DEEP), "per_document")  # rwkv changes its weights for evaluation
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_attention_that_is_code_of_its_own_runs_per_document_and_is_exact(family: str) -> None:
+    sizes = {"bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4}}
+    config = CONFIG_MAPPING[family](vocab_size=97, **sizes[family], **({"rotary_dim": 4} if family == "gptj" else {}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    decision = choose_attention("auto", model, CPU)
+    assert decision.backend.name == "per_document" and [why for _, why in decision.rejected] == [OWN_CODE] * 2
+    assert_as_alone(model, row(DEEP), "per_document")
+    with pytest.raises(UserError, match=r"model\.attention"):
+        choose_attention("segmented", model, CPU)
+    with pytest.raises(CheckFailed):
+        attend_by(model, "sdpa_mask")
 
 
 def test_a_label_of_what_is_shared_counts_once() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packtrain.attention.kernels.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from packtrain.wording import first_line
@@ -87,9 +87,16 @@ def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     lacks: list[tuple[str, str]] = []
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
         for name, load in CANDIDATES:
-            kernel, lack = _tried(name, load, layer, device)
-            if kernel is not None:
-                return KernelChoice(kernel, tuple(lacks))
+            try:
+                kernel = Kernel(name, load())
+                error = kernel_error(kernel, layer, device)
+                if error <= kernel_tolerance(layer.dtype):
+                    return KernelChoice(kernel, tuple(lacks))
+                lack = f"wrong by {error:.2g}"
+            except torch.OutOfMemoryError:  # says nothing of the kernel
+                raise
+            except Exception as failure:  # packages and kernels raise exceptions of every type
+                lack = first_line(failure)
             _check_alive(name, lack, device)
             lacks.append((name, lack))
     return KernelChoice(None, tuple(lacks))
@@ -106,64 +113,27 @@ def _check_alive(name: str, failure: str, device: torch.device) -> None:
             raise CheckFailed(what, where="model.attention", fix=fix) from error
 
 
-def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:
-    """The kernel and "" if it is right for `layer`, else None and the reason."""
-    try:
-        attend: Attend = load()
-    except Lacks as error:
-        return None, str(error)
-    except Exception as error:
-        return None, f"cannot be loaded: {first_line(error)}"
-    # most kernels want values as wide as queries
-    widths = (False, True) if layer.value_dim != layer.head_dim else (False,)
-    lack = ""
-    for wide_values in widths:
-        kernel = Kernel(name, attend, wide_values)
-        try:
-            error = kernel_error(kernel, layer, device)
-        except torch.OutOfMemoryError:  # says nothing of the kernel
-            raise
-        except Exception as failure:  # kernels raise exceptions of every type
-            lack = first_line(failure)
-            continue
-        if error <= kernel_tolerance(layer.dtype):
-            return kernel, ""
-        lack = f"wrong by {error:.2g}"
-    return None, lack
-
-
 def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:
     """The largest error of `kernel` on a small row, outputs and gradients (see `kernel_tolerance`); nan where it gives nan."""
-    segments, scoring, inputs = probe_row(layer, device)
-    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
-    query, key, value, sinks = inputs
-    assert query is not None and key is not None and value is not None
-    ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
-    reference = dense_attention(*exact, segments, scoring)  # type: ignore[arg-type]
-    gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
-    ours_back = torch.autograd.grad(ours, [tensor for tensor in inputs if tensor is not None], gradient)
-    exact_back = torch.autograd.grad(reference, [tensor for tensor in exact if tensor is not None], gradient.double())
-    pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
-    return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
-
-
-def probe_row(
-    layer: LayerFeatures, device: torch.device
-) -> tuple[Segments, Scoring, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """The small row that kernels are tried on: its segments, scoring, and query, key, value [T, heads, d] and sinks."""
-    segments = Segments(_LENGTHS, _PREFIXES)
+    segments, random = Segments(_LENGTHS, _PREFIXES), torch.Generator().manual_seed(0)
     scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores large enough to be capped
     scoring = Scoring(scale, _WINDOW if layer.window else None, layer.softcap)
-    random = torch.Generator().manual_seed(0)
-    heads = layer.group * _KV_HEADS
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random).to(device, layer.dtype).requires_grad_()
 
-    query = drawn(segments.tokens, heads, layer.head_dim)
-    key = drawn(segments.tokens, _KV_HEADS, layer.head_dim)
-    value = drawn(segments.tokens, _KV_HEADS, layer.value_dim)
-    return segments, scoring, (query, key, value, drawn(heads) if layer.sinks else None)
+    heads = layer.group * _KV_HEADS
+    shapes = [(heads, layer.head_dim), (_KV_HEADS, layer.head_dim), (_KV_HEADS, layer.value_dim)]
+    row = [draw(segments.tokens, *shape) for shape in shapes]
+    sinks = [draw(heads)] if layer.sinks else []
+    exact = [tensor.detach().double().requires_grad_() for tensor in (*row, *sinks)]
+    ours = attend_by_segments(kernel, *row, segments, scoring, *sinks)
+    reference = dense_attention(*exact[:3], exact[3] if sinks else None, segments, scoring)
+    gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
+    ours_back = torch.autograd.grad(ours, (*row, *sinks), gradient)
+    exact_back = torch.autograd.grad(reference, exact, gradient.double())
+    pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
+    return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
 
 
 def dense_attention(

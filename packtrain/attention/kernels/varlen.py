@@ -61,11 +61,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, t
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel by its `name` for people; `wide_values`: value heads are padded to the width of the query's for it."""
+    """A kernel by its `name` for people."""
 
     name: str
     attend: Attend
-    wide_values: bool = False
 
 
 @lru_cache(maxsize=16)  # the same for every layer, and for the layers run again under gradient checkpointing
@@ -92,16 +91,14 @@ def attend_by_segments(
 ) -> torch.Tensor:
     """Attention of one row: `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v].
 
-    Head dimensions are padded with zeros to what kernels take, which changes no score and no output.
+    Heads are padded with zeros to one width that kernels take, which changes no score and no output.
     """
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
         key, value = (_Gathered.apply(tensor, borders.gather) for tensor in (key, value))
-    width, values = (-(-tensor.shape[-1] // _ALIGNMENT) * _ALIGNMENT for tensor in (query, value))
-    if kernel.wide_values:
-        width = values = max(width, values)
-    padded = _widened(query, width), _widened(key, width), _widened(value, values)
-    return kernel.attend(*padded, borders, scoring, sinks)[..., : value.shape[-1]]
+    width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
+    q, k, v = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    return kernel.attend(q, k, v, borders, scoring, sinks)[..., : value.shape[-1]]
 
 
 class _Gathered(torch.autograd.Function):
@@ -121,11 +118,6 @@ class _Gathered(torch.autograd.Function):
         return total.index_add_(0, rows, gradient.to(wide)).to(gradient.dtype), None
 
 
-def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    more = width - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, more)) if more else tensor
-
-
 def from_package(module: str) -> Attend:
     """`flash_attn_varlen_func` of an installed package.
 
@@ -134,8 +126,7 @@ def from_package(module: str) -> Attend:
     try:
         loaded = import_module(module)
     except ModuleNotFoundError as error:
-        own = error.name is not None and f"{module}.".startswith(f"{error.name}.")
-        raise Lacks("not installed" if own else f"needs {error.name}, which is not installed") from error
+        raise Lacks(f"{error.name} is not installed") from error
     if getattr(loaded, "__file__", "") is None:  # flash-attn-4 alone: a folder `flash_attn` with nothing but `cute`
         raise Lacks("not installed")
     return _by_signature(loaded.flash_attn_varlen_func)
@@ -191,73 +182,18 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
 
 
 def from_torch() -> Attend:
-    """What `varlen_attn` of torch runs: its two operators, whose arguments are the same since torch 2.10, unlike its own. It has no
-    sinks: they are added through the scores' log-sum."""
+    """The operator under `varlen_attn` of torch, whose arguments are the same since torch 2.10, unlike those of `varlen_attn`."""
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
-        if scoring.softcap is not None:
-            raise Lacks("no soft-cap")
-        left = -1 if scoring.window is None else scoring.window - 1
-        return Passes.apply(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))  # type: ignore[no-any-return]
+        if scoring.softcap is not None or sinks is not None:
+            raise Lacks("no soft-cap and no attention sinks")
+        lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+        window = {"window_size_left": -1 if scoring.window is None else scoring.window - 1, "window_size_right": 0}
+        causal = scoring.window is None  # else the window says so
+        operator = torch.ops.aten._flash_attention_forward
+        return operator(q, k, v, *lengths, 0.0, causal, False, scale=scoring.scale, **window)[0]
 
     return attend
-
-
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(query, key, value) → output [T, heads, d], log-sum float32 [heads, T]."""
-Backward = Callable[..., tuple[torch.Tensor, ...]]
-"""(gradient of the output, query, key, value, output, log-sum) → gradients of query, key and value."""
-
-
-class Passes(torch.autograd.Function):
-    """The output [T, heads, d] of the kernel that `forward` and `backward` are, with `sinks` [heads], if any, in its softmax, exactly.
-
-    A sink is a logit s per head that takes part in the softmax and has no value. If a kernel returns its output O and the log-sum
-    L = log Σ exp(scores), the softmax with the sink has the log-sum L' = log(exp L + exp s), and the output is O' = O · exp(L - L').
-    The backward of such kernels rebuilds the probabilities as exp(scores - L) and needs Σ dO·O per query: given L' and O' it
-    computes the gradients of the softmax with the sink. The sink's own is -Σ exp(s - L') · (dO'·O') over the queries. Source:
-    FlashAttention's backward with one more column, whose value is zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query, key, value, sinks, forward: Forward, backward: Backward) -> torch.Tensor:
-        output, logsum = forward(query, key, value)
-        if sinks is not None:
-            without, logsum = logsum, torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])
-            output = (output * torch.exp(without - logsum).T[..., None]).to(output.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, logsum)
-        ctx.backward_pass = backward
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = gradients[0].contiguous()
-        query, key, value, sinks, output, logsum = ctx.saved_tensors
-        passed = ctx.backward_pass(gradient, query, key, value, output, logsum)
-        if sinks is None:
-            return (*passed, None, None, None)
-        taken = torch.exp(sinks.to(logsum.dtype)[:, None] - logsum)  # [heads, T], the sink's probability
-        product = (gradient.to(logsum.dtype) * output.to(logsum.dtype)).sum(-1).T
-        return (*passed, -(taken * product).sum(1).to(sinks.dtype), None, None)
-
-
-def _torch_passes(borders: Borders, scale: float, left: int) -> tuple[Callable, Callable]:
-    """torch's forward and backward passes, whose backward takes the output and log-sum that it is given."""
-    lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-    options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
-    causal = left == -1
-
-    def forward(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **options)[:2]
-
-    def backward(gradient, q, k, v, out, logsum) -> tuple[torch.Tensor, ...]:
-        # without dropout there is no random state to restore
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        return torch.ops.aten._flash_attention_backward(
-            gradient, q, k, v, out, logsum, *lengths, 0.0, causal, state, unused, **options
-        )
-
-    return forward, backward
 
 
 CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (

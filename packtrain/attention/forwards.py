@@ -1,0 +1,112 @@
+"""Replaces the forward of modules: of a whole model, and of rotary embeddings that depend on the length of a document.
+
+"longrope" (phi3 and others) uses other frequencies once the longest position exceeds the original context. In a flattened
+row one long document would change them for all others, which the proof cannot detect, since its documents are short. So they
+are computed for each document by itself, at the cost of one wait for the device per forward pass. ("dynamic" frequencies
+change beyond `max_position_embeddings` only, where documents are refused.)
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtrain.errors import CheckFailed
+
+_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Where layers hold the function that recomputes them: transformers' own, and torch's wrapper, which FSDP puts around layers."""
+
+
+def uses_attention_interface(model: PreTrainedModel) -> bool:
+    """Whether the attention function of `model` can be replaced by transformers' `set_attn_implementation`."""
+    return model._can_set_attn_implementation()
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Has calls of `module` go to `forward(module, ...)`; returns the undo function. Deep copies of it run as their class does."""
+    own = module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def ours(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # a deep copy takes this method along, but `forward` runs the weights of the original
+        return forward(self, *args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
+
+    def undo() -> None:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    module.forward = types.MethodType(ours, module)
+    return undo
+
+
+@contextmanager
+def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorator]) -> Iterator[None]:
+    """Inside the block, layers under gradient checkpointing remember `around` for their second forward, in the backward pass.
+
+    By then another row may have run, so the context that `around` makes is bound to the checkpointed function.
+    """
+
+    def within(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(around()(function), *args, **kwargs)
+
+    own = [
+        (module, name, module.__dict__[name])
+        for module in model.modules()
+        for name in _CHECKPOINT_ATTRIBUTES
+        if name in module.__dict__
+    ]
+    for module, name, checkpoint in own:
+        setattr(module, name, functools.partial(within, checkpoint))
+    try:
+        yield
+    finally:
+        for module, name, checkpoint in own:
+            setattr(module, name, checkpoint)
+
+
+def rotates_by_length(module: nn.Module) -> bool:
+    """Whether `module` has rotary embeddings that depend on the longest document of a call."""
+    return any(map(_is_longrope, module.modules()))
+
+
+def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
+    """From now on such embeddings of a flattened row are each document's own; returns the undo function.
+
+    A call raises CheckFailed if a document has a shared prefix, whose keys would need different frequencies per document.
+    """
+    undo = ExitStack()
+    for module in filter(_is_longrope, model.modules()):
+        undo.callback(replace_forward(module, functools.partial(_rotate_by_document, module.forward)))
+    return undo.close
+
+
+def _is_longrope(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)  # a dict if kinds of layers differ
+    return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def _rotate_by_document(
+    inner: Callable[..., Any], module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if position_ids.dim() != 2 or len(position_ids) != 1:
+        return inner(x, position_ids, *args, **kwargs)
+    borders = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1
+    if not len(borders):
+        return inner(x, position_ids, *args, **kwargs)
+    if position_ids[0, borders].any():
+        raise CheckFailed(
+            f"the rotary embeddings of {type(module).__name__} depend on a document's length, which cannot share a prefix",
+            fix="set model.attention=per_document",
+        )
+    documents = position_ids.tensor_split(borders.cpu(), dim=1)
+    parts = [inner(x, positions, *args, **kwargs) for positions in documents]
+    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
