@@ -15,7 +15,7 @@ REMOVED = {
     **{f"objective.{name}": _OPTION.format(name) for options in OPTIONS.values() for name in options},
     "objective.kto_loss": "It is now objective.loss.",
     "objective.loss_type": "It is now objective.loss.",
-    "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
+    "objective.neftune_alpha": "packtrain adds no noise to embeddings (NEFTune): remove the key.",
     "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
     "optim.master_weights": "true is the default of optim.bf16_rounding; false is optim.bf16_rounding=nearest.",
     "optim.rounding": "It is now optim.bf16_rounding=stochastic.",

@@ -2,7 +2,7 @@
 
 As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted: no padding, and nothing
 that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the
-gradient of its input, if anything before it is trained, and 2 for its own, if it is trained: 6 in full training, 4 for the
+gradient of its input, from the first trained layer on, and 2 for its own, if it is trained: 6 in full training, 4 for the
 frozen weights of LoRA. An expert counts by the share of tokens that it gets. Attention takes 2 FLOPs for every dimension of a
 query and a key that it may see, 2 for the value, and twice that backwards; a query sees the keys of its document up to
 itself, or its window. A shared prompt counts once.
@@ -58,9 +58,7 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     for number, layer in enumerate(layers):
         for name, weight in layer.named_parameters():
             if len(getattr(weight, "ds_shape", weight.shape)) > 1 and "original_module" not in name:
-                gradients = 2 * (embedding_trained or number > first) + 2 * weight.requires_grad
-                if number == first and not embedding_trained:
-                    gradients += 2 * (name in _behind_trained(layer))
+                gradients = 2 * (number >= first) + 2 * weight.requires_grad
                 share = _share_of_an_expert(config) if ".experts." in f".{name}" else 1.0
                 token += elements(weight) * share * (2 + more * ("lora_" not in name) + gradients)
     if (head := base.get_output_embeddings()) is not None:
@@ -68,20 +66,6 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
         reached = 2 if first < len(layers) else 0
         token += elements(head_weight) * (2 + more + reached + 2 * head_weight.requires_grad)
     return TrainingFlops(token, _attention(config, len(layers), first, more))
-
-
-def _behind_trained(layer: torch.nn.Module) -> set[str]:
-    """The weights of `layer` whose input has a gradient although that of the layer has none: all behind its first trained part.
-
-    In that part it is the last projection, which reads what the others made.
-    """
-    names = [name for name, _ in layer.named_parameters()]
-    trained = next(name for name, weight in layer.named_parameters() if weight.requires_grad).split(".")
-    own = [name for name in names if name.split(".")[0] == trained[0]]
-    later = [name for name in names[names.index(own[-1]) + 1 :] if name not in own]
-    last = own[-1].split(".")[1:2]
-    behind = [name for name in own if name.split(".")[1:2] == last != trained[1:2] or "lora_B" in name]
-    return {*later, *behind}
 
 
 def _share_of_an_expert(config: Any) -> float:

@@ -6,10 +6,9 @@ per-token outputs of shape [rows, L - 1] at their places in the padded batch, 0 
 TRL's loss code runs unmodified.
 
 Both use TRL's fused LM head (no full logits) at the labelled places only. These come with the batch, from the CPU: TRL would ask
-the device, and wait for it. Without Triton that head recomputes the logits in the backward pass, so on a CPU the loss of
-documents has its gradients made in the forward pass: by torch's `linear_cross_entropy` in float32 (1.1 s in place of 2.9 s for
-1,024 tokens of SmolLM2's vocabulary on 2 cores), by bf16_head.py in bfloat16. The fused heads are compared with the full logits
-before step 1, which replace them in models whose head they do not fit.
+the device, and wait for it. On a CPU the loss of documents is torch's `linear_cross_entropy` in float32, whose gradients are made
+in the forward pass (1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores). Full logits replace the fused
+heads in models whose head they do not fit (`choose_head`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
-from packtrain.model.bf16_head import computes_in_bf16, multiply_in_bf16, nll_sum
 from packtrain.model.precision import compute_in
 from packtrain.model.score_head import add_scores
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
@@ -75,7 +73,7 @@ def patch_forward(
     """
     head = None
     if documents is not None:
-        head = add_loss_sum(model, loss=documents.token_loss, neftune_alpha=documents.option("neftune_noise_alpha"))
+        head = add_loss_sum(model, loss=documents.token_loss)
     if pairs:
         add_pair_layout(model, pairs)
     if scores:
@@ -93,14 +91,13 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
+def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll") -> Head:
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
     With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the losses
     of all positions whose label is not IGNORE (`label_places`, read from the labels if not given), connected to every
     parameter even where there is none. With `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs.
-    `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document, so that it does not
-    depend on packing. The returned Head may be changed later.
+    The returned Head may be changed later.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -119,19 +116,16 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
         if not (loss_sum or token_losses):
             return inner_forward(*args, **kwargs)
         labels = kwargs.pop("shift_labels")
-        alpha = neftune_alpha if self.training else None
-        with _embedding_noise(self, alpha, kwargs):
-            if getattr(self.config.get_text_config(), "output_router_logits", False):
-                kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
-            if head.fused:
-                places = _on_device_of(labels, label_places)
-                hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-                if linear and _is_plain_cpu(self):
-                    linear_nll = _linear_nll if token_losses else _linear_nll_sum
-                    return linear_nll(hidden, labels, places, self.get_output_embeddings())
-                log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
-            else:
-                log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
+        if getattr(self.config.get_text_config(), "output_router_logits", False):
+            kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
+        if head.fused:
+            places = _on_device_of(labels, label_places)
+            hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
+            if linear and hidden.device.type == "cpu" and not token_losses:
+                return _linear_nll_sum(hidden, labels, places, self.get_output_embeddings())
+            log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
+        else:
+            log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
         losses = _losses(log_probs, loss)
         return losses if token_losses else losses.sum()
 
@@ -150,11 +144,8 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -nll.view(labels.shape)
 
 
-def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
-    if loss == "dft":
-        return -log_probs * log_probs.exp().detach()
-    assert loss == "nll", loss
-    return -log_probs
+def _losses(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
+    return -log_probs * log_probs.exp().detach() if loss == "dft" else -log_probs
 
 
 @torch.no_grad()
@@ -195,53 +186,14 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
-def _is_plain_cpu(model: PreTrainedModel) -> bool:
-    weight = cast(Any, model.get_output_embeddings()).weight
-    in_float32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return weight.device.type == "cpu" and (in_float32 or computes_in_bf16(weight))
-
-
 def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
-    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`; `head` is an nn.Linear."""
+    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`, in float32; `head` is an nn.Linear."""
     if not len(places):  # a differentiable zero that touches every parameter, as DDP's reducer needs
         return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0
-    rows, targets = hidden.flatten(0, 1)[places], labels.flatten()[places]
-    if computes_in_bf16(head.weight):
-        return nll_sum(rows, head.weight, head.bias, targets)
+    rows, targets = hidden.flatten(0, 1)[places].float(), labels.flatten()[places]
+    weight, bias = head.weight.float(), None if head.bias is None else head.bias.float()
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK)
-    return F.linear_cross_entropy(rows, head.weight, targets, linear_bias=head.bias, reduction="sum", options=chunks)
-
-
-def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
-    """float32 NLL [rows, T] of `hidden` [rows, T, d], 0 where there is no label."""
-    rows, targets = hidden.flatten(0, 1), labels.flatten()
-    losses = hidden.new_zeros(labels.numel(), dtype=torch.float32)
-    for part in places.split(_HEAD_CHUNK):
-        logits = F.linear(rows[part], head.weight, head.bias).float()
-        losses = losses.index_put((part,), F.cross_entropy(logits, targets[part], reduction="none"))
-    return losses.view(labels.shape)
-
-
-@contextmanager
-def _embedding_noise(model: PreTrainedModel, alpha: float | None, batch: dict[str, Any]) -> Iterator[None]:
-    """NEFTune (arXiv 2310.05914): uniform noise in ±alpha / sqrt(l · d) on the embeddings of a document of l tokens."""
-    if alpha is None:
-        yield
-        return
-    if (segments := batch.get("segments")) is not None:
-        lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))[None]
-    else:
-        lengths = batch["attention_mask"].sum(dim=1, keepdim=True)
-
-    def add_noise(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
-        magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
-        return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
-
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return F.linear_cross_entropy(rows, weight, targets, linear_bias=bias, reduction="sum", options=chunks)
 
 
 def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
@@ -278,7 +230,6 @@ class _LabelledHead:
         self.config, self._model = model.config, model
         # stands in for a model: TRL replaces `forward`, which uses config, base_model and get_output_embeddings only
         add_fused_lm_head(cast(Any, self), outputs=outputs)
-        multiply_in_bf16()
 
     def base_model(self, hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=hidden)

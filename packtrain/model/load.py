@@ -33,7 +33,7 @@ from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-_OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
+_ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
 
 
@@ -51,7 +51,7 @@ def check_before_loading(
     with _loading(config, where, scores=scores):
         model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer, scores=scores))
         named = [key.split(".")[2] for key in despite if key.startswith("model.config.")]
-        _check_keys(named, model_config, {*config.config, *_OF_ROTARY_MODELS}, "trainer.resume_despite")
+        _check_keys(named, model_config, {*config.config, *_ROTARY_KEYS}, "trainer.resume_despite")
         with torch.device("meta"):
             model = _auto_class(scores).from_config(model_config)
     if peft.kind == "lora" and config is adapted:
@@ -78,9 +78,6 @@ def load_model(
             if config.init == "random"
             else loaded_patiently(config.path, lambda: _load_pretrained(config, tokenizer, seed, scores=scores))
         )
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
-    if isinstance(layers, int) and layers < 1:
-        raise UserError(f"the config says that the model has {layers} layers", where=where, fix="Give it one at least.")
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -250,7 +247,7 @@ def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
     plain = CONFIG_MAPPING[model_type]()
-    _check_keys(overrides, plain, _OF_ROTARY_MODELS if hasattr(plain, "rope_parameters") else ())
+    _check_keys(overrides, plain, _ROTARY_KEYS if hasattr(plain, "rope_parameters") else ())
     return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
 
 
@@ -258,12 +255,10 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
     """Raises UserError for keys of model.config that neither `config` nor `taken` has: transformers would use them for nothing."""
     known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
     for name in (name for name in names if name not in known):
-        fix = suggest(name, known, "Take it away.")
-        if name in _OF_ROTARY_MODELS and "rope_parameters" in known:
-            fix = "Write it into model.config.rope_parameters."
-        elif hasattr(getattr(config, "text_config", None), name):
-            fix = "Write it into model.config.text_config."
         what = f"the config of a {config.model_type} model has no {name!r}"
+        fix = suggest(
+            name, known, "Remove it, or write it into model.config.rope_parameters or model.config.text_config."
+        )
         problems.append(Problem(what, where or f"model.config.{name}", fix))
     if problems:
         raise UserError(problems)
@@ -273,10 +268,6 @@ def _advice(error: BaseException, config: Model, *, online: bool, scores: bool =
     """The fix to suggest if a model cannot be made or read."""
     if scores and "Unrecognized" in str(error):
         return "take a model that transformers has a classifier of (AutoModelForSequenceClassification): docs/reward.md"
-    if config.init == "random":
-        return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
-    if "Unrecognized configuration class" in str(error):
-        return "take a causal language model: docs/architectures.md lists what trains"
-    if "quantiz" in str(error):
-        return "its weights are quantised, as its config.json says: take the model that they were made of"
+    if config.init == "random" or "Unrecognized configuration class" in str(error):
+        return "see the keys of model.config, and docs/architectures.md for the types that train"
     return fix_of(online, error)

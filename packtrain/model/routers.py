@@ -9,13 +9,10 @@ gradients and output head, on the same random numbers: about a quarter more time
 
 from __future__ import annotations
 
-import functools
 import inspect
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -33,23 +30,15 @@ KEY = "model.config.output_router_logits"
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The routing of some tokens: `chosen` [experts] counts how often each expert was chosen, `probability` [experts] is summed
-    over `routings` (token, layer) pairs. All float64 sums over tokens; only `probability` has a gradient."""
+def balance(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Scalar: what the tokens of `part` add to N · Σ f · P over `whole`, with the gradient of `part`'s probabilities.
 
-    chosen: torch.Tensor
-    probability: torch.Tensor
-    routings: torch.Tensor
-
-    def __add__(self, other: Load) -> Load:
-        return Load(self.chosen + other.chosen, self.probability + other.probability, self.routings + other.routings)
-
-
-def balance(part: Load, whole: Load) -> torch.Tensor:
-    """Scalar: what the tokens of `part` add to N · Σ f · P over `whole`, with the gradient of `part.probability`."""
-    routings = whole.routings.clamp(min=1)
-    return len(whole.chosen) * (whole.chosen / routings * part.probability).sum() / routings
+    Both are loads, float64 [2N + 1], which are sums over tokens: how often each of N experts was chosen, the sum of its
+    probability over (token, layer) pairs, and the number of these. Only the probabilities have a gradient.
+    """
+    experts = len(whole) // 2
+    pairs = whole[-1].clamp(min=1)
+    return experts * (whole[:experts] / pairs * part[experts:-1]).sum() / pairs
 
 
 def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLoss | None:
@@ -80,7 +69,7 @@ class RouterLoss:
     def __init__(self, model: PreTrainedModel, weight: float, top_k: int) -> None:
         self.weight, self._top_k = weight, top_k
         self._backbone: nn.Module = model.base_model
-        self._step: Load | None = None
+        self._step: torch.Tensor | None = None
         self._values: list[torch.Tensor] = []
 
     def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
@@ -97,22 +86,18 @@ class RouterLoss:
             for batch in batches:
                 with self.watching(real=batch.examples > 0) as loads:
                     run(batch)
-                own.append(_sum(loads))
-        load = _sum(own)
-        own_counts = torch.stack([*load.chosen, *load.probability, load.routings])
+                own.extend(loads)
         with waiting("the loads of all ranks"):
-            counts: Any = accelerator.reduce(own_counts, reduction="sum")
-        chosen, probability, routings = counts.split([len(load.chosen), len(load.probability), 1])
-        self._step = Load(chosen, probability, routings[0])
+            self._step = cast(torch.Tensor, accelerator.reduce(_sum(own), reduction="sum"))
         self._values.append(balance(self._step, self._step))
 
     @contextmanager
-    def watching(self, *, real: bool = True) -> Iterator[list[Load]]:
-        """Inside the block every call of the model's backbone appends its Load, without padding; an empty one unless `real`.
+    def watching(self, *, real: bool = True) -> Iterator[list[torch.Tensor]]:
+        """Inside the block every call of the model's backbone appends its load (see `balance`), without padding; an empty one unless `real`.
 
         By hooks on the backbone, whose output has the logits of all routers, without those that checkpointing recomputes.
         """
-        loads: list[Load] = []
+        loads: list[torch.Tensor] = []
 
         def ask(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             return arguments, {**keywords, "output_router_logits": True}
@@ -130,14 +115,14 @@ class RouterLoss:
             for hook in hooks:
                 hook.remove()
 
-    def part(self, loads: Sequence[Load]) -> torch.Tensor:
+    def part(self, loads: Sequence[torch.Tensor]) -> torch.Tensor:
         """This micro-batch's part of the weighted loss, from the `loads` of its calls; the parts of a step add up to its loss."""
         load = _sum(loads)
-        if not load.probability.requires_grad:
+        if not load.requires_grad:
             raise CheckFailed("no gradient reaches the routers", where=KEY, fix=f"set {KEY} to 0")
         step = self._step
         if step is None:
-            step = Load(load.chosen, load.probability.detach(), load.routings)
+            step = load.detach()
             self._values.append(balance(step, step))
         return self.weight * balance(load, step)
 
@@ -166,7 +151,7 @@ class RouterLoss:
                 fix=f"please report this model; set {KEY} to 0 to train without",
             )
 
-    def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> Load:
+    def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
         """The load of one call: `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
         layers: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         if not layers:
@@ -180,7 +165,8 @@ class RouterLoss:
             probability = probability + (shares * counted[:, None]).sum(dim=0).double()
             experts = shares.topk(self._top_k, dim=-1).indices
             chosen.index_add_(0, experts.flatten(), counted.double().repeat_interleave(self._top_k))
-        return Load(chosen, cast(torch.Tensor, probability), counted.double().sum() * len(rows))
+        pairs = counted.double().sum() * len(rows)
+        return torch.cat([chosen, cast(torch.Tensor, probability), pairs[None]])
 
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
@@ -189,5 +175,5 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "shift_labels": labels, "label_places": np.zeros(0, np.int64)}
 
 
-def _sum(loads: Sequence[Load]) -> Load:
-    return functools.reduce(operator.add, loads)
+def _sum(loads: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(loads)).sum(dim=0)

@@ -1,19 +1,15 @@
 """How weights, gradients and optimizer states are spread over the processes of a run, by `strategy.name`.
 
 Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and FSDP2 none has: it is spread right after
-loading (each process loads it on the CPU, so a machine holds as many copies in its memory as it has processes, and a device
-never more than a layer beside its share). From then on every call of the model, proofs included, is a call of the sharded
-model on all processes together: a process that calls it once more than the others hangs.
+loading, which each process does on the CPU. From then on every call of the model, proofs included, is a call of all processes
+together: one that calls it once more than the others hangs.
 
-FSDP2 is applied here, one group for each layer and one for all the rest, which stays gathered during a forward pass, since
-the loss reads the output head's weights without calling it. accelerate leaves the model alone then (train/engine.py). So it runs
-on CPUs too, where accelerate would silently use DDP. In mixed precision each process casts its share of the weights before it is
-gathered; gradients are summed in float32.
+FSDP2 is applied here, not by accelerate, which would silently use DDP on CPUs: one group for each layer and one for all the
+rest, which stays gathered during a forward pass, since the loss reads the output head's weights without calling it. Gradients are
+summed in float32. Its checkpoints are torch's distributed ones, which any number of processes can load.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
 "leaf"), since calls within a layer may differ by process (experts).
-
-FSDP2's checkpoints are torch's distributed ones, which any number of processes can load; DeepSpeed writes its own files.
 """
 
 from __future__ import annotations
@@ -175,9 +171,8 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     if base is not model:  # a layer whose input has no gradient would lose its weights before its backward pass
         base.enable_input_require_grads()
     dtype = base.dtype
-    for (
-        weight
-    ) in model.parameters():  # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
+    # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
+    for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     # one weight after the other: the engine would put the whole model on the device first
     remote = "cpu" if ranks.strategy == "zero3_offload" else None
@@ -260,8 +255,8 @@ def shards_in(checkpoint: Path) -> dict[str, Any]:
 def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
     """The whole tensors and plain values that `described` has of `shards_in`, on the CPU; by this process alone."""
     values = {
-        key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-        for key, one in described.items()
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in described.items()
     }
     if values:
         dcp.load(values, checkpoint_id=checkpoint / SHARDS, no_dist=True)

@@ -143,9 +143,10 @@ def test_bf16_modes_agree_within_bf16(plain: tuple[Path, Run], tmp_path: Path) -
         assert run.losses != expected
 
 
-@pytest.mark.parametrize("override", ["objective.loss=dft", "objective.options.neftune_noise_alpha=5"])
-def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path, override: str) -> None:
-    other = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), override, name="other").losses
+def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path) -> None:
+    other = run_here(
+        tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), "objective.loss=dft", name="other"
+    ).losses
     assert abs(other[0] / plain[1].losses[0] - 1) > 1e-4
 
 
@@ -240,7 +241,7 @@ def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tm
 
 
 def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
-    chances = ["peft=lora", "peft.dropout=0.1", "objective.options.neftune_noise_alpha=5"]
+    chances = ["peft=lora", "peft.dropout=0.1"]
     overrides = [*chances, "trainer.mixed_precision=bf16", "trainer.deterministic=true", "trainer.max_steps=3"]
     first, second = (train(tmp_path, base_config(tmp_path), *overrides, name=name) for name in ("first", "second"))
     assert first.losses == second.losses

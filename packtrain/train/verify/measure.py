@@ -183,7 +183,7 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head, C
         base, pad, autocast = base_model(run.model), int(run.tokenizer.pad_token_id or 0), run.precision.autocast
         kind = objective.token_loss
         add_fused_lm_head(base)
-        head = add_loss_sum(base, loss=kind, neftune_alpha=objective.option("neftune_noise_alpha"))
+        head = add_loss_sum(base, loss=kind)
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
         return head, compare_documents(run.model, backend, pad_token_id=pad, loss=kind, autocast=autocast), None
