@@ -27,13 +27,12 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
-from packtrain.attention.forwards import replace_forward, uses_attention_interface
+from packtrain.attention.forwards import replace_forward
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
     TAKEN,
     Layout,
     LeftAlone,
-    Positions,
     at_places,
     check_call,
     layout_of_call,
@@ -42,7 +41,7 @@ from packtrain.library.padded import (
 )
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
-from packtrain.packing.collate import IGNORE, to_device
+from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
 from packtrain.proof.isolation import evaluating, random_ids, refusals_of_a_model, tolerance_of
@@ -124,21 +123,23 @@ def attach(
         raise UserError(f"tokens_per_row is {tokens_per_row}", fix="set it to the tokens of a row, or to None")
     handle = Attached()
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
-    models = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
-    models = [one for one in models if isinstance(one, nn.Module)]
-    whole = [base_model(cast(nn.Module, extract_model_from_parallel(one))) for one in models]
-    if not whole or not all(isinstance(one, PreTrainedModel) for one in whole):
+    given = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
+    engines = [model for model in given if isinstance(model, nn.Module)]
+    models = [base_model(cast(nn.Module, extract_model_from_parallel(engine))) for engine in engines]
+    if not models or not all(isinstance(model, PreTrainedModel) for model in models):
         what = type(trainer_or_model).__name__
         raise UserError(
             f"attach takes a model of transformers or a trainer that has one, not {what}", fix="see docs/library.md"
         )
     wrapped_later = trainer is not None and _is_wrapped_later(trainer)
     try:
-        for model, given in {id(one): (one, given) for one, given in zip(whole, models, strict=True)}.values():
+        for model, engine in {
+            id(model): (model, engine) for model, engine in zip(models, engines, strict=True)
+        }.values():
             packed = _PackedModel(model, handle.stats, tokens_per_row, share_prefix, proof, _autocast(trainer))
             handle._models.append(packed)
-            if not (wrapped_later and model is whole[0]):
-                packed.choose(given)
+            if not (wrapped_later and model is models[0]):
+                packed.choose(engine)
     except Exception:
         handle.detach()
         raise
@@ -172,18 +173,30 @@ class _WhenTrainingBegins(TrainerCallback):
             self._packed.choose(self._trainer.model_wrapped)
 
 
+@dataclass(slots=True, eq=False)
 class _PackedModel:
-    """A model whose padded calls run packed, once its `backend` is chosen."""
+    """A model whose padded calls run packed, once its `backend` is chosen; `share`, `proof` … as of `attach`.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        stats: Stats,
-        tokens_per_row: int | None,
-        share_prefix: Share,
-        proof: bool,
-        autocast: torch.dtype | None,
-    ) -> None:
+    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run as they come. `_row`: that a call
+    brings itself, since the model's code may not pass it on, as bloom's.
+    """
+
+    model: PreTrainedModel
+    stats: Stats
+    tokens_per_row: int | None
+    share: Share
+    proof: bool
+    autocast: torch.dtype | None
+    backend: str = ""
+    _backbone: PreTrainedModel = field(init=False)
+    _left_padding: bool = False
+    _planned: tuple[Layout, np.ndarray | None] | None = None
+    _passing: bool = False
+    _row: Segments | None = None
+    _undo: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        model = self.model
         if getattr(model.config, "is_encoder_decoder", False):
             what = f"{type(model).__name__} has an encoder, whose tokens see later ones"
             raise CheckFailed(what, fix="attach serves causal models")
@@ -192,16 +205,6 @@ class _PackedModel:
         if model in _ATTACHED or self._backbone in _ATTACHED:
             raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
         _ATTACHED.update((model, self._backbone))
-        self.model, self.backend = model, ""
-        self._stats, self._share, self._proof = stats, share_prefix, proof
-        self._tokens_per_row, self._autocast = tokens_per_row, autocast
-        self._positions: Positions | None = None
-        self._planned: tuple[Layout, np.ndarray | None] | None = None  # by the head's call, and its labelled places
-        self._passing = False  # calls run as they come
-        self._row: Segments | None = (
-            None  # that a call has brought itself; the code above may not pass it on, as bloom's
-        )
-        self._undo = ExitStack()
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
@@ -210,15 +213,14 @@ class _PackedModel:
         Raises CheckFailed where none is exact, or processes would have to gather weights a different number of times.
         """
         choice = self._agreed()
-        sharded = any(isinstance(one, DTensor) or hasattr(one, "ds_id") for one in self.model.parameters())
-        if sharded:
+        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters()):
             self._check_sharded(choice.backend.name)
-        self._stats.unrolled = self._stats.unrolled or choice.unshared or ""
-        if choice.unshared and self._share is True:
+        self.stats.unrolled = self.stats.unrolled or choice.unshared or ""
+        if choice.unshared and self.share is True:
             raise CheckFailed(f"prefixes cannot be shared: {choice.unshared}", fix="set share_prefix to auto")
         if choice.unshared:
-            self._share = False
-        self._positions = self._what_positions_count()
+            self.share = False
+        self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
         if zero3 and getattr(engine, "optimizer", None):  # it would expect the calls of the proof again, in every step
             remove_hooks(engine)
@@ -237,11 +239,11 @@ class _PackedModel:
     def _agreed(self) -> AttentionChoice:
         """The choice of the first process, which has all weights where only one has them."""
         scored = self.model.get_output_embeddings() is not None
-        subject, shares = self.model if scored else self._backbone, self._share is not False
-        choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self._autocast)
+        subject, shares = self.model if scored else self._backbone, self.share is not False
+        choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
         agreed: Any = None
         try:
-            if self._proof:
+            if self.proof:
                 agreed = choose("auto", pairs=shares)
             else:
                 for name in AUTO:
@@ -257,67 +259,61 @@ class _PackedModel:
         return agreed
 
     def _check_sharded(self, backend: str) -> None:
-        if self._tokens_per_row is not None:
+        if self.tokens_per_row is not None:
             what = "tokens_per_row would have processes gather the sharded weights a different number of times"
             raise CheckFailed(what, fix="leave it away: a call is then one row")
-        zero3 = any(hasattr(one, "ds_id") for one in self.model.parameters())
-        if backend == PER_DOCUMENT or (zero3 and not uses_attention_interface(self._backbone)):
+        if backend == PER_DOCUMENT:
             what = f"{type(self.model).__name__} runs rows document by document, which sharded weights do not allow"
             raise CheckFailed(what, fix="use DDP or ZeRO-2 with this model, or do not attach")
 
-    def _what_positions_count(self) -> Positions | None:
-        """What a padded call of the model without positions counts, measured by its outputs behind padding; None if neither."""
-        document, everything = Segments((12,)), torch.ones(1, 12, dtype=torch.int64, device=self.model.device)
+    def _takes_left_padding(self) -> bool:
+        """Whether a padded call without positions gives behind padding what it gives without, as measured."""
+        document = Segments((12,))
         ids = torch.from_numpy(random_ids(self.model, document)[:1]).to(self.model.device)
-        columns = document.position_ids().to(ids.device) + _PADDED_BY
-        padded, mask = (
-            torch.cat([ids[:, :_PADDED_BY], ids], dim=1),
-            torch.nn.functional.pad(everything, (_PADDED_BY, 0)),
-        )
+        behind = torch.cat([ids[:, :_PADDED_BY], ids], dim=1)
         with (
-            evaluating(self.model, self._autocast),
+            evaluating(self.model, self.autocast),
             torch.no_grad(),
             suppress(CheckFailed),
-            refusals_of_a_model("no positions", fix=""),
+            refusals_of_a_model("no padding", fix=""),
         ):
-            behind = self._hidden(padded, mask)[:, _PADDED_BY:]
-            for name, given in (("tokens", {}), ("columns", {"position_ids": columns})):
-                alone = self._hidden(ids, everything, **given)
-                if (behind - alone).abs().max() / alone.abs().max() <= tolerance_of(self._autocast or self.model.dtype):
-                    return cast(Positions, name)
-        return None
+            padded, alone = self._hidden(behind, _PADDED_BY)[:, _PADDED_BY:], self._hidden(ids, 0)
+            off = ((padded - alone).abs().max() / alone.abs().max()).item()
+            return off <= tolerance_of(self.autocast or self.model.dtype)
+        return False
 
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, padding: int) -> torch.Tensor:
         """The last hidden states, float32, by a call of the whole model, as sharded weights need it."""
+        mask = (torch.arange(ids.shape[1], device=ids.device) >= padding)[None].long()
         kept: list[Any] = []
         handle = self._backbone.register_forward_hook(lambda *given: kept.append(given[-1]))
         try:
-            self.model(input_ids=ids, attention_mask=mask, use_cache=False, **arguments)
+            self.model(input_ids=ids, attention_mask=mask, use_cache=False)
         finally:
             handle.remove()
         return kept[0][0].float()
 
-    def _forward_of_backbone(self) -> Callable[..., Any]:
-        backbone = self._backbone
-        inner, signature = backbone.forward, inspect.signature(type(backbone).forward)
+    def _packs(self) -> bool:
+        """Whether calls are to be packed now: neither detached, nor within a call that runs as it comes."""
+        return bool(self.backend) and not self._passing
 
-        @functools.wraps(type(backbone).forward)
+    def _forward_of_backbone(self) -> Callable[..., Any]:
+        inner, signature = self._backbone.forward, inspect.signature(type(self._backbone).forward)
+
+        @functools.wraps(type(self._backbone).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = _by_name(signature, args, kwargs)
-            row = self._row or call.get("segments")
-            if row is not None and self.backend and not self._passing:
-                return inner(**_of_row(call, row))
-            if self._passing or not self.backend:
+            if not self._packs():
                 return inner(*args, **kwargs)
-            if (row := row_of_positions(call)) is not None:
-                return inner(**call | {"segments": row})
+            call = _by_name(signature, args, kwargs)
+            if (row := self._row or _row_of(call)) is not None:
+                return inner(**_check_row(call, row))
             layout, places = self._planned or (None, None)
             try:
                 layout = layout or self._layout(call)
             except LeftAlone as reason:
-                self._stats.left_alone[str(reason)] += 1
+                self.stats.left_alone[str(reason)] += 1
                 return inner(*args, **kwargs)
-            self._stats.count(layout)
+            self.stats.count(layout)
             return self._run(inner, call, layout, places)
 
         return forward
@@ -326,40 +322,38 @@ class _PackedModel:
         """Labels are not predicted from padding; of TRL's call for log-probabilities the head gets the labelled places alone."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
         predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
-        passes_on = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            row = kwargs.get("segments")
-            if row is None and self.backend and not self._passing:
-                row = row_of_positions(_by_name(signature, args, kwargs))
-            if row is not None:
-                given = kwargs if passes_on else {name: one for name, one in kwargs.items() if name != "segments"}
-                with self._holding(row=row):
-                    return inner(*args, **given)
             call = _by_name(signature, args, kwargs)
+            if self._packs() and (row := _row_of(call)) is not None:
+                if not passes_on:
+                    kwargs.pop("segments", None)
+                with self._holding(row=row):
+                    return inner(*args, **kwargs)
             labels, fused = call.pop("labels", None), call.pop("fused_lm_head", False)
             predicts = predicting and isinstance(labels, torch.Tensor) and labels.dim() == 2
-            if not predicts or "shift_labels" in call or not self.backend or self._passing:
+            if not predicts or "shift_labels" in call or not self._packs():
                 return inner(*args, **kwargs)
             count = call.pop("num_items_in_batch", None)
             try:
                 layout = self._layout({name: value for name, value in call.items() if name != "logits_to_keep"})
                 places = places_with_labels(labels, layout)
             except LeftAlone as reason:
-                self._stats.left_alone[str(reason)] += 1
+                self.stats.left_alone[str(reason)] += 1
                 with self._holding(passing=True):
                     return inner(*args, **kwargs)
             if not fused:
                 with self._holding(planned=(layout, None)):
                     return inner(*args, **kwargs)
-            at = to_device(torch.from_numpy(places), labels.device)
-            scored = labels[:, 1:].flatten()[at][None] if len(places) else labels.new_full((1, 1), IGNORE)
             shape = labels[:, 1:].shape
             # one place at least, so that the outputs reach every parameter, as DDP needs it
-            rows_and_columns = np.unravel_index(places if len(places) else np.zeros(1, dtype=np.int64), shape)
-            labelled = layout.slots.reshape(layout.shape)[rows_and_columns].clip(max=layout.tokens - 1)
-            with self._holding(planned=(layout, labelled)):
+            scored_places = places if len(places) else np.zeros(1, dtype=np.int64)
+            labelled = layout.slots.reshape(layout.shape)[np.unravel_index(scored_places, shape)]
+            at = to_device(torch.from_numpy(scored_places), labels.device)
+            scored = labels[:, 1:].flatten()[at][None]
+            with self._holding(planned=(layout, labelled.clip(max=layout.tokens - 1))):
                 outputs = inner(**call, shift_labels=scored, fused_lm_head=True, num_items_in_batch=count)
             return _scattered(outputs, at, shape)
 
@@ -369,17 +363,13 @@ class _PackedModel:
         check_call(call)
         if self.backend == PER_DOCUMENT and (call.get("output_hidden_states") or call.get("output_router_logits")):
             raise LeftAlone("hidden states of all layers, of a model that runs document by document")
-        layout = layout_of_call(
-            call, positions=self._positions, share=self._shares(), tokens_per_row=self._tokens_per_row
-        )
-        if layout.columns and self.backend == PER_DOCUMENT:
-            raise LeftAlone("positions that count padding, of a model that runs document by document")
-        return layout
+        rows = {"share": self._shares(), "tokens_per_row": self.tokens_per_row}
+        return layout_of_call(call, left_padding=self._left_padding, **rows)
 
     def _shares(self) -> bool:
-        if self._share == "auto":
+        if self.share == "auto":
             return not (self.model.training and any(map(_drops, self.model.modules())))
-        return bool(self._share)
+        return bool(self.share)
 
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
@@ -394,12 +384,14 @@ class _PackedModel:
     @contextmanager
     def _holding(self, **values: Any) -> Iterator[None]:
         """Inside the block the backbone runs what is `planned`, runs this `row`, or is `passing` calls on."""
-        before = {f"_{name}": getattr(self, f"_{name}") for name in values}
-        vars(self).update({f"_{name}": value for name, value in values.items()})
+        before = {name: getattr(self, f"_{name}") for name in values}
+        for name, value in values.items():
+            setattr(self, f"_{name}", value)
         try:
             yield
         finally:
-            vars(self).update(before)
+            for name, value in before.items():
+                setattr(self, f"_{name}", value)
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -420,8 +412,13 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
     return lambda: undo() if module.__dict__.get("forward") is ours else None
 
 
-def _of_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
-    """The call of a row of the user's own. Raises UserError for other tokens than the row has."""
+def _row_of(call: Mapping[str, Any]) -> Segments | None:
+    """The row that a call is by itself, None for a padded one."""
+    return call.get("segments") or row_of_positions(call)
+
+
+def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
+    """The call of a row of the user's own, with its positions. Raises UserError for other tokens than the row has."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
@@ -474,8 +471,6 @@ def _scattered(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
         if value.dim() != 2:
             return value
         flat = value.new_zeros(shape.numel())
-        if not len(places):  # connected to every parameter
-            return (flat + value.sum() * 0).view(shape) if value.is_floating_point() else flat.view(shape)
         return flat.index_put((places.to(value.device),), value[0]).view(shape)
 
     return type(outputs)(**{name: put(value) for name, value in outputs.items()})

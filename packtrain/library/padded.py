@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from packtrain.packing.collate import IGNORE, on_device, row_arguments, to_devic
 from packtrain.packing.prefixes import rows_of
 from packtrain.packing.segments import Segments
 
-Positions = Literal["tokens", "columns"]
-"""What a model counts in a padded call that brings no positions: the tokens of a document, or columns, padding included."""
 TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
 """What of a call is not handed on to the rows; `margin` is of TRL's reward loss, which reads it from the model's batch."""
 
@@ -39,7 +37,6 @@ class Layout:
     slots: np.ndarray
     shape: torch.Size
     real: int
-    columns: bool
 
     @property
     def tokens(self) -> int:
@@ -50,23 +47,19 @@ class Layout:
         """What the model is called with for one of the rows."""
         segments, places = self.rows[row]
         ids = input_ids.flatten()[to_device(torch.from_numpy(places), input_ids.device)][None]
-        arguments = row_arguments(segments)
-        if self.columns:
-            arguments["position_ids"] = torch.from_numpy(places % self.shape[1])[None]
-        return {"input_ids": ids, **on_device(arguments, input_ids.device)}
+        return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
 
 
 def layout_of_call(
     call: Mapping[str, Any],
     *,
-    positions: Positions | None = "tokens",
-    share: bool = True,
-    tokens_per_row: int | None = None,
+    left_padding: bool,
+    share: bool,
+    tokens_per_row: int | None,
 ) -> Layout:
     """The rows of a padded call, given by its keyword arguments. Raises LeftAlone for a call that is none, or gains nothing.
 
-    `positions` is what the model counts where the documents do not begin in the first column and the call brings no
-    positions; None if unknown. Reads ids and mask on the CPU, so it waits for their device.
+    `left_padding`: the model gives the same outputs behind padding as without. Waits for the device of ids and mask.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     real = mask.bool().cpu().numpy()
@@ -76,13 +69,14 @@ def layout_of_call(
         raise LeftAlone("an attention mask with holes")
     if not lengths.any():
         raise LeftAlone("no tokens")
-    by_column = _counts_columns(call.get("position_ids"), real, starts, positions)
     rows = np.flatnonzero(lengths)
+    if (given := call.get("position_ids")) is not None:
+        if given.dim() != 2 or (given.cpu().numpy() != columns - starts[:, None])[real].any():
+            raise LeftAlone("position_ids of their own")
+    elif starts[rows].any() and not left_padding:
+        raise LeftAlone("padding on the left, with which the model gives other outputs")
     tokens = ids.cpu().numpy()
     documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
-    if by_column and share:  # equal tokens at other positions are not equal
-        _, begins = np.unique(starts[rows], return_inverse=True)
-        documents = [document + begin * (tokens.max() + 1) for document, begin in zip(documents, begins, strict=True)]
     packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
     slots, before, laid_rows = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
     for row in packed:
@@ -95,22 +89,18 @@ def layout_of_call(
         before += row.segments.tokens
     if before == real.size:
         raise LeftAlone("nothing padded and nothing shared")
-    return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()), by_column)
+    return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
 
 
 def check_call(call: Mapping[str, Any]) -> None:
     """Raises LeftAlone unless the keyword arguments are those of a padded batch of texts, outside of generation."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise LeftAlone("inputs_embeds" if call.get("inputs_embeds") is not None else "no batch of input_ids")
+        raise LeftAlone("no batch of input_ids")
     if call.get("past_key_values") is not None or call.get("use_cache"):
         raise LeftAlone("generation with a cache")
-    if not isinstance(mask, torch.Tensor):
-        raise LeftAlone("no attention mask")
-    if mask.shape != ids.shape:
-        raise LeftAlone(
-            f"an attention mask of {mask.dim()} dimensions" if mask.dim() != 2 else "a mask of another shape"
-        )
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise LeftAlone("no attention mask of the shape of input_ids")
     if call.get("output_attentions"):
         raise LeftAlone("output_attentions")
     for name, value in call.items():
@@ -134,23 +124,6 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
         return None
     row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
     return row if (row.position_ids()[0].numpy() == counted).all() else None
-
-
-def _counts_columns(given: Any, real: np.ndarray, starts: np.ndarray, positions: Positions | None) -> bool:
-    """Whether tokens have the position of their column, else that in their document."""
-    columns = np.broadcast_to(np.arange(real.shape[1]), real.shape)
-    counted = {"tokens": columns - starts[:, None], "columns": columns}
-    if given is not None:
-        said = np.broadcast_to(given.cpu().numpy(), real.shape) if given.dim() == 2 else None
-        for name, values in counted.items():
-            if said is not None and (said == values)[real].all():
-                return name == "columns"
-        raise LeftAlone("position_ids of their own")
-    if not starts[real.any(axis=1)].any():
-        return False
-    if positions is None:
-        raise LeftAlone("padding on the left, with which the model gives other outputs")
-    return positions == "columns"
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:

@@ -46,18 +46,18 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
 
 
 def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
-    """Raises UserError for a name that no module has (PEFT would go on with the others, without a word), or a pattern without end."""
+    """Raises UserError for a name that no module has: PEFT would go on with the others, without a word."""
     names, targets = [name for name, _ in model.named_modules()], peft.target_modules
-    wanted = [(one, [one]) for one in targets] if isinstance(targets, list) else [(targets, targets)]
-    absent = [("target_modules", one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
+    wanted = [(target, [target]) for target in targets] if isinstance(targets, list) else [(targets, targets)]
+    absent = [("target_modules", target) for target, by in wanted if not any(is_adapted(name, by) for name in names)]
     absent += [
         ("modules_to_save", end) for end in peft.modules_to_save if not any(name.endswith(end) for name in names)
     ]
-    if absent:
-        kind, fix, parts = type(model).__name__, _names(model), {part for name in names for part in name.split(".")}
-        problems = [
-            Problem(f"{kind} has no module {one!r}", f"peft.{key}", suggest(one, parts, fix)) for key, one in absent
-        ]
+    parts = {part for name in names for part in name.split(".")}
+    if problems := [
+        Problem(f"{type(model).__name__} has no module {name!r}", f"peft.{key}", suggest(name, parts, _names(model)))
+        for key, name in absent
+    ]:
         raise UserError(problems)
 
 
@@ -133,6 +133,6 @@ def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
         raise UserError(
             "adapters on the output head are not supported: the fused loss reads its weight directly",
             where="peft.target_modules",
-            fix="take the head away",
+            fix="remove the head from it",
         )
     return cast(PreTrainedModel, adapted)

@@ -1,9 +1,8 @@
 """`trainer.torch_compile`: the parts of every layer run as compiled kernels, attention apart.
 
-Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): layers repeat, so what is compiled for the first
-serves all. The regions are a layer's parts, its norms, MLP and attention module, not the whole layer: transformers checkpoints
-activations around a layer's forward, which torch.compile does not enter. Attention by Segments stays outside of the graphs, since the
-documents of a row are Python numbers that differ from row to row; so lengths are sizes of tensors alone, compiled for any (`dynamic`).
+Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): what is compiled for the first layer serves
+all. The regions are a layer's parts, not the whole layer, around whose forward transformers checkpoints activations. Attention by
+Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ dynamo: Any = torch._dynamo.config
 KEY = "trainer.torch_compile"
 BACKEND = "inductor"
 MOST_VARIANTS = 16
-"""Times that a part is compiled anew: for proofs, for training, for one row or several, with gradients or without. After these it runs as
-it is written."""
+"""Times that a part is compiled anew: for proofs and training, rows and batches. After these it runs as it is written."""
 
 
 def compile_layers(model: PreTrainedModel) -> int:

@@ -40,15 +40,15 @@ _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta
 def check_before_loading(
     config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, despite: Iterable[str] = (), *, scores: bool = False
 ) -> None:
-    """Raises UserError for what the model's config shows to be wrong, before data is prepared and weights are read.
+    """Raises UserError for what the model's config shows to be wrong, before data is prepared and weights are read: a type that
+    does not train, keys that it does not have (also in `despite`, trainer.resume_despite), names in `peft` of no layer.
 
-    That is a type that does not train, keys of model.config (also those in `despite`, trainer.resume_despite) that it does not
-    have, and names in `peft` of no layer. Models with code of their own and .gguf files are checked when they are loaded.
+    Models with code of their own and .gguf files are checked when they are loaded.
     """
     config, where = _below_adapters(adapted := config)
     if config.trust_remote_code or (config.path or "").endswith(".gguf"):
         return
-    with _loading(config, where, scores=scores):
+    with _loading(config, where):
         model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer, scores=scores))
         named = [key.split(".")[2] for key in despite if key.startswith("model.config.")]
         _check_keys(named, model_config, {*config.config, *_ROTARY_KEYS}, "trainer.resume_despite")
@@ -68,7 +68,7 @@ def load_model(
     """
     torch.manual_seed(seed)
     config, where = _below_adapters(adapted := config)
-    with _loading(config, where, scores=scores):
+    with _loading(config, where):
         model = (
             _auto_class(scores).from_config(
                 _config_of(config, tokenizer, scores=scores),
@@ -103,15 +103,13 @@ def _below_adapters(config: Model) -> tuple[Model, str]:
 
 
 @contextmanager
-def _loading(config: Model, where: str, *, scores: bool) -> Iterator[None]:
+def _loading(config: Model, where: str) -> Iterator[None]:
     """Inside the block, what the hub and libraries raise is for the user, named at `where`."""
     if config.path is not None:
         check_model_folder(Path(config.path).expanduser())
     made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
-    with hub(config.path) as online:
-        fix = partial(_advice, config=config, online=bool(online), scores=scores)
-        with boundary(f"cannot {made}", where, fix):
-            yield
+    with hub(config.path) as online, boundary(f"cannot {made}", where, partial(_advice, config, bool(online))):
+        yield
 
 
 def _auto_class(scores: bool) -> Any:
@@ -140,7 +138,7 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raises UserError if quantised weights would be trained, or float16 ones: updates underflow or overflow, the loss becomes NaN."""
+    """Raises UserError if quantised weights would be trained, or float16 ones, whose updates underflow or overflow."""
     if getattr(model, "is_quantized", False) and base_model(model) is model:
         raise UserError(
             "the weights of this model are quantised, and cannot be trained",
@@ -256,18 +254,15 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
     known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
     for name in (name for name in names if name not in known):
         what = f"the config of a {config.model_type} model has no {name!r}"
-        fix = suggest(
-            name, known, "Remove it, or write it into model.config.rope_parameters or model.config.text_config."
-        )
+        elsewhere = "Remove it, or write it into model.config.rope_parameters or model.config.text_config."
+        fix = elsewhere if name in _ROTARY_KEYS else suggest(name, known, elsewhere)
         problems.append(Problem(what, where or f"model.config.{name}", fix))
     if problems:
         raise UserError(problems)
 
 
-def _advice(error: BaseException, config: Model, *, online: bool, scores: bool = False) -> str:
+def _advice(config: Model, online: bool, error: BaseException) -> str:
     """The fix to suggest if a model cannot be made or read."""
-    if scores and "Unrecognized" in str(error):
-        return "take a model that transformers has a classifier of (AutoModelForSequenceClassification): docs/reward.md"
     if config.init == "random" or "Unrecognized configuration class" in str(error):
-        return "see the keys of model.config, and docs/architectures.md for the types that train"
+        return "see the keys of model.config; docs/architectures.md and docs/reward.md say which types train"
     return fix_of(online, error)

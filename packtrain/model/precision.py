@@ -37,16 +37,6 @@ class Precision:
         return "bf16" if self.autocast else "no"
 
 
-def autocast_of(mixed_precision: str) -> torch.dtype | None:
-    """The format of `trainer.mixed_precision` (no | bf16)."""
-    return torch.bfloat16 if mixed_precision == "bf16" else None
-
-
-def precision_of(model: nn.Module, mixed_precision: str) -> Precision:
-    """The formats of the loaded `model`, adapters included."""
-    return Precision(base_model(model).dtype, autocast_of(mixed_precision))
-
-
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
     """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; the same on all ranks.
 
@@ -54,8 +44,9 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
     bfloat16, or is not faster in it, decides for all.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
-    if recorded in ("no", "bf16") and asked in ("auto", "fast"):
-        return Precision(weights, autocast_of(recorded), "as before the checkpoint")
+    formats = {"no": None, "bf16": torch.bfloat16}
+    if recorded in formats and asked in ("auto", "fast"):
+        return Precision(weights, formats[recorded], "as before the checkpoint")
     own = choose_precision(
         asked,
         weights=str(weights).removeprefix("torch."),
@@ -67,21 +58,18 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
     with waiting("the number formats of all ranks"):
         choices = gather_object([own]) if ranks.world_size > 1 else [own]
     value, why = min(choices, key=lambda choice: choice[0] != "no")
-    return Precision(weights, autocast_of(value), why)
+    return Precision(weights, formats[value], why)
 
 
 def bf16_speed(limit_s: float = 0.2) -> float:
-    """How many times as fast as in float32 this CPU multiplies in bfloat16: matrices of a layer's kind, the best of several.
-
-    Takes `limit_s` seconds at most, where one product in bfloat16 does not take longer.
-    """
+    """How many times as fast as in float32 this CPU multiplies matrices in bfloat16: the best of several, in `limit_s` seconds."""
     best: dict[torch.dtype, float] = {}
     begun = time.perf_counter()
     while not best or time.perf_counter() - begun < 0.7 * limit_s:
         for dtype in (torch.float32, torch.bfloat16):
-            left, right = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+            rows, matrix = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
             started = time.perf_counter()
-            torch.mm(left, right)
+            torch.mm(rows, matrix)
             best[dtype] = min(best.get(dtype, float("inf")), time.perf_counter() - started)
     return best[torch.float32] / best[torch.bfloat16]
 

@@ -1,8 +1,7 @@
-"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed.
+"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed (plan/reference_choice.py decides).
 
-(If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/reference_choice.py decides.)
-Precomputed ones are kept beside the data cache, named by a hash of everything they depend on: pairs, weights, precision, model
-settings, LD-DPO's alpha; in 16 bits also rows and device. Each process computes its share, and rank 0 writes the file.
+Precomputed ones are kept beside the data cache, named by a hash of everything they depend on. Each process computes its share,
+and rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def load_reference(
     except UserError as error:
         if reference.kind == "model":
             raise
-        raise UserError([replace(one, where="objective.reference") for one in error.problems]) from error
+        raise UserError([replace(problem, where="objective.reference") for problem in error.problems]) from error
     loaded.requires_grad_(False)
     content = weights_hash(loaded)
     spread(loaded, ranks, autocast)

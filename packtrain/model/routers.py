@@ -1,10 +1,9 @@
 """The load-balancing loss of mixture-of-experts routers, over the real tokens of a whole optimizer step.
 
 transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair,
-P_e its mean probability. That is not linear in tokens, so per micro-batch it would depend on the layout. Here f and P are those
-of the whole step, as transformers has them for all documents in one padded batch. f has no gradient and P is a mean, so once f
-is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks runs its model once more, without
-gradients and output head, on the same random numbers: about a quarter more time.
+P_e its mean probability. Per micro-batch that would depend on the layout, so here f and P are those of the whole step, as of all
+documents in one padded batch. Once f is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks
+runs its model once more, without gradients and output head, on the same random numbers: about a quarter more time.
 """
 
 from __future__ import annotations

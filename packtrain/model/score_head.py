@@ -1,8 +1,7 @@
 """Reward models: one number for a document, by a linear layer `score` on the hidden state of its last token.
 
 These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the model's own call is the
-definition. On a flattened row the backbone runs by Segments, and `score` is applied to every token of it (the layer has
-one output: that costs nothing); the row's `ends` are the last tokens, as the model itself would find them.
+definition; on a flattened row `score` is applied to every token, and the row's `ends` are the documents' last ones.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
     Raises UserError if there is none, or unless `model` scores the last token by one linear layer, as decoders do.
     """
-    if (
-        not isinstance(getattr(model, HEAD, None), nn.Linear)
-        or model.base_model is model
-        or model.config.is_encoder_decoder
-    ):
+    linear = isinstance(getattr(model, HEAD, None), nn.Linear)
+    if not linear or model.base_model is model or model.config.is_encoder_decoder:
         what = f"{type(model).__name__} has no linear layer `{HEAD}` over the last token of a document"
         fix = "take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)"
         raise UserError(f"{what}: it pools or classifies in another way", where="model.path", fix=fix)
@@ -113,11 +109,7 @@ def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
         return
     inner = model.forward
 
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
-        return _scores(self, kwargs)
-
-    model.forward = types.MethodType(forward, model)
+    model.forward = types.MethodType(lambda self, **kwargs: _scores(self, kwargs), model)
     try:
         yield
     finally:

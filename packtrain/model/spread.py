@@ -77,10 +77,8 @@ class Ranks:
 
 
 def open_strategy(strategy: str) -> None:
-    """Called before the processes join: removes a launcher's strategy settings from the environment.
-
-    A single process becomes a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing.
-    """
+    """Called before the processes join: removes a launcher's strategy settings from the environment, and makes a single process
+    a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing."""
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     if strategy == "ddp":
@@ -211,9 +209,7 @@ def most_of_all(number: int, device: torch.device) -> int:
 
 def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
     """Raises CheckFailed if what is about to train is not spread by the strategy `wanted`: each process would train by itself.
-
-    `wrapped` is what is called in training, `model` the one inside, of a run that is ready for step 1.
-    """
+    `wrapped` is what is called in training, `model` the model inside."""
     if wanted == "fsdp2":
         active = isinstance(base_model(model), FSDPModule)
     elif wanted in STAGES:

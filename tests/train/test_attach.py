@@ -71,7 +71,11 @@ def test_a_padded_call_is_the_same_packed(family: str, side: str) -> None:
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         assert (ours.float() - theirs.float()).abs().max() <= 1e-5 * max(1.0, theirs.float().abs().max())
     assert ((found[-1] - expected[-1]).norm() / expected[-1].norm()).item() < 1e-4
-    assert handle is not None and not handle.stats.left_alone
+    assert handle is not None
+    if family == "gpt2" and side != "right":  # whose positions count the padding
+        assert handle.stats.calls == 0 and handle.stats.left_alone.total() == 2
+        return
+    assert not handle.stats.left_alone
     assert handle.stats.calls == 2 and handle.stats.padded_slots == 480 and handle.stats.real_tokens == 282
     assert 0 < handle.stats.row_slots < 282 and handle.stats.shared_tokens == 282 - handle.stats.row_slots
 
@@ -101,7 +105,7 @@ def test_scores_of_documents_are_the_same_packed(family: str) -> None:
     for (theirs, expected), (ours, found) in zip(results[:2], results[2:], strict=True):
         assert (ours - theirs).abs().max() <= 1e-5
         assert ((found - expected).norm() / expected.norm()).item() < 1e-4
-    assert handle is not None and handle.stats.calls == 2
+    assert handle is not None and handle.stats.calls == (1 if family == "gpt2" else 2)
 
 
 def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit() -> None:
@@ -116,9 +120,8 @@ def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit(
     holes = batch["attention_mask"].clone()
     holes[0, 20] = 0
     for reason, call in {
-        "no attention mask": {"input_ids": ids},
-        "inputs_embeds": {"inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": torch.ones(1, 4)},
-        "an attention mask of 4 dimensions": {"input_ids": ids, "attention_mask": torch.zeros(2, 1, 40, 40)},
+        "no attention mask of the shape of input_ids": {"input_ids": ids},
+        "no batch of input_ids": {"inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": torch.ones(1, 4)},
         "an attention mask with holes": {"input_ids": batch["input_ids"], "attention_mask": holes},
         "nothing padded and nothing shared": {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
         "position_ids of their own": {**batch, "position_ids": torch.arange(40)[None] * 2},

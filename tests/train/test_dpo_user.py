@@ -23,7 +23,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
 from packtrain.model.load import load_model, weights_hash
-from packtrain.model.precision import precision_of
+from packtrain.model.precision import Precision
 from packtrain.run_folder import RunFolder
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.reference_objective import identity_of_reference
@@ -119,7 +119,7 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
         with torch.no_grad():
             next(model.parameters())[0, 0] += moved
         identity = identity_of_reference(model, config.peft, weights_hash(model))
-        precision = precision_of(model, config.trainer.mixed_precision)
+        precision = Precision(model.dtype)
         return reference.cache_key(prepared.fingerprint, identity, precision, ld_alpha)
 
     def model_as(**keys: Any) -> RunConfig:
