@@ -74,8 +74,7 @@ def segmented_attention(
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     queries = query.split(segments.lengths, dim=2)
-    every = range(len(segments.lengths))
-    keys, values = (on_paths(tensor.split(segments.lengths, dim=2), segments, every) for tensor in (key, value))
+    keys, values = (on_paths(tensor.split(segments.lengths, dim=2), segments) for tensor in (key, value))
     outputs: dict[int, torch.Tensor] = {}
     for numbers in segments.same_shape:
         length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
@@ -85,19 +84,19 @@ def segmented_attention(
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
         outputs |= zip(numbers, output.unbind(0), strict=True)
-    return torch.cat([outputs[number] for number in every])[None]
+    return torch.cat([outputs[number] for number in range(len(queries))])[None]
 
 
-def on_paths(parts: Sequence[torch.Tensor], row: Segments, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
-    """For each of the segments `numbers` the parts of the row on its path, from those of each segment for itself."""
+def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Tensor]]:
+    """For each segment the parts of the row on its path, from those of each segment for itself."""
     if not any(row.prefix_lengths):
-        return [[parts[number]] for number in numbers]
-    users = Counter(part for number in numbers for part in row.paths[number])
+        return [[part] for part in parts]
+    users = Counter(part for path in row.paths for part in path)
     copies = [
         iter(cast(Any, _Shared.apply(part, users[number])) if users[number] > 1 else (part,))
         for number, part in enumerate(parts)
     ]
-    return [[next(copies[part]) for part in row.paths[number]] for number in numbers]
+    return [[next(copies[part]) for part in path] for path in row.paths]
 
 
 class _Shared(torch.autograd.Function):

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.errors import UserError
-from packtrain.packing.collate import ScoredRow, on_device, row_arguments, to_device
+from packtrain.packing.collate import PairLayout, on_device, row_arguments, to_device
 
 HEAD = "score"
 
@@ -69,7 +69,7 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def add_scores(model: PreTrainedModel) -> None:
-    """Adds `layout=` to the forward of `model`: with a ScoredRow `input_ids` [1, T] is that row, and the result is that of the
+    """Adds `layout=` to the forward of `model`: with one that has `ends` `input_ids` [1, T] is that row, and the result is that of the
     padded call: `logits` float32 [documents, 1]. `margin`, which TRL's loss reads from the same batch, is not the model's.
     """
     inner = model.forward
@@ -78,7 +78,7 @@ def add_scores(model: PreTrainedModel) -> None:
     def forward(
         self: PreTrainedModel,
         *args: Any,
-        layout: ScoredRow | None = None,
+        layout: PairLayout | None = None,
         margin: torch.Tensor | None = None,
         every_token: bool = False,
         **kwargs: Any,
@@ -93,7 +93,9 @@ def add_scores(model: PreTrainedModel) -> None:
         row = {"input_ids": ids, **on_device(row_arguments(layout.segments), ids.device)}
         # through the attribute: a backend that splits rows wraps this forward
         scores = self.forward(**row, every_token=True).logits
-        return SequenceClassifierOutputWithPast(logits=scores[0, to_device(layout.ends, ids.device)].float())
+        return SequenceClassifierOutputWithPast(
+            logits=scores[0, to_device(cast(torch.Tensor, layout.ends), ids.device)].float()
+        )
 
     model.forward = types.MethodType(forward, model)
 

@@ -1,7 +1,6 @@
 """The documents of one optimizer step over ranks and micro-batches, each doing about the same work.
 
-All ranks wait for the slowest one: at the end of a step, and under ZeRO-3 and FSDP in every micro-batch. A document of l
-tokens costs `l + attention_cost · l²` (linear layers, and attention within the document). So we
+All ranks wait for the slowest one. A document of l tokens costs `l + attention_cost · l²` (linear layers, and attention). So we
 
 1. take the smallest number M of micro-batches per rank that holds the documents within the limits of a device,
 2. spread the documents over `world_size · M` parts of similar cost,
@@ -12,8 +11,7 @@ Parts are made longest document first, each into the cheapest part that it fits 
 Timing Anomalies": at most 4/3 of the best), or, where rows are so full that this does not fit, by best fit. Padding
 wants similar lengths together, and kept order consecutive documents: there, consecutive parts minimise the largest cost.
 
-The trade-off: every process does this for every step (a millisecond for a thousand documents), so there is no search for a
-better layout, and all ranks wait for a document that costs more than an average micro-batch.
+Every process does this for every step, a millisecond for a thousand documents.
 """
 
 from __future__ import annotations
@@ -71,10 +69,9 @@ def lay_out(
     """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
     Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
-    empty. packed: a micro-batch is a row of at most `limits.tokens` (`limits.examples` does not count). padding_free: at
-    most `limits.examples` documents and `limits.tokens` tokens. padding: the same, a document counting as many tokens
-    as the longest of its micro-batch. With `keep_order` the documents stay in their order, read micro-batch by
-    micro-batch and rank by rank within it. Deterministic. ValueError where a document alone is above `limits.tokens`.
+    empty. In mode packed `limits.examples` does not count; in mode padding a document counts as many tokens as the longest of its
+    micro-batch. With `keep_order` the documents stay in their order, read micro-batch by micro-batch and rank by rank within it.
+    ValueError where a document alone is above `limits.tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
@@ -89,11 +86,8 @@ def lay_out(
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
-    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts].
-
-    Costliest first, `world_size` at a time, and the costliest of these to the rank that has least; with `keep_order`
-    part after part. Empty parts fill up the last micro-batch.
-    """
+    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts]; with `keep_order` part after
+    part. Empty parts fill up the last micro-batch."""
     order = list(range(len(parts))) if keep_order else np.argsort(-cost, kind="stable").tolist()
     spent = [0.0] * world_size
     layout: Layout = [[] for _ in range(world_size)]
@@ -150,8 +144,7 @@ def _fill_cheapest_first(
 ) -> list[list[int]] | None:
     """Each document of `order` (longest first) into the cheapest of `slots` parts that it fits into; None if one fits nowhere.
 
-    A part that a document does not fit into is parked, by its free tokens, until documents are short enough: every document
-    is visited once, and every part is parked at most once per document that it takes.
+    A part that a document does not fit into is parked, by its free tokens, until documents are short enough.
     """
     parts: list[list[int]] = [[] for _ in range(slots)]
     free = [limits.tokens] * slots

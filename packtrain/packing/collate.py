@@ -1,13 +1,11 @@
 """Documents or preference pairs → the keyword arguments of one forward pass: padded rows, or one flattened row.
 
 Labels are shifted here, document by document, so no label crosses a border and the model's own shift is not used:
-`shift_labels[t]` is the token that position t has to predict, or IGNORE. A flattened row needs no padding token and no
-attention mask; it carries the arguments of every kind of kernel (Segments, position ids, cu_seqlens, seq_idx).
+`shift_labels[t]` is the token that position t has to predict, or IGNORE.
 
-Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The padding
-costs little, since the model does not run on it: a PairLayout maps each token of a flattened row to its place in that batch,
-the model runs on the row, and its per-token outputs are put back (model/forward.py). With shared prompts a pair is three
-segments: the prompt without its last token, and for each answer that last token (which predicts the answer) and the answer.
+Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The model runs
+on a flattened row, whose tokens a PairLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
+is three segments: the prompt without its last token, and for each answer that token, which predicts the answer, and the answer.
 """
 
 from __future__ import annotations
@@ -67,10 +65,8 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and the kernels' arguments.
-
-    Those kernels cannot share prefixes: a row with a prefix has no arguments for them.
-    """
+    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and, unless it shares prefixes, the
+    arguments of kernels."""
     arguments = {"position_ids": segments.position_ids(), "segments": segments}
     if not any(segments.prefix_lengths):
         borders, longest = segments.cumulative_lengths(), max(segments.lengths)
@@ -80,11 +76,8 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def places_of(labels: torch.Tensor) -> np.ndarray:
-    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows.
-
-    Made with the batch on the CPU, and an array, so that it stays there: a device would have to be waited for, since only it
-    knows how many there are.
-    """
+    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows; made on the CPU, since a device would have to be
+    waited for."""
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
@@ -93,7 +86,8 @@ class PairLayout:
     """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
 
     `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (an array, as of `places_of`):
-    those that predict a token of an answer; None where that is to be read from the labels.
+    those that predict a token of an answer; None where that is to be read from the labels. `ends` int64 [documents]: the tokens
+    that are scored, in a row for a reward model.
     """
 
     segments: Segments
@@ -101,11 +95,12 @@ class PairLayout:
     columns: torch.Tensor
     inside: torch.Tensor
     trained: np.ndarray | None = None
+    ends: torch.Tensor | None = None
 
     def pin_memory(self) -> PairLayout:
         """In memory that a device reads by itself."""
-        pinned = {name: getattr(self, name).pin_memory() for name in ("rows", "columns", "inside")}
-        return replace(self, **pinned)
+        values = {name: getattr(self, name) for name in ("rows", "columns", "inside", "ends")}
+        return replace(self, **{name: value.pin_memory() for name, value in values.items() if value is not None})
 
 
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
@@ -114,17 +109,25 @@ def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows
     documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     if rows == "padding":
         return _answers(documents, pad_token_id)
+    return _with_layout(_answers(documents, pad_token_id), _layout_of_pairs(pairs, rows))
+
+
+def _layout_of_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
+    lengths = [len(pair.chosen.input_ids) for pair in pairs] + [len(pair.rejected.input_ids) for pair in pairs]
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
-    groups = [(number, number + len(pairs)) for number in range(len(pairs))]
-    return _with_layout(_answers(documents, pad_token_id), documents, groups, prompts)
+    return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
 
 
 def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
     """As `collate_pairs`, of answers alone, each with its prompt: [B, L]."""
     documents = documents or [FILLER]
     batch = _answers(documents, pad_token_id)
+    if rows == "padding":
+        return batch
     groups = [(number,) for number in range(len(documents))]
-    return batch if rows == "padding" else _with_layout(batch, documents, groups, [0] * len(groups))
+    return _with_layout(
+        batch, layout_of([len(document.input_ids) for document in documents], groups, [0] * len(groups))
+    )
 
 
 def _answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
@@ -133,26 +136,11 @@ def _answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]
     return {**_padded(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
 
 
-def _with_layout(
-    batch: dict[str, Any], documents: Sequence[Document], groups: Sequence[Sequence[int]], prompts: Sequence[int]
-) -> dict[str, Any]:
-    """`batch` of `documents` with the `layout` of its flattened row; see `layout_of`."""
-    layout = layout_of([len(document.input_ids) for document in documents], groups, prompts)
+def _with_layout(batch: dict[str, Any], layout: PairLayout) -> dict[str, Any]:
+    """`batch` with the `layout` of its flattened row, which also says what is trained."""
     predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
     return {**batch, "layout": replace(layout, trained=trained.numpy())}
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """A flattened row whose documents are scored: `ends` int64 [documents] are the places of their last tokens in it."""
-
-    segments: Segments
-    ends: torch.Tensor
-
-    def pin_memory(self) -> ScoredRow:
-        """In memory that a device reads by itself."""
-        return replace(self, ends=self.ends.pin_memory())
 
 
 def collate_scored(
@@ -168,20 +156,14 @@ def collate_scored(
     padded, margin = _padded(documents, pad_token_id), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
         return {**padded, "margin": margin}
-    prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
-    groups = [(number, number + len(pairs)) for number in range(len(pairs))]
-    row = layout_of([len(document.input_ids) for document in documents], groups, prompts)
-    ids = padded["input_ids"]
+    row, ids = _layout_of_pairs(pairs, rows), padded["input_ids"]
     last = (torch.arange(ids.shape[1]) * (ids != pad_token_id)).argmax(dim=1)
     places = torch.full_like(ids, -1)
     places[row.rows, row.columns] = torch.arange(len(row.rows))
     document = torch.arange(len(ids))
-    ends = places[document, last]
-    ends = torch.where(
-        ends < 0, places[document % len(pairs), last], ends
-    )  # a shared prompt has the chosen one's places
+    ends, of_chosen = places[document, last], places[document % len(pairs), last]
+    layout = replace(row, ends=torch.where(ends < 0, of_chosen, ends))  # a shared prompt has the chosen one's places
     flat = ids[row.rows, row.columns][None]
-    layout = ScoredRow(row.segments, ends)
     return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 
 

@@ -20,9 +20,8 @@ from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
 
 LEAST_SHARED = 8
-"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention and each
-of its continuations a copy of keys and values: what 4 tokens of SmolLM2 cost on a CPU. And what all documents begin with (the
-first token, a header of the chat template) would tie the whole batch into one tree, which rows take less well than many."""
+"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention. Shorter ones
+(a header of the chat template) would tie the whole batch into one tree, which rows take less well than many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,37 +41,28 @@ class SharedRow:
         return np.unique(np.concatenate(self.places), return_index=True)[1]
 
 
-def common_prefixes(documents: Sequence[np.ndarray], *, share: bool = True, least: int = LEAST_SHARED) -> SharedRow:
-    """One row of `documents`, integer token ids [length] of at least one token each, in which common beginnings are once.
+def rows_of(
+    documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = LEAST_SHARED
+) -> list[SharedRow]:
+    """Rows of at most `tokens_per_row` tokens, by best fit, of `documents`, integer token ids [length] of at least one token each.
 
-    Beginnings that are shorter than `least` tokens, counted from the one before, are repeated; without `share` everything is.
-    The order is that of the first document of each branch, whatever their tokens are.
+    Common beginnings are in a row once; those that are shorter than `least` tokens, counted from the one before, are repeated, and
+    without `share` all. A tree that is larger than a row is divided between documents, and what they share repeated in each part;
+    a document that is larger has a row for itself. Within a row the order is that of the first document of each branch.
 
-    >>> row = common_prefixes([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], least=2)
+    >>> (row,) = rows_of([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], 100, least=2)
     >>> row.segments.lengths, row.segments.prefixes
     ((2, 1, 2, 1), (None, 0, 0, None))
     >>> [place.tolist() for place in row.places]
     [[0, 1, 2], [5], [0, 1, 3, 4]]
     """
-    return _row(*_forest(documents, share, least), documents, range(len(documents)))
-
-
-def rows_of(
-    documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = LEAST_SHARED
-) -> list[SharedRow]:
-    """`common_prefixes` in rows of at most `tokens_per_row` tokens, by best fit; every document is in one of them.
-
-    A tree that is larger is divided between documents, and what they share repeated in each part. A document that is
-    larger has a row for itself.
-    """
     segments, ends = _forest(documents, share, least)
     parts = _parts(segments, ends, tokens_per_row)
     sizes = np.array([size for size, _ in parts])
     small = np.flatnonzero(sizes <= tokens_per_row)
+    fitted = best_fit(sizes[small], tokens_per_row, np.random.default_rng(0))
     rows = [[number] for number in np.flatnonzero(sizes > tokens_per_row)]
-    if len(small):
-        fitted = best_fit(sizes[small], tokens_per_row, np.random.default_rng(0))
-        rows += [small[fitted[row]].tolist() for row in range(len(fitted))]
+    rows += [small[fitted[row]].tolist() for row in range(len(fitted))]
     together = sorted(sorted(document for part in row for document in parts[part][1]) for row in rows)
     return [_row(segments, ends, documents, numbers) for numbers in together]
 

@@ -1,15 +1,13 @@
 """Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
 
-There is no state: an epoch is a list of indices made from (seed, epoch), a step a slice of it, and a rank takes its part of
-the step. So any process computes any step alone, resuming needs only a step number, and any number of processes will do.
+So any process computes any step alone, resuming needs only a step number, and any number of processes will do.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
 `limits.tokens`, and a step is a fixed number of rows; mode packed trains these very rows, the other modes lay the same
 documents out anew. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 
-Planning an epoch takes about a second for ten million documents; it is done at its first step, and the last two epochs are
-kept. Only rows filled in a shuffled order (in_order) differ in number by epoch: their steps need all earlier epochs planned.
+Only rows filled in a shuffled order (in_order) differ in number by epoch: their steps need all earlier epochs planned.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy as np
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
 from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, loads
-from packtrain.packing.bins import Rows, best_fit, best_fit_count, in_order
+from packtrain.packing.bins import Rows, best_fit, in_order
 
 KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches are prepared ahead
 
@@ -121,25 +119,18 @@ class Schedule:
         """Figures over at most `sample_steps` steps, spread evenly over the first epoch (all of it is planned)."""
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
-        tokens = documents = computed = 0
-        micro_batches, imbalances = [], []
-        for step in sample:
-            layout = self.layout(step, world_size)
-            lengths = [self.lengths[part] for parts in layout for part in parts]
-            step_tokens = sum(int(part.sum(dtype=np.int64)) for part in lengths)
-            padded = sum(len(part) * int(part.max(initial=0)) for part in lengths)
-            tokens += step_tokens
-            documents += sum(len(part) for part in lengths)
-            computed += padded if self.packing.mode == "padding" else step_tokens
-            micro_batches.append(len(layout[0]))
-            imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.packing.mode))
+        layouts = [self.layout(step, world_size) for step in sample]
+        parts = [self.lengths[part] for layout in layouts for rank in layout for part in rank if len(part)]
+        tokens = sum(int(part.sum(dtype=np.int64)) for part in parts)
+        slots = sum(len(part) * int(part.max()) for part in parts) if self.packing.mode == "padding" else tokens
+        uneven = [imbalance(layout, self.lengths, self.attention_cost, self.packing.mode) for layout in layouts]
         return Utilisation(
-            documents_per_step=documents / len(sample),
+            documents_per_step=sum(map(len, parts)) / len(sample),
             tokens_per_step=tokens / len(sample),
-            padding_fraction=1 - tokens / max(computed, 1) if computed else 0.0,
-            imbalance=float(np.mean(imbalances)),
-            micro_batches_min=min(micro_batches),
-            micro_batches_max=max(micro_batches),
+            padding_fraction=1 - tokens / slots,
+            imbalance=float(np.mean(uneven)),
+            micro_batches_min=min(len(layout[0]) for layout in layouts),
+            micro_batches_max=max(len(layout[0]) for layout in layouts),
         )
 
     @property
@@ -172,9 +163,7 @@ class Schedule:
     def _row_count(self, epoch: int) -> int:
         epoch = epoch if self._epochs_differ_in_size else 0
         if epoch not in self._row_counts:
-            fits = self.packing.strategy == "best_fit"
-            rows = best_fit_count(self.lengths, int(self.limits.tokens)) if fits else len(self._plan(epoch))
-            self._row_counts[epoch] = rows
+            self._row_counts[epoch] = len(self._plan(epoch))
         return self._row_counts[epoch]
 
     def _plan(self, epoch: int) -> Rows:
@@ -210,8 +199,7 @@ def make_schedule(
     """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
 
     `max_steps` counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
-    Without `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. A document of
-    l tokens costs l + attention_cost · l². Raises UserError if a document is longer than a row.
+    Without `shuffle` every epoch is the same. Raises UserError if a document is longer than a row.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))

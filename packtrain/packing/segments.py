@@ -1,10 +1,8 @@
 """Segments: the one value that describes a flattened row of several documents.
 
-Collators make it, attention backends consume it, the isolation proof perturbs it. A segment is a document, or a piece of
-one that continues the end of an earlier piece: its tokens attend causally to themselves and to all that is before it on the
-path to its root. So a row is a forest: what several documents begin with (a prompt, and its answers; turns, and what
-follows each of them) is in the row once. The lengths are plain Python integers, so that no backend waits for the device to
-read them.
+A segment is a document, or a piece of one that continues the end of an earlier piece: its tokens attend causally to themselves
+and to all that is before it on the path to its root. So a row is a forest: what several documents begin with (a prompt and its
+answers) is in the row once. The lengths are plain Python integers, so that no backend waits for the device to read them.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,9 +104,8 @@ class Segments:
 
     def segment_ids(self) -> torch.Tensor:
         """int32 [1, T], the number of each token's segment, from 0 (the `seq_idx` of state-space kernels)."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), torch.tensor(self.lengths))[
-            None
-        ]
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
+        return numbers.repeat_interleave(torch.tensor(self.lengths))[None]
 
     def tokens_along(self, numbers: Iterable[int]) -> np.ndarray:
         """int64: for each of the segments `numbers` in turn, where the tokens of its whole path are in the row."""
@@ -128,21 +126,18 @@ class Segments:
         With `window` a query sees only keys less than `window` positions before it.
         """
         ids, positions = self.segment_ids()[0], self.position_ids()[0]
-        on_path = torch.eye(len(self.lengths), dtype=torch.bool)
-        for number, prefix in enumerate(self.shared):
-            if prefix is not None:
-                on_path[number] |= on_path[prefix]
+        on_path = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
+        for number, path in enumerate(self.paths):
+            on_path[number, list(path)] = True
         seen = on_path[ids][:, ids] & (positions[:, None] >= positions[None, :])
         return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unrolled:
+class Unrolled(NamedTuple):
     """The documents of a row of T tokens without sharing: `segments` of T' tokens, none of which continues another.
 
     `tokens` int64 [T']: which token of the shared row each of them is. `outputs` int64 [T]: where the output of each token of
-    the shared row is among them, a shared one's in the first document that has it. What is computed for other copies than
-    these is left out, so that every token counts once.
+    the shared row is among them, a shared one's in the first document that has it.
     """
 
     segments: Segments

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packtrain.config.schema import PackingMode
 from packtrain.packing.balance import Layout, MicroBatchLimits, costs, deal, imbalance, lay_out, loads
-from packtrain.packing.bins import best_fit_count
+from packtrain.packing.bins import best_fit
 
 MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
 WORLD_SIZES = [1, 2, 3, 7, 64]
@@ -91,7 +91,11 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
         assert micro_batches == math.ceil(math.ceil(len(lengths) / min(limits.examples, 99)) / world_size)
     elif step["mode"] == "packed":
         fewest = math.ceil(max(int(lengths.sum()) / limits.tokens, min(len(lengths), 1)) / world_size)
-        assert fewest <= micro_batches <= math.ceil(best_fit_count(lengths, limits.tokens) / world_size)
+        assert (
+            fewest
+            <= micro_batches
+            <= math.ceil(len(best_fit(lengths, limits.tokens, np.random.default_rng(0))) / world_size)
+        )
 
 
 def test_rows_that_only_best_fit_can_fill_are_still_filled():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.packing.prefixes import LEAST_SHARED, SharedRow, common_prefixes, rows_of
+from packtrain.packing.prefixes import LEAST_SHARED, SharedRow, rows_of
 from packtrain.packing.segments import Segments
 
 untimed = settings(deadline=None, max_examples=100)
@@ -19,6 +19,11 @@ BATCHES = st.lists(FEW_TOKENS, min_size=1, max_size=9)
 
 def arrays(batch: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [np.array(one) for one in batch]
+
+
+def one_row(documents: Sequence[np.ndarray], **options: int | bool) -> SharedRow:
+    (row,) = rows_of(documents, 10_000, **options)  # type: ignore[arg-type]
+    return row
 
 
 def assert_laid_out(row: SharedRow, documents: Sequence[np.ndarray]) -> None:
@@ -36,7 +41,7 @@ def assert_laid_out(row: SharedRow, documents: Sequence[np.ndarray]) -> None:
 @untimed
 @given(BATCHES)
 def test_every_distinct_beginning_is_in_the_row_once(batch: list[list[int]]) -> None:
-    row = common_prefixes(arrays(batch), least=1)
+    row = one_row(arrays(batch), least=1)
     assert_laid_out(row, arrays(batch))
     beginnings = {tuple(one[: end + 1]) for one in batch for end in range(len(one))}
     assert row.segments.tokens == len(beginnings)
@@ -45,7 +50,7 @@ def test_every_distinct_beginning_is_in_the_row_once(batch: list[list[int]]) -> 
 @untimed
 @given(BATCHES, st.integers(0, 5))
 def test_short_beginnings_are_repeated(batch: list[list[int]], least: int) -> None:
-    row = common_prefixes(arrays(batch), least=least)
+    row = one_row(arrays(batch), least=least)
     assert_laid_out(row, arrays(batch))
     continued = set(row.segments.shared) - {None}
     assert all(row.segments.lengths[number] >= least for number in continued if number is not None)
@@ -55,7 +60,7 @@ def test_short_beginnings_are_repeated(batch: list[list[int]], least: int) -> No
 @untimed
 @given(BATCHES)
 def test_without_sharing_every_document_is_a_segment(batch: list[list[int]]) -> None:
-    row = common_prefixes(arrays(batch), share=False)
+    row = one_row(arrays(batch), share=False)
     assert row.segments.lengths == tuple(map(len, batch)) and not any(row.segments.prefix_lengths)
     assert np.concatenate(row.places).tolist() == list(range(row.segments.tokens))
 
@@ -100,7 +105,7 @@ def test_a_document_with_no_other_that_branches_off_in_its_row_is_one_segment() 
 def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
     prompts = [np.full(LEAST_SHARED, token) for token in (9, 2)]
     answers = [np.concatenate([prompts[number], [token]]) for number, token in ((0, 8), (1, 6), (0, 3), (1, 1))]
-    row = common_prefixes(answers)
+    row = one_row(answers)
     assert row.segments.prefixes == (None, 0, 0, None, 3, 3)
     assert [places[-1] for places in row.places] == [8, 18, 9, 19]
 
@@ -108,7 +113,7 @@ def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
 def test_equal_documents_and_beginnings_of_others_take_no_tokens() -> None:
     """Groups whose answers are all equal, and one that ends where another goes on."""
     document = np.arange(40)
-    row = common_prefixes([document, document[:7], document, document[:39]])
+    row = one_row([document, document[:7], document, document[:39]])
     assert row.segments == Segments((40,), (None,))
     assert [len(places) for places in row.places] == [40, 7, 40, 39]
     assert all(places.tolist() == list(range(len(places))) for places in row.places)
@@ -117,6 +122,6 @@ def test_equal_documents_and_beginnings_of_others_take_no_tokens() -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
 def test_tokens_of_any_size_are_told_apart(dtype: type) -> None:
     documents = [np.array(one, dtype=dtype) for one in ([255, 256, 1], [255, 256, 2], [0, 255, 256], [1])]
-    row = common_prefixes(documents, least=1)
+    row = one_row(documents, least=1)
     assert row.segments.tokens == 3 + 1 + 3 + 1
     assert_laid_out(row, documents)
