@@ -69,9 +69,10 @@ class Schedule:
 
     def steps_per_epoch(self, epoch: int) -> int:
         """Optimizer steps of one whole pass over the data."""
-        if self.examples_per_step is not None:
-            return math.ceil(len(self.lengths) / self.examples_per_step)
-        return math.ceil(self._row_count(epoch) / self._step_rows)
+        epoch = epoch if self._epochs_differ_in_size else 0
+        if epoch not in self._row_counts:
+            self._row_counts[epoch] = len(self._plan(epoch))
+        return math.ceil(self._row_counts[epoch] / self._step_rows)
 
     def documents(self, step: int) -> np.ndarray:
         """The documents of a step over all ranks: int64[documents], indices into the lengths."""
@@ -159,12 +160,6 @@ class Schedule:
             step -= steps
             epoch += 1
         return epoch, step
-
-    def _row_count(self, epoch: int) -> int:
-        epoch = epoch if self._epochs_differ_in_size else 0
-        if epoch not in self._row_counts:
-            self._row_counts[epoch] = len(self._plan(epoch))
-        return self._row_counts[epoch]
 
     def _plan(self, epoch: int) -> Rows:
         epoch = epoch if self.shuffle else 0

@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
 }
-RUN_BY_DOCUMENT = ("jamba",)
+RUN_BY_DOCUMENT = ("jamba", "bloom")
 PAD, EOS = 0, 2
 
 

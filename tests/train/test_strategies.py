@@ -227,7 +227,7 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
 
 @pytest.mark.parametrize(
     ("family", "name", "attention"),
-    [("mamba", "fsdp2", "per_document"), ("mamba", "zero3", "per_document"), ("bloom", "zero3", "segmented")],
+    [("mamba", "fsdp2", "per_document"), ("bloom", "zero3", "per_document")],
 )
 def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any, attention: Any) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "n_head": 2, "vocab_size": 50}
