@@ -2,8 +2,7 @@
 
 The backbone of the model (all but its head) is what is packed: a padded call of it runs as rows of Segments, and its hidden
 states come back at their padded places. So whatever is above it, a head, a loss, a pooling, is the model's or the trainer's
-own code. Of TRL's call for log-probabilities (`labels=…, fused_lm_head=True`) the head, also TRL's own, is given the labelled
-places alone: as on a GPU, where it leaves out the others itself.
+own code. Of TRL's call for log-probabilities (`labels=…, fused_lm_head=True`) the head is given the labelled places alone.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Stats:
     """What was run packed since `attach`, in all attached models.
 
     `padded_slots` are B · L of the packed calls, `real_tokens` those of them that are no padding, `row_slots` what the model
-    ran on, `shared_tokens` real tokens that were computed with others. `left_alone` counts the calls that ran as they came, by
-    the reason. `unrolled` says why prompts cannot be shared, "" if they can.
+    ran on. `left_alone` counts the calls that ran as they came, by the reason; `unrolled` says why prompts cannot be shared.
     """
 
     calls: int = 0
@@ -107,9 +105,8 @@ def attach(
     """Has padded forward passes of a trainer (its model, reference and teacher), or of a model, run packed from now on.
 
     `tokens_per_row` limits the rows that a call is run as, one after the other; by default a call is one row. What documents
-    begin with in common is computed once; `share_prefix="auto"` does so unless dropout is active, whose noise they would then
-    share, False never. `proof` measures on the loaded model that documents of a row cannot see each other, by
-    8 short forward passes, and chooses the fastest attention for which that holds; without it the first one that runs is taken.
+    begin with in common is computed once; `share_prefix="auto"` does so unless dropout is active, False never. `proof` measures on
+    the loaded model that documents of a row cannot see each other, and chooses the fastest attention for which that holds.
 
     Raises CheckFailed where no attention is exact for the model, UserError for what is no model or trainer, or attached
     already. Under FSDP and DeepSpeed the trained model is measured, and packed, from when training begins.
@@ -238,18 +235,13 @@ class _PackedModel:
 
     def _agreed(self) -> AttentionChoice:
         """The choice of the first process, which has all weights where only one has them."""
-        scored = self.model.get_output_embeddings() is not None
-        subject, shares = self.model if scored else self._backbone, self.share is not False
+        subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
         agreed: Any = None
         try:
-            if self.proof:
-                agreed = choose("auto", pairs=shares)
-            else:
-                for name in AUTO:
-                    with suppress(UserError):  # not available
-                        agreed = choose(name, prove=False)
-                        break
+            for name in ("auto",) if self.proof else AUTO:
+                with suppress(UserError):  # not available
+                    agreed = agreed or choose(name, prove=self.proof, pairs=self.proof and self.share is not False)
         except CheckFailed as refusal:
             agreed = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -259,39 +251,31 @@ class _PackedModel:
         return agreed
 
     def _check_sharded(self, backend: str) -> None:
-        if self.tokens_per_row is not None:
-            what = "tokens_per_row would have processes gather the sharded weights a different number of times"
-            raise CheckFailed(what, fix="leave it away: a call is then one row")
-        if backend == PER_DOCUMENT:
-            what = f"{type(self.model).__name__} runs rows document by document, which sharded weights do not allow"
-            raise CheckFailed(what, fix="use DDP or ZeRO-2 with this model, or do not attach")
+        if self.tokens_per_row is not None or backend == PER_DOCUMENT:
+            several = (
+                "tokens_per_row" if backend != PER_DOCUMENT else f"{type(self.model).__name__}, one document at a time,"
+            )
+            what = f"{several} would have processes gather the sharded weights a different number of times"
+            raise CheckFailed(what, fix="use DDP or ZeRO-2, or attach without tokens_per_row and with another model")
 
     def _takes_left_padding(self) -> bool:
         """Whether a padded call without positions gives behind padding what it gives without, as measured."""
-        document = Segments((12,))
-        ids = torch.from_numpy(random_ids(self.model, document)[:1]).to(self.model.device)
-        behind = torch.cat([ids[:, :_PADDED_BY], ids], dim=1)
-        with (
-            evaluating(self.model, self.autocast),
-            torch.no_grad(),
-            suppress(CheckFailed),
-            refusals_of_a_model("no padding", fix=""),
-        ):
-            padded, alone = self._hidden(behind, _PADDED_BY)[:, _PADDED_BY:], self._hidden(ids, 0)
-            off = ((padded - alone).abs().max() / alone.abs().max()).item()
-            return off <= tolerance_of(self.autocast or self.model.dtype)
-        return False
-
-    def _hidden(self, ids: torch.Tensor, padding: int) -> torch.Tensor:
-        """The last hidden states, float32, by a call of the whole model, as sharded weights need it."""
-        mask = (torch.arange(ids.shape[1], device=ids.device) >= padding)[None].long()
-        kept: list[Any] = []
-        handle = self._backbone.register_forward_hook(lambda *given: kept.append(given[-1]))
+        ids = torch.from_numpy(random_ids(self.model, Segments((12,)))[:1]).to(self.model.device)
+        hidden: list[Any] = []
+        hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
-            self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            with evaluating(self.model, self.autocast), torch.no_grad(), refusals_of_a_model("no padding", fix=""):
+                for padding in (0, _PADDED_BY):  # by calls of the whole model, as sharded weights need it
+                    row = torch.cat([ids[:, :padding], ids], dim=1)
+                    mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()
+                    self.model(input_ids=row, attention_mask=mask, use_cache=False)
+        except CheckFailed:
+            return False
         finally:
-            handle.remove()
-        return kept[0][0].float()
+            hook.remove()
+        alone, behind = hidden[0], hidden[1][:, _PADDED_BY:]
+        off = ((behind - alone).abs().max() / alone.abs().max()).item()
+        return off <= tolerance_of(self.autocast or self.model.dtype)
 
     def _packs(self) -> bool:
         """Whether calls are to be packed now: neither detached, nor within a call that runs as it comes."""
@@ -377,8 +361,7 @@ class _PackedModel:
         rest = {name: value for name, value in call.items() if name not in TAKEN}
         with self._holding(passing=True):
             outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
-        slots = to_device(torch.from_numpy(layout.slots), ids.device)
-        joined = _joined(outputs, [segments.tokens for segments, _ in layout.rows], slots, layout.shape, places)
+        joined = _joined(outputs, layout, places)
         return joined.to_tuple() if as_tuple else joined
 
     @contextmanager
@@ -441,26 +424,26 @@ def _drops(module: nn.Module) -> bool:
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
-def _joined(
-    outputs: list[Any], lengths: list[int], slots: torch.Tensor, shape: torch.Size, places: np.ndarray | None
-) -> Any:
+def _joined(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
     """The rows' outputs as one: what is per token ([1, T, …] or [T, …]) at its places in the batch; nothing else is kept."""
+    tokens = layout.rows[0][0].tokens
 
     def put(parts: list[Any], name: str = "") -> Any:
         first = parts[0]
         if isinstance(first, tuple | list):
-            return tuple(put(list(one)) for one in zip(*parts, strict=True))
+            return tuple(put(list(part)) for part in zip(*parts, strict=True))
         if not isinstance(first, torch.Tensor):
             return None
-        flat = first.dim() < 2 or first.shape[0] != 1 or first.shape[1] != lengths[0]
-        if flat and first.shape[:1] != (lengths[0],):
+        flat = first.shape[:2] != (1, tokens)
+        if flat and first.shape[:1] != (tokens,):
             return None
         values = torch.cat([part if flat else part[0] for part in parts])
         if name == "last_hidden_state" and places is not None:
             return values[to_device(torch.from_numpy(places), values.device)][None]
-        return at_places(values, slots.to(values.device), (shape.numel(),) if flat else shape)
+        slots = to_device(torch.from_numpy(layout.slots), values.device)
+        return at_places(values, slots, (layout.shape.numel(),) if flat else layout.shape)
 
-    kept = {name: put([one[name] for one in outputs], name) for name in outputs[0]}
+    kept = {name: put([output[name] for output in outputs], name) for name in outputs[0]}
     return type(outputs[0])(**{name: value for name, value in kept.items() if value is not None})
 
 

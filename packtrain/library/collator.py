@@ -28,9 +28,8 @@ def pack(
 ) -> list[list[int]]:
     """Rows of documents by their numbers: each document is in one row, whole, and no row has more than `tokens_per_row` tokens.
 
-    `lengths` are tokens. `best_fit` (best-fit-decreasing) makes the fewest rows, in an order and with neighbours that
-    change with `seed`, such as the number of the epoch; ten million documents take about a second. `in_order` keeps the order
-    given. What comes out is a `batch_sampler` of torch's DataLoader.
+    `lengths` are tokens. `best_fit` makes the fewest rows, whose order and neighbours change with `seed`; `in_order` keeps the
+    order given. What comes out is a `batch_sampler` of torch's DataLoader.
 
     Raises ValueError for a document that is longer than a row, or has no token.
 
@@ -61,8 +60,7 @@ class PackedCollator:
     several documents: with `seq_lengths`, as TRL packs them, or as a list of features.
 
     A batch is `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
-    stand at their tokens, as in transformers: models shift them. The first token of a document has none, so that no label
-    crosses a border. `return_flash_attn_kwargs` adds `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx`
+    stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx`
     for state-space kernels; without `return_segments` models take the batch that do not know of Segments.
 
     Raises ValueError for features that have no tokens, or as many labels as they should not.
@@ -94,23 +92,20 @@ class PackedCollator:
             "labels": torch.from_numpy(np.concatenate([labels for _, labels in documents]))[None],
             "position_ids": arguments["position_ids"],
         }
-        wanted = [*(_FLASH if self.return_flash_attn_kwargs else ()), *(("seq_idx",) if self.return_seq_idx else ())]
-        wanted += ["segments"] if self.return_segments else []
-        return {**row, **{name: arguments[name] for name in wanted}}
+        unwanted = () if self.return_flash_attn_kwargs else _FLASH
+        unwanted += () if self.return_seq_idx else ("seq_idx",)
+        unwanted += () if self.return_segments else ("segments",)
+        return {**row, **{name: value for name, value in arguments.items() if name not in unwanted}}
 
 
 def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids and labels of each document of a feature, int64 [length]."""
-    if isinstance(feature, str):
-        raise ValueError(
-            f"a feature is a document with input_ids or a list of them, not {feature!r}: give a list of features"
-        )
-    if not isinstance(feature, Mapping):
-        for one in feature:
-            yield from _documents_of(one)
+    if not isinstance(feature, (Mapping, str)):
+        for document in feature:
+            yield from _documents_of(document)
         return
-    if "input_ids" not in feature:
-        raise ValueError(f"a feature has {', '.join(map(str, feature)) or 'nothing'}, and no input_ids")
+    if isinstance(feature, str) or "input_ids" not in feature:
+        raise ValueError(f"a feature is a document with input_ids, or a list of them, not {feature!r}")
     ids = _numbers(feature["input_ids"])
     labels = _labels_of(feature, ids)
     lengths = _numbers(feature.get("seq_lengths", [len(ids)]))
@@ -118,12 +113,12 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
         raise ValueError(f"a feature of {len(ids)} tokens has seq_lengths {lengths.tolist()}")
     mask = _numbers(feature.get("attention_mask", np.ones(len(ids))), like=ids, name="attention_mask").astype(bool)
     borders = lengths.cumsum()[:-1]
-    for own, said, real in zip(*(np.split(one, borders) for one in (ids, labels, mask)), strict=True):
+    for tokens, targets, real in zip(*(np.split(values, borders) for values in (ids, labels, mask)), strict=True):
         if not real.any():
             raise ValueError("a document without a token")
-        kept = said[real]
-        kept[0] = IGNORE
-        yield own[real], kept
+        targets = targets[real]
+        targets[0] = IGNORE
+        yield tokens[real], targets
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -20,8 +20,8 @@ from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
 from packtrain.plan.known_model import is_adapted
 
-if TYPE_CHECKING:
-    from peft import TaskType
+_TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
+"""PEFT's names of what a model is for, by whether it has a score in place of the output head."""
 
 
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
         lora_dropout=peft.dropout,
         target_modules=peft.target_modules,
         modules_to_save=peft.modules_to_save or None,
-        task_type=_task(scores),
+        task_type=_TASKS[scores],
     )
     check_layer_names(model, peft)
     with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
@@ -67,12 +67,6 @@ def _names(model: PreTrainedModel) -> str:
     return f"Its modules are called {', '.join(sorted(names - {''}))}."
 
 
-def _task(scores: bool) -> TaskType:
-    from peft import TaskType
-
-    return TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM
-
-
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
     """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it.
 
@@ -84,24 +78,17 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     check_model_folder(place)
     with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
         settings = PeftConfig.from_pretrained(str(place))
-        settings.task_type = _task(scores)  # those of a language model become those of a reward model
+        settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=peft.kind == "lora")
         _check_weights(adapted, place)
         if peft.kind != "lora":
             return cast(Any, adapted).merge_and_unload().requires_grad_(True)
     theirs: Any = adapted.peft_config["default"]
-    settings = {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}
-    problems = [
-        Problem(
-            f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}",
-            where=f"peft.{name}",
-            fix=f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model",
-        )
-        for name, value in settings.items()
-        if value != getattr(peft, name)
-    ]
-    if problems:
-        raise UserError(problems)
+    for name, value in {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}.items():
+        if value != getattr(peft, name):
+            what = f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}"
+            fix = f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model"
+            raise UserError(what, where=f"peft.{name}", fix=fix)
     return _head_is_free(adapted, model)
 
 
@@ -130,9 +117,6 @@ def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise UserError(
-            "adapters on the output head are not supported: the fused loss reads its weight directly",
-            where="peft.target_modules",
-            fix="remove the head from it",
-        )
+        what = "adapters on the output head are not supported: the fused loss reads its weight directly"
+        raise UserError(what, where="peft.target_modules", fix="remove the head from it")
     return cast(PreTrainedModel, adapted)

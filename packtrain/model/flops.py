@@ -1,11 +1,9 @@
 """The floating-point operations that training a model takes, for the logged MFU (model FLOPs utilisation).
 
 As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted: no padding, and nothing
-that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the
-gradient of its input, from the first trained layer on, and 2 for its own, if it is trained: 6 in full training, 4 for the
-frozen weights of LoRA. An expert counts by the share of tokens that it gets. Attention takes 2 FLOPs for every dimension of a
-query and a key that it may see, 2 for the value, and twice that backwards; a query sees the keys of its document up to
-itself, or its window. A shared prompt counts once.
+that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the gradient of its input,
+from the first trained layer on, and 2 for its own, if it is trained. An expert counts by the share of tokens that it gets.
+Attention takes 2 FLOPs for every dimension of a query and a key that it may see, 2 for the value, and twice that backwards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
 
-`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents, with `token_losses=True` each of them.
-`model(**padded, layout=…, labels=…, fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row and gives
-per-token outputs of shape [rows, L - 1] at their places in the padded batch, 0 where there is no label, as TRL's head does. So
-TRL's loss code runs unmodified.
+`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents. `model(**padded, layout=…, labels=…,
+fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row and gives per-token outputs at their places in the
+padded batch [rows, L - 1], so that TRL's loss code runs unmodified.
 
 Both use TRL's fused LM head (no full logits) at the labelled places only. These come with the batch, from the CPU: TRL would ask
 the device, and wait for it. On a CPU the loss of documents is torch's `linear_cross_entropy` in float32, whose gradients are made
@@ -94,10 +93,9 @@ def name_backbone(model: PreTrainedModel) -> None:
 def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll") -> Head:
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
-    With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the losses
-    of all positions whose label is not IGNORE (`label_places`, read from the labels if not given), connected to every
-    parameter even where there is none. With `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs.
-    The returned Head may be changed later.
+    With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses of all positions whose label is
+    not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. With
+    `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs. The returned Head may be changed later.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -157,11 +155,11 @@ def choose_head(
     autocast: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and uses those if they differ.
+    """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and uses those if they differ: the model's
+    head may have what the fused one lacks (a transform before it, a cap under another name).
 
-    They differ if the model's head has what the fused one lacks (a transform before it, a cap under another name). Sums could
-    agree by chance, so single tokens are compared too. Returns the relative difference, infinite if the fused head cannot run;
-    the default `tolerance` is that of the compute dtype. Raises CheckFailed if the model cannot run the batch.
+    Sums could agree by chance, so single tokens are compared too. Returns the relative difference, infinite if the fused head
+    cannot run. Raises CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}

@@ -131,10 +131,8 @@ class RouterLoss:
         return torch.stack(values).mean().item()
 
     def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
-        """Compares the loss over one collated micro-batch with the model's own, computed in `autocast` like the run.
-
-        Raises CheckFailed where they differ by more than rounding, UserError where no layer has a router.
-        """
+        """Compares the loss over one collated micro-batch with the model's own, in `autocast`. Raises CheckFailed where they differ by
+        more than rounding, UserError where no layer has a router."""
         plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
         with torch.no_grad(), evaluating(model, autocast):
             with self.watching() as loads:

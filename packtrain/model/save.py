@@ -1,7 +1,7 @@
 """Saving what from_pretrained loads, so that no training is lost at its end: tried before step 1, and the weights come what may.
 
-transformers checks when it saves what it did not check when it loaded, and writes the weights last: a generation_config.json
-with `do_sample: false` and a temperature, as Llama 2 ships, would cost the training.
+transformers checks when it saves what it did not check when it loaded (a generation_config.json with `do_sample: false` and a
+temperature, as Llama 2 ships), and writes the weights last.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_tensors_arrays_rows_of_trl_padding_and_lists_of_documents_are_features(
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        ({"text": "no tokens"}, "has text, and no input_ids"),
+        ({"text": "no tokens"}, "with input_ids"),
         ({"input_ids": [5, 6], "labels": [5]}, "2 input_ids and 1 labels"),
         ({"input_ids": [5, 6], "seq_lengths": [1, 2]}, "2 tokens has seq_lengths"),
         ({"input_ids": []}, "without a token|seq_lengths"),
@@ -105,5 +105,5 @@ def test_features_that_are_no_documents_are_named(feature: dict[str, Any], said:
         PackedCollator()([feature])
     with pytest.raises(ValueError, match="without features"):
         PackedCollator()([])
-    with pytest.raises(ValueError, match="give a list of features"):
+    with pytest.raises(ValueError, match="a list of them"):
         PackedCollator()({"input_ids": [1, 2]})  # type: ignore[arg-type]
