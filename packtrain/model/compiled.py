@@ -55,12 +55,11 @@ def is_compiled(model: nn.Module) -> bool:
 
 def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
     """What stands against compiling, in words; "" if nothing."""
-    if not layers:
-        return "its layers are not marked as such (transformers' GradientCheckpointingLayer)"
-    if model._is_stateful:
-        return "its layers carry a state from token to token, so that each length is a program of its own"
-    if not uses_attention_interface(model):
-        return OWN_CODE
-    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
-        return "which experts compute is another thing for each row"
-    return ""
+    experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    reasons = {
+        "its layers are not marked as such (transformers' GradientCheckpointingLayer)": not layers,
+        "its layers carry a state from token to token, so that each length is a program of its own": model._is_stateful,
+        OWN_CODE: not uses_attention_interface(model),
+        "which experts compute is another thing for each row": experts,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

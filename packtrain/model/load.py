@@ -122,10 +122,8 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
-    """Hash of names, types, shapes and bytes of weights and saved buffers, adapters included; tied ones count once.
-
-    `trained=False` leaves out trained weights. xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.
-    """
+    """Hash of names, types, shapes and bytes of weights and saved buffers, adapters included; `trained=False` leaves out trained
+    ones. (xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.)"""
     digest, seen = xxhash.xxh3_128(), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or id(tensor) in seen or (tensor.requires_grad and not trained):
@@ -154,11 +152,8 @@ def check_trainable(model: PreTrainedModel) -> None:
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
-    """Raises UserError if a document of `longest` tokens exceeds the model's positions.
-
-    With learned positions training would crash in the middle, with rotary ones the model gets silently worse. Also raises if
-    rotary frequencies depend on the longest document of a `padded` batch (longrope): the others would not be exact.
-    """
+    """Raises UserError if a document of `longest` tokens exceeds the model's positions, or if rotary frequencies depend on the
+    longest document of a `padded` batch (longrope), so that the others would not be exact."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -200,10 +195,8 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
 
 
 def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
-    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random.
-
-    Only a causal language model that becomes a reward model gets a new head, from `seed`.
-    """
+    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random: except the
+    head of a causal language model that becomes a reward model, from `seed`."""
     model, info = _auto_class(scores).from_pretrained(
         **arguments, ignore_mismatched_sizes=True, output_loading_info=True
     )

@@ -38,10 +38,9 @@ class Precision:
 
 
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
-    """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; the same on all ranks.
+    """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; `recorded` is that of the run that is resumed.
 
-    `recorded` is the choice of the run that is resumed, to which auto and fast keep. Otherwise a rank that cannot compute in
-    bfloat16, or is not faster in it, decides for all.
+    A rank that cannot compute in bfloat16, or is not faster in it, decides for all.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
     formats = {"no": None, "bf16": torch.bfloat16}

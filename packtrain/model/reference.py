@@ -40,10 +40,9 @@ def load_reference(
     seed: int,
     autocast: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel | None, str]:
-    """The reference model and the hash of its weights; None and "" if the reference is no separate model.
+    """The frozen reference model, spread by the strategy, and the hash of its weights; None and "" if it is no separate model.
 
-    It is frozen, and on its device or sharded by the strategy. `named` is objective.reference; `model`, `seed` and
-    `autocast` (the format of mixed precision) are those of the trained model. Raises UserError if it cannot be loaded.
+    `named` is objective.reference; `model`, `seed` and `autocast` are those of the trained model.
     """
     if reference.kind not in ("model", "path"):
         return None, ""
@@ -69,7 +68,7 @@ def precompute(
 ) -> np.ndarray:
     """float32 of this `shape`: log-probabilities of all examples, read from `place`.npy, or computed and written.
 
-    `parts` are those of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs, in this order.
+    `parts` of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs.
     """
     done = place.with_suffix(".npy")
     with waiting("rank 0 to read the reference"):
@@ -103,8 +102,7 @@ def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def computer(device: torch.device) -> str:
     """What rounds: the device's name and torch's version."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}, torch {torch.__version__}"
+    return f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, torch {torch.__version__}"
 
 
 def cache_key(*depends_on: object) -> str:

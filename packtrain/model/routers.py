@@ -72,10 +72,8 @@ class RouterLoss:
         self._values: list[torch.Tensor] = []
 
     def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
-        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one.
-
-        `batch.examples` is its number of documents, 0 for a filler.
-        """
+        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one, `examples` of which
+        is 0 for a filler."""
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:
             return
@@ -92,10 +90,8 @@ class RouterLoss:
 
     @contextmanager
     def watching(self, *, real: bool = True) -> Iterator[list[torch.Tensor]]:
-        """Inside the block every call of the model's backbone appends its load (see `balance`), without padding; an empty one unless `real`.
-
-        By hooks on the backbone, whose output has the logits of all routers, without those that checkpointing recomputes.
-        """
+        """Inside the block every call of the model's backbone appends its load (see `balance`), without padding and without what
+        checkpointing recomputes; an empty one unless `real`."""
         loads: list[torch.Tensor] = []
 
         def ask(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

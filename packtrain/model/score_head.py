@@ -53,10 +53,8 @@ def new_score(model: PreTrainedModel, seed: int) -> None:
 
 
 def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding token, by which `model` finds the last one of a document.
-
-    Raises UserError if there is none, or unless `model` scores the last token by one linear layer, as decoders do.
-    """
+    """Sets the padding token, by which `model` finds the last one of a document. Raises UserError if there is none, or unless
+    `model` scores the last token by one linear layer, as decoders do."""
     linear = isinstance(getattr(model, HEAD, None), nn.Linear)
     if not linear or model.base_model is model or model.config.is_encoder_decoder:
         what = f"{type(model).__name__} has no linear layer `{HEAD}` over the last token of a document"
@@ -69,9 +67,8 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def add_scores(model: PreTrainedModel) -> None:
-    """Adds `layout=` to the forward of `model`: with one that has `ends` `input_ids` [1, T] is that row, and the result is that of the
-    padded call: `logits` float32 [documents, 1]. `margin`, which TRL's loss reads from the same batch, is not the model's.
-    """
+    """Adds `layout=` to the forward of `model`: `input_ids` [1, T] are then that row, and the result is that of the padded call,
+    `logits` float32 [documents, 1]. `margin`, which TRL's loss reads from the same batch, is not the model's."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)
@@ -102,10 +99,7 @@ def add_scores(model: PreTrainedModel) -> None:
 
 @contextmanager
 def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block a call of `model` gives `logits` [rows, T, n] of every token, as the proofs compare them.
-
-    Of a reward model those are scores [rows, T, 1]; other models do so anyway.
-    """
+    """Inside the block a call of `model` gives `logits` [rows, T, n] of every token, of a reward model scores [rows, T, 1]."""
     if not hasattr(model, HEAD):
         yield
         return

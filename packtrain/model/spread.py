@@ -72,7 +72,7 @@ class Ranks:
 
     @property
     def gathers_by_engine(self) -> bool:
-        """Whether DeepSpeed's engine gathers the weights, which has no backward pass without an optimizer (ZeRO-3)."""
+        """Whether it is ZeRO-3, whose engine has no backward pass without an optimizer."""
         return self.sharded and self.strategy in STAGES
 
 
@@ -108,8 +108,7 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
 
 
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
-    """Makes a model that was `spread` callable without an optimizer. Returns the function that ends this, to be called before
-    an optimizer is made; weights stay sharded."""
+    """Makes a model that was `spread` callable without an optimizer. Returns the function that ends this."""
     if not ranks.gathers_by_engine:
         return lambda: None
     import deepspeed
@@ -126,7 +125,6 @@ def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
 
 
 def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's settings of a model that has no optimizer."""
     dtype = str(base_model(model).dtype).removeprefix("torch.")
     settings: Any = deepspeed_config(ranks.strategy, dtype=dtype, max_grad_norm=0.0)
     settings["zero_optimization"].pop("offload_optimizer", None)
@@ -154,8 +152,7 @@ def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.d
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
-    if base is not model:
-        # peft calls its model's forward by name, past the hooks that gather the weights
+    if base is not model:  # peft calls its model's forward by name, past the hooks that gather the weights
         cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)
 
 

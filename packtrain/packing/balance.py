@@ -88,30 +88,23 @@ def lay_out(
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
     """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts]; with `keep_order` part after
     part. Empty parts fill up the last micro-batch."""
-    order = list(range(len(parts))) if keep_order else np.argsort(-cost, kind="stable").tolist()
-    spent = [0.0] * world_size
+    empty = -len(parts) % world_size
+    parts, cost = [*parts, *[np.zeros(0, dtype=np.int64)] * empty], np.append(cost, np.zeros(empty))
+    order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")
+    spent = np.zeros(world_size)
     layout: Layout = [[] for _ in range(world_size)]
-    nothing = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(parts), world_size):
-        chosen = order[start : start + world_size]
-        ranks = list(range(world_size)) if keep_order else sorted(range(world_size), key=spent.__getitem__)
-        for rank, part in zip(ranks, chosen, strict=False):
+    for chosen in order.reshape(-1, world_size):
+        ranks = np.arange(world_size) if keep_order else np.argsort(spent, kind="stable")
+        for rank, part in zip(ranks, chosen, strict=True):
             layout[rank].append(parts[part])
-            spent[rank] += float(cost[part])
-        for rank in ranks[len(chosen) :]:
-            layout[rank].append(nothing)
+            spent[rank] += cost[part]
     return layout
 
 
 def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
-    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1.
-
-    In mode padding a document costs as much as the longest of its micro-batch.
-    """
-    lengths = np.asarray(lengths)
-    ranks = [loads(parts, lengths, mode, attention_cost).sum() for parts in layout]
-    mean = sum(ranks) / len(ranks)
-    return float(max(ranks) / mean - 1) if mean else 0.0
+    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1."""
+    ranks = np.array([loads(parts, np.asarray(lengths), mode, attention_cost).sum() for parts in layout])
+    return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
 
 
 def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:

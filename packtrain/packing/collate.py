@@ -85,9 +85,8 @@ def places_of(labels: torch.Tensor) -> np.ndarray:
 class PairLayout:
     """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
 
-    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (an array, as of `places_of`):
-    those that predict a token of an answer; None where that is to be read from the labels. `ends` int64 [documents]: the tokens
-    that are scored, in a row for a reward model.
+    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (as of `places_of`): those that
+    predict a token of an answer. `ends` int64 [documents]: the tokens that are scored, in a row for a reward model.
     """
 
     segments: Segments
@@ -148,8 +147,7 @@ def collate_scored(
 ) -> dict[str, Any]:
     """`input_ids` and `attention_mask` int64 [2B, L], or of a flattened row [1, T] with its `layout`; `margin` float32 [B].
 
-    The token that is scored is the last one that is no padding token, as in transformers' models: an end-of-text token that
-    pads too is not seen by the head.
+    The token that is scored is the last one that is no padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
@@ -168,11 +166,8 @@ def collate_scored(
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
-    """The flattened row of a padded batch whose rows have `lengths` tokens.
-
-    Group g, a sequence of rows of the batch, begins with the same `prompts[g]` tokens; from two of them on, all but the
-    last are computed once. Any number of rows may share a prompt.
-    """
+    """The flattened row of a padded batch whose rows have `lengths` tokens. Group g, rows of the batch, begins with the same
+    `prompts[g]` tokens; from two of them on, all but the last are computed once."""
     pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
     for group, prompt in zip(groups, prompts, strict=True):
         common, prefix = 0, None

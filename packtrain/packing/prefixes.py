@@ -1,9 +1,8 @@
 """Finds what documents have in common at their beginning, and lays them out so that it is in a row once.
 
 The documents are sorted, so that those with a common beginning stand together, and neighbours are compared. Where they branch
-the row is cut: the segments (packing/segments.py) are a trie of the documents, each after the one that it continues.
-Documents that are equal to another one, or its beginning, take no tokens at all: a causal model gives a token the same output
-whatever follows it. The cost is that of sorting, and of comparing each token once.
+the row is cut: the segments (packing/segments.py) are a trie of the documents. Documents that are equal to another one, or its
+beginning, take no tokens at all.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ def _forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[S
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     """How many tokens two documents have in common at their beginning."""
     shorter = min(len(first), len(second))
-    differ = first[:shorter] != second[:shorter]
-    return int(differ.argmax()) if differ.any() else shorter
+    return int(np.append(first[:shorter] != second[:shorter], True).argmax())
 
 
 def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
