@@ -260,19 +260,6 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
         assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
 
 
-def test_packed_rows_that_give_no_number_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    exact = segmented.segmented_attention
-
-    def broken(*args: Any, segments: Segments, **kwargs: Any) -> Any:
-        output, _ = exact(*args, segments=segments, **kwargs)
-        return (output * torch.nan if len(segments.lengths) > 1 else output), None
-
-    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, broken)
-    assert prove_isolation(model, "segmented").verdict == "leaks"
-    assert choose_attention("auto", model, CPU).backend.name == "per_document"
-
-
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
     with pytest.raises(UserError, match=r"model\.attention"):
         choose_attention("flash", tiny_model("llama"), CPU)
@@ -280,14 +267,6 @@ def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
         choose_attention("segmented", state_space_model("mamba"), CPU)
     decision = choose_attention("sdpa_mask", tiny_model("llama"), CPU)
     assert (decision.backend.name, decision.backend.why, decision.rejected) == ("sdpa_mask", "asked for", ())
-
-
-@pytest.mark.parametrize("width", [36, 40, 48])
-def test_a_model_as_small_as_the_proof_is_proved_and_its_leak_found(width: int) -> None:
-    """As few positions as the row has tokens, and sizes that could be taken for the row."""
-    assert choose_attention("auto", tiny_model("gpt2", n_positions=37, n_embd=width), CPU).backend.name == "segmented"
-    leak = find_leak(state_space_model("mamba", hidden_size=width), "segmented")
-    assert leak is not None and leak.module == "backbone.layers.0.mixer"
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 100])

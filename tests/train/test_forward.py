@@ -20,7 +20,6 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.load import check_trainable
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
-from packtrain.packing.segments import Segments
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 
@@ -74,31 +73,6 @@ def test_every_layout_gives_the_loss_and_gradients_of_the_documents_one_by_one(f
     loss, gradients = loss_and_gradients(model, batches)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert relative(gradients, expected) < 1e-4
-
-
-def declared_as_one(items: list[Document]) -> dict:
-    """Contamination: the row of all documents declared as a single one, labels untouched."""
-    batch = collate_flat(items)
-    whole = Segments((batch["segments"].tokens,))
-    return {**batch, "segments": whole, "position_ids": whole.position_ids()}
-
-
-def merged_pair(items: list[Document]) -> dict:
-    """Contamination of the subtle kind: one border forgotten, position ids right."""
-    batch = collate_flat(items)
-    lengths = batch["segments"].lengths
-    return {**batch, "segments": Segments((*lengths[:3], lengths[3] + lengths[4], *lengths[5:]))}
-
-
-@pytest.mark.parametrize("broken", [declared_as_one, merged_pair])
-def test_broken_segments_are_caught_by_the_equality(broken: Callable[[list[Document]], dict]) -> None:
-    items = documents()
-    expected_loss, expected = one_by_one(tiny_model("llama"), items)
-    model = with_loss_sum(tiny_model("llama"))
-    model.set_attn_implementation(segmented.NAME)
-    loss, gradients = loss_and_gradients(model, [broken(items)])
-    assert abs(loss / expected_loss - 1) > 1e-4
-    assert relative(gradients, expected) > 1e-2
 
 
 def test_gradient_checkpointing_changes_nothing_even_when_rows_are_mixed_before_the_backward() -> None:

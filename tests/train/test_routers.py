@@ -112,20 +112,6 @@ def test_every_layout_gives_the_loss_and_gradients_of_transformers_on_one_padded
             assert relative(gradients(model), expected) < 1e-4, (layout, split)
 
 
-def test_the_loss_of_a_micro_batch_alone_depends_on_the_layout() -> None:
-    """What would go wrong without the step's counts: the control of the test above."""
-    items = documents()
-    _, expected, _ = by_transformers(sparse_model("mixtral"), items)
-    model = sparse_model("mixtral")
-    routers = routers_of(model, 1.0)
-    alone = []
-    for batch in micro_batches(items, [3, 5], padded=True):
-        with routers.watching() as loads:
-            model(**batch.inputs, loss_sum=True)
-        alone.append(routers.part(loads).item())
-    assert abs(sum(alone) / 2 / expected - 1) > 1e-3
-
-
 def test_gradient_checkpointing_counts_every_token_once() -> None:
     results = []
     for checkpointing in (False, True):

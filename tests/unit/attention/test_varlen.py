@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -25,7 +24,6 @@ from tests.stand_in_kernels import (
     attend,
     flash_attention_2,
     flash_attention_3,
-    flash_attention_4,
 )
 
 CPU = torch.device("cpu")
@@ -164,33 +162,6 @@ def test_a_kernel_that_is_wrong_anywhere_is_refused(no_kernels: Callable, wrong:
     assert dict(choice.lacks)["FlashAttention 2"].startswith(expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_to_half_precision_is_no_fault(no_kernels: Callable, dtype: torch.dtype) -> None:
-    no_kernels("FlashAttention 4", flash_attention_4)
-    for needs in (
-        LayerFeatures(dtype, 4, 64, 64),
-        LayerFeatures(dtype, 8, 128, 128, window=True, softcap=30.0, sinks=True),
-    ):
-        assert choose_kernel(needs, CPU).kernel, choose_kernel(needs, CPU).why_not()
-
-
-def test_packages_that_cannot_be_imported_say_why(
-    no_kernels: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
-    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("")
-    (tmp_path / "flash_attn" / "cute.py").write_text("import a_package_that_is_not_there")
-    monkeypatch.syspath_prepend(tmp_path)
-    for module in MODULES.values():
-        monkeypatch.delitem(sys.modules, module)
-    importlib.invalidate_caches()
-    lacks = dict(choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).lacks)
-    assert lacks["FlashAttention 4"] == "a_package_that_is_not_there is not installed"
-    assert lacks["FlashAttention 3"] == "undefined symbol: _ZN3c104cuda"
-    assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
-
-
 def test_gradients_of_a_shared_prefix_are_summed_in_float32(no_kernels: Callable) -> None:
     many = 40
     segments = Segments((1, *[1] * many), (None, *[0] * many))
@@ -261,23 +232,6 @@ def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytes
     assert choice.kernel and choice.kernel.name == "FlashAttention 3 of the hub"
     assert [name for name, _ in asked] == ["kernels-community/flash-attn3"]
     assert dict(choice.lacks)["FlashAttention 4 of the hub"] == "kernels-community/flash-attn4 is not downloaded"
-
-
-def test_a_model_trains_alike_by_flash_and_one_document_at_a_time(no_kernels: Callable) -> None:
-    no_kernels(TORCH, torchs_operator)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    segments = Segments((5, 9, 1, 6))
-    row = torch.randint(0, 40, (1, segments.tokens))
-    alone = torch.cat([model(ids).logits for ids in row.split(segments.lengths, dim=1)], dim=1)
-    model.set_attn_implementation(flash.NAME)
-    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):  # an evaluation may come first
-        with context:
-            together = model(row, position_ids=segments.position_ids(), segments=segments, use_cache=False).logits
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    together.sum().backward()
-    with pytest.raises(CheckFailed, match="without knowing its documents"):
-        model(row, use_cache=False)
 
 
 def test_float32_states_under_autocast_reach_the_kernel_in_half_precision(no_kernels: Callable) -> None:

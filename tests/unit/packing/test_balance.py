@@ -159,12 +159,6 @@ def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(
     assert lengths.sum() / sum(slots(part, lengths, "padding") for part in parts) > 0.9
 
 
-def test_one_huge_document_is_alone_on_its_rank():
-    lengths = np.array([4000] + [100] * 30)
-    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(tokens=8192), attention_cost=1e-3)
-    assert sorted(len(parts[0]) for parts in layout) == [1, 30]
-
-
 def test_deal_puts_parts_of_similar_cost_side_by_side_and_evens_out_the_ranks():
     parts = [np.array([part]) for part in range(6)]
     layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.data.dataset import Document
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, layout_of, shifted_labels
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, layout_of
 from packtrain.packing.segments import Segments
 
 untimed = settings(deadline=None, max_examples=50)  # timings are for benchmarks
@@ -19,27 +18,6 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 def documents(lengths: list[int], seed: int = 0) -> list[Document]:
     rng = np.random.default_rng(seed)
     return [Document(rng.integers(1, 50, n, dtype=np.int32), rng.random(n) < 0.5) for n in lengths]
-
-
-@untimed
-@given(LENGTHS)
-def test_a_query_sees_the_earlier_tokens_of_its_own_document_and_nothing_else(lengths: list[int]) -> None:
-    owner = [document for document, length in enumerate(lengths) for _ in range(length)]
-    visible = Segments(tuple(lengths)).visible()
-    for query in range(len(owner)):
-        for key in range(len(owner)):
-            assert visible[query, key].item() == (owner[query] == owner[key] and key <= query)
-
-
-@untimed
-@given(LENGTHS)
-def test_positions_and_borders_start_anew_with_every_document(lengths: list[int]) -> None:
-    segments = Segments(tuple(lengths))
-    assert segments.position_ids()[0].tolist() == [i for length in lengths for i in range(length)]
-    assert segments.cumulative_lengths().tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    assert segments.cumulative_lengths().dtype == torch.int32
-    assert segments.segment_ids()[0].tolist() == [i for i, length in enumerate(lengths) for _ in range(length)]
-    assert segments.tokens == sum(lengths)
 
 
 @untimed
@@ -81,11 +59,6 @@ def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
     for batch in (collate_flat([]), collate_padded([], pad_token_id=0)):
         assert batch["input_ids"].numel() > 0
         assert (batch["shift_labels"] == IGNORE).all()
-
-
-def test_the_first_token_of_a_document_is_never_a_target() -> None:
-    item = Document(np.array([7, 8, 9], dtype=np.int32), np.array([True, True, False]))
-    assert shifted_labels(item).tolist() == [8, IGNORE, IGNORE]
 
 
 @pytest.mark.parametrize("lengths", [(), (3, 0), (-1,)])

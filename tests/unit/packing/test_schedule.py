@@ -159,10 +159,6 @@ def test_epochs_may_be_fractions_rounded_up_to_a_step(epochs: float, steps: int)
     assert schedule(epochs=epochs).total_steps == steps
 
 
-def test_a_tenth_more_than_thirty_steps_is_thirty_three():
-    assert schedule(np.full(30, 9), examples_per_step=1, epochs=1.1).total_steps == 33
-
-
 def test_max_steps_counts_before_epochs_and_runs_over_as_many_epochs_as_needed():
     plan = schedule(max_steps=30, epochs=1)
     assert plan.total_steps == 30 and len(plan.documents(29)) == 24
