@@ -79,7 +79,7 @@ class Stats:
 
 @dataclass(slots=True)
 class Attached:
-    """What `attach` returns. `stats` counts; `backends` names the attention of each attached model, once it is chosen."""
+    """What `attach` returns."""
 
     stats: Stats = field(default_factory=Stats)
     _models: list[_PackedModel] = field(default_factory=list)
@@ -114,10 +114,9 @@ def attach(
         attach(trainer)
         trainer.train()
     """
-    if share_prefix not in ("auto", True, False):
-        raise UserError(f"share_prefix is {share_prefix!r}", fix='set it to "auto", True or False')
-    if tokens_per_row is not None and tokens_per_row < 1:
-        raise UserError(f"tokens_per_row is {tokens_per_row}", fix="set it to the tokens of a row, or to None")
+    if share_prefix not in ("auto", True, False) or (tokens_per_row is not None and tokens_per_row < 1):
+        what = f"share_prefix is {share_prefix!r} and tokens_per_row {tokens_per_row}"
+        raise UserError(what, fix='set share_prefix to "auto", True or False, and tokens_per_row to a number or None')
     handle = Attached()
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     given = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
@@ -205,18 +204,15 @@ class _PackedModel:
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
-        """Chooses the attention by its proof, the same on all processes, and packs from now on. `engine`: DeepSpeed's.
-
-        Raises CheckFailed where none is exact, or processes would have to gather weights a different number of times.
-        """
+        """Chooses the attention by its proof, the same on all processes, and packs from now on; `engine` is DeepSpeed's. Raises
+        CheckFailed where none is exact, or processes would have to gather weights a different number of times."""
         choice = self._agreed()
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters()):
             self._check_sharded(choice.backend.name)
-        self.stats.unrolled = self.stats.unrolled or choice.unshared or ""
-        if choice.unshared and self.share is True:
-            raise CheckFailed(f"prefixes cannot be shared: {choice.unshared}", fix="set share_prefix to auto")
         if choice.unshared:
-            self.share = False
+            if self.share is True:
+                raise CheckFailed(f"prefixes cannot be shared: {choice.unshared}", fix="set share_prefix to auto")
+            self.share, self.stats.unrolled = False, self.stats.unrolled or choice.unshared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
         if zero3 and getattr(engine, "optimizer", None):  # it would expect the calls of the proof again, in every step
@@ -229,7 +225,7 @@ class _PackedModel:
             self._undo.callback(_replaced(self.model, self._forward_of_model()))
 
     def detach(self) -> None:
-        """From now on the model runs as before `choose`."""
+        """From now on the model runs as before."""
         self.backend = ""
         self._undo.close()
 
@@ -347,13 +343,9 @@ class _PackedModel:
         check_call(call)
         if self.backend == PER_DOCUMENT and (call.get("output_hidden_states") or call.get("output_router_logits")):
             raise LeftAlone("hidden states of all layers, of a model that runs document by document")
-        rows = {"share": self._shares(), "tokens_per_row": self.tokens_per_row}
-        return layout_of_call(call, left_padding=self._left_padding, **rows)
-
-    def _shares(self) -> bool:
-        if self.share == "auto":
-            return not (self.model.training and any(map(_drops, self.model.modules())))
-        return bool(self.share)
+        noise = self.share == "auto" and self.model.training and any(map(_drops, self.model.modules()))
+        shares = bool(self.share) and not noise
+        return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
@@ -386,10 +378,8 @@ def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """`replace_forward`; the undo function leaves `module` alone where another library has wrapped that forward since.
-
-    Ours then passes all calls on (accelerate's autocast would be lost otherwise).
-    """
+    """`replace_forward`; the undo function leaves `module` alone where another library has wrapped that forward since (accelerate's
+    autocast): ours then passes all calls on."""
     undo = replace_forward(module, forward)
     ours = module.__dict__["forward"]
     return lambda: undo() if module.__dict__.get("forward") is ours else None

@@ -27,11 +27,9 @@ class LeftAlone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`rows`: for each row its segments, and int64 [T] the place of each of its tokens in the batch, which is `shape` [B, L].
-
-    A place is counted through the batch (b · L + column). `slots`, int64 [B · L]: the token, counted through the rows, from
-    which each place has its outputs, or their number of tokens where there is padding. `real`: tokens that are not padding.
-    """
+    """`rows`: for each row its segments, and int64 [T] the place (b · L + column) of each of its tokens in the batch, which is `shape`
+    [B, L]. `slots`, int64 [B · L]: the token, counted through the rows, from which each place has its outputs, or their number of
+    tokens where there is padding. `real`: tokens that are not padding."""
 
     rows: tuple[tuple[Segments, np.ndarray], ...]
     slots: np.ndarray
@@ -113,10 +111,9 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
     """The row of a call whose positions begin again with each of several documents, as padding-free collators of others make
     them; None for another call. Reads the positions on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
-    if not isinstance(ids, torch.Tensor) or not isinstance(positions, torch.Tensor) or positions.shape != ids.shape:
+    if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
         return None
-    others = call.get("past_key_values") is not None or call.get("attention_mask") is not None
-    if others or ids.dim() != 2 or ids.shape[0] != 1:
+    if ids is None or positions is None or positions.shape != ids.shape or ids.dim() != 2 or len(ids) != 1:
         return None
     counted = positions[0].cpu().numpy()
     starts = np.flatnonzero(counted == 0)
@@ -127,10 +124,8 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
-    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label.
-
-    Raises LeftAlone where there is not a label for each token, or one of the places is padding: what a model says there depends on how it treats padding.
-    """
+    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label. Raises LeftAlone where there is not a label for
+    each token, or one of the places is padding: what a model says there depends on how it treats padding."""
     if labels.shape != layout.shape:
         raise LeftAlone("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE

@@ -25,10 +25,8 @@ _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 
 
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
-    """`model` with new adapters, which depend on `seed` alone. Raises UserError if they do not fit.
-
-    The head of a reward model (`scores`) is trained in full beside them, as PEFT does it for classifiers.
-    """
+    """`model` with new adapters, which depend on `seed` alone, and the head of a reward model (`scores`) trained in full beside them, as
+    PEFT does it for classifiers. Raises UserError if they do not fit."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -68,10 +66,8 @@ def _names(model: PreTrainedModel) -> str:
 
 
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
-    """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it.
-
-    Raises UserError if their settings differ from `peft`, or they do not fit.
-    """
+    """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it. Raises UserError if their settings
+    differ from `peft`, or they do not fit."""
     from peft import PeftConfig, PeftModel
 
     place = Path(folder).expanduser()

@@ -138,17 +138,11 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
 def check_trainable(model: PreTrainedModel) -> None:
     """Raises UserError if quantised weights would be trained, or float16 ones, whose updates underflow or overflow."""
     if getattr(model, "is_quantized", False) and base_model(model) is model:
-        raise UserError(
-            "the weights of this model are quantised, and cannot be trained",
-            where="model.path",
-            fix="take the model that they were made of, or train adapters (peft=lora)",
-        )
+        fix = "take the model that they were made of, or train adapters (peft=lora)"
+        raise UserError("quantised weights cannot be trained", where="model.path", fix=fix)
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
-        raise UserError(
-            "the weights of this model are float16, which cannot be trained",
-            where="model.dtype",
-            fix="set it to float32 or bfloat16, or train adapters (peft=lora)",
-        )
+        fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
+        raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:

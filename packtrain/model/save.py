@@ -27,10 +27,8 @@ from packtrain.wording import first_line
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Switches sampling on where the library refuses to save without it; what that does not mend is saved as it came.
-
-    Returns what will be saved and why; "" where the library refuses nothing.
-    """
+    """Switches sampling on where the library refuses to save without it; what that does not mend is saved as it came. Returns what
+    will be saved and why; "" where the library refuses nothing."""
     base = base_model(model)
     align_special_tokens(base, tokenizer)  # which may mend it
     settings = getattr(base, "generation_config", None)  # None: a model that cannot generate
@@ -52,10 +50,8 @@ class _AsItCame(GenerationConfig):
 
 
 def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
-    """Saves all but the weights into a temporary folder, as at the end: those of adapters, and with `whole` of the model.
-
-    Raises UserError for what cannot be saved.
-    """
+    """Saves all but the weights into a temporary folder, as at the end: those of adapters, and with `whole` of the model. Raises
+    UserError for what cannot be saved."""
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
         with _raising_user_error("the model's config", "model.path"):
             for part in {model, base_model(model)} if whole else {model}:
@@ -69,10 +65,7 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
 
 @contextmanager
 def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
-    """Writes the weights (by default those of `model`) where the block fails to save them, then raises UserError with its reason.
-
-    Where the weights cannot be written either, what the library raised is raised.
-    """
+    """Writes the weights (by default those of `model`) where the block fails to save them, then raises UserError with its reason."""
     try:
         yield
     except Exception:

@@ -196,12 +196,11 @@ def elements(parameter: torch.Tensor) -> int:
 
 def most_of_all(number: int, device: torch.device) -> int:
     """The largest `number` of any process."""
-    if not dist.is_initialized():
-        return number
     most = torch.tensor(number, device=device)
-    with waiting("the numbers of all ranks"):
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most.item())
+    if dist.is_initialized():
+        with waiting("the numbers of all ranks"):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.item())
 
 
 def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:

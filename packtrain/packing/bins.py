@@ -27,10 +27,8 @@ FEW_PER_LENGTH = 10  # with more documents per length than this, their exchange 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Documents in rows: row r holds `documents[offsets[r]:offsets[r + 1]]`.
-
-    `documents` int64[n] are indices into the lengths that were planned, each exactly once; `offsets` int64[rows + 1].
-    """
+    """Documents in rows: row r holds `documents[offsets[r]:offsets[r + 1]]`, which are indices into the lengths that were planned;
+    int64[n] and int64[rows + 1]."""
 
     documents: np.ndarray
     offsets: np.ndarray
@@ -63,10 +61,8 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
-    """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit.
-
-    `lengths` int[n] in tokens. ValueError where a length is above `capacity`.
-    """
+    """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit. ValueError
+    where a length is above `capacity`."""
     lengths = _checked(lengths, capacity)
     ends = np.cumsum(lengths, dtype=np.int64)
     next_start = np.searchsorted(ends, ends - lengths + capacity, side="right").data  # for a row that starts here

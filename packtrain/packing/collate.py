@@ -52,9 +52,7 @@ def _padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch
 
 
 def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
-    """One row of T = Σ lengths tokens: `input_ids`, `position_ids`, `shift_labels` int64 [1, T], `segments`, and the
-    arguments that transformers' flash path (`cu_seq_lens_q/k`, `max_length_q/k`) and state-space kernels (`seq_idx`) take.
-    """
+    """One row of T = Σ lengths tokens: `input_ids` and `shift_labels` int64 [1, T], and what `row_arguments` gives."""
     documents = documents or [FILLER]
     segments = Segments(tuple(len(document.input_ids) for document in documents))
     return {
@@ -105,14 +103,16 @@ class PairLayout:
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
     """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` are padded, their `layout`."""
     pairs = pairs or [FILLER_PAIR]
-    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    if rows == "padding":
-        return _answers(documents, pad_token_id)
-    return _with_layout(_answers(documents, pad_token_id), _layout_of_pairs(pairs, rows))
+    batch = _answers(_documents_of(pairs), pad_token_id)
+    return batch if rows == "padding" else _with_layout(batch, _layout_of_pairs(pairs, rows))
+
+
+def _documents_of(pairs: Sequence[Preference]) -> list[Document]:
+    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
 def _layout_of_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
-    lengths = [len(pair.chosen.input_ids) for pair in pairs] + [len(pair.rejected.input_ids) for pair in pairs]
+    lengths = [len(document.input_ids) for document in _documents_of(pairs)]
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
 
@@ -150,8 +150,7 @@ def collate_scored(
     The token that is scored is the last one that is no padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
-    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    padded, margin = _padded(documents, pad_token_id), torch.tensor(margins, dtype=torch.float32)
+    padded, margin = _padded(_documents_of(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
         return {**padded, "margin": margin}
     row, ids = _layout_of_pairs(pairs, rows), padded["input_ids"]

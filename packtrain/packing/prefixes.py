@@ -25,10 +25,8 @@ LEAST_SHARED = 8
 
 @dataclass(frozen=True, eq=False)
 class SharedRow:
-    """A row of `documents`, by their numbers; `places`, int64 [length] for each: where its tokens are in the row.
-
-    What documents have in common is at the same places.
-    """
+    """A row of `documents`, by their numbers; `places`, int64 [length] for each: where its tokens are in the row, those that documents
+    have in common at the same places."""
 
     segments: Segments
     documents: tuple[int, ...]

@@ -28,11 +28,8 @@ KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How well steps fill the devices, as means over a sample of steps.
-
-    `padding_fraction`: computed slots that are padding. `imbalance`: cost of the busiest rank / mean - 1.
-    `micro_batches_*`: micro-batches of a rank in a step.
-    """
+    """How well steps fill the devices, over a sample of steps; `imbalance`: cost of the busiest rank / mean - 1, `micro_batches_*` are
+    those of a rank in a step."""
 
     documents_per_step: float
     tokens_per_step: float
@@ -69,7 +66,7 @@ class Schedule:
 
     def steps_per_epoch(self, epoch: int) -> int:
         """Optimizer steps of one whole pass over the data."""
-        epoch = epoch if self._epochs_differ_in_size else 0
+        epoch = 0 if self._epochs_are_equal else epoch
         if epoch not in self._row_counts:
             self._row_counts[epoch] = len(self._plan(epoch))
         return math.ceil(self._row_counts[epoch] / self._step_rows)
@@ -140,8 +137,9 @@ class Schedule:
         return self.rows_per_step or 1
 
     @property
-    def _epochs_differ_in_size(self) -> bool:
-        return self.examples_per_step is None and self.packing.strategy == "in_order" and self.shuffle
+    def _epochs_are_equal(self) -> bool:
+        """Whether all have the same number of steps."""
+        return self.examples_per_step is not None or self.packing.strategy == "best_fit" or not self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
         """The plan of the step's epoch, and the step's first and end row in it."""
@@ -153,7 +151,7 @@ class Schedule:
 
     def _locate(self, step: int) -> tuple[int, int]:
         """(epoch, step of that epoch)."""
-        if not self._epochs_differ_in_size:
+        if self._epochs_are_equal:
             return divmod(step, self.steps_per_epoch(0))
         epoch = 0
         while step >= (steps := self.steps_per_epoch(epoch)):

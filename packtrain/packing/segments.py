@@ -47,7 +47,7 @@ class Segments:
     @property
     def tokens(self) -> int:
         """Tokens of the row."""
-        return self.starts[-1] + self.lengths[-1]
+        return sum(self.lengths)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Segments:
         return np.arange(ends[-1]) + np.repeat(np.array(self.starts)[pieces] - ends + lengths, lengths)
 
     def unrolled(self) -> Unrolled:
-        """The same documents without sharing, for what cannot share: each of the `leaves` with a copy of all before it."""
+        """The same documents without sharing: each of the `leaves` with a copy of all before it."""
         tokens = self.tokens_along(self.leaves)
         lengths = tuple(self.prefix_lengths[leaf] + self.lengths[leaf] for leaf in self.leaves)
         return Unrolled(Segments(lengths), tokens, np.unique(tokens, return_index=True)[1])

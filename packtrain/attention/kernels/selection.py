@@ -124,13 +124,15 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
 
     heads = layer.group * _KV_HEADS
     shapes = [(heads, layer.head_dim), (_KV_HEADS, layer.head_dim), (_KV_HEADS, layer.value_dim)]
-    row = [draw(segments.tokens, *shape) for shape in shapes]
-    sinks = [draw(heads)] if layer.sinks else []
-    exact = [tensor.detach().double().requires_grad_() for tensor in (*row, *sinks)]
-    ours = attend_by_segments(kernel, *row, segments, scoring, *sinks)
-    reference = dense_attention(*exact[:3], exact[3] if sinks else None, segments, scoring)
+    query, key, value = (draw(segments.tokens, *shape) for shape in shapes)
+    sinks = draw(heads) if layer.sinks else None
+    inputs = [tensor for tensor in (query, key, value, sinks) if tensor is not None]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
+    exact_sinks = exact[3] if layer.sinks else None
+    reference = dense_attention(exact[0], exact[1], exact[2], exact_sinks, segments, scoring)
     gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
-    ours_back = torch.autograd.grad(ours, (*row, *sinks), gradient)
+    ours_back = torch.autograd.grad(ours, inputs, gradient)
     exact_back = torch.autograd.grad(reference, exact, gradient.double())
     pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
     return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
