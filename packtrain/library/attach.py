@@ -248,11 +248,11 @@ class _PackedModel:
 
     def _check_sharded(self, backend: str) -> None:
         if self.tokens_per_row is not None or backend == PER_DOCUMENT:
-            several = (
-                "tokens_per_row" if backend != PER_DOCUMENT else f"{type(self.model).__name__}, one document at a time,"
+            what = (
+                "rows one after the other would have processes gather the sharded weights a different number of times"
             )
-            what = f"{several} would have processes gather the sharded weights a different number of times"
-            raise CheckFailed(what, fix="use DDP or ZeRO-2, or attach without tokens_per_row and with another model")
+            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
+            raise CheckFailed(f"{type(self.model).__name__}: {what}", fix=fix)
 
     def _takes_left_padding(self) -> bool:
         """Whether a padded call without positions gives behind padding what it gives without, as measured."""

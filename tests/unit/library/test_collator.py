@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -38,15 +37,6 @@ def test_every_document_is_in_one_row_and_no_row_is_too_long(lengths: list[int],
 def test_what_cannot_be_packed_is_named(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         pack(*arguments[:2], **({"strategy": arguments[2]} if arguments[2:] else {}))
-
-
-def test_rows_of_pack_are_batches_of_a_data_loader() -> None:
-    data: Any = [{"input_ids": list(range(3, 3 + length))} for length in (30, 12, 7, 25)]
-    rows = pack([len(one["input_ids"]) for one in data], 40, seed=1)
-    loaded = list(DataLoader(data, batch_sampler=rows, collate_fn=PackedCollator()))
-    assert [row["segments"].lengths for row in loaded] == [
-        tuple(len(data[n]["input_ids"]) for n in one) for one in rows
-    ]
 
 
 def test_it_says_what_the_collators_of_transformers_and_trl_say() -> None:

@@ -102,18 +102,6 @@ def test_every_epoch_and_every_seed_has_other_neighbours(steps: str, strategy: s
     assert step != sorted(plan.documents(plan.steps_per_epoch(0)).tolist())
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumed_at_any_step_goes_on_as_if_never_stopped(steps: str, strategy: str, mode: str):
-    whole = schedule(steps=steps, strategy=strategy, mode=mode, epochs=4)
-    expected = [whole.micro_batches(step, 1, 2) for step in range(whole.total_steps)]
-    for step in (0, 1, whole.total_steps // 2, whole.total_steps - 1):
-        resumed = schedule(steps=steps, strategy=strategy, mode=mode, epochs=4)
-        for one, two in zip(expected[step], resumed.micro_batches(step, 1, 2), strict=True):
-            assert np.array_equal(one, two)
-
-
 def test_a_pickled_schedule_gives_the_same_steps():
     plan = schedule(steps="tokens", strategy="in_order")
     plan.documents(0)
