@@ -119,7 +119,8 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
         with torch.no_grad():
             next(model.parameters())[0, 0] += moved
         identity = identity_of_reference(model, config.peft, weights_hash(model))
-        precision = Precision(model.dtype)
+        bf16 = torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
+        precision = Precision(model.dtype, bf16)
         return reference.cache_key(prepared.fingerprint, identity, precision, ld_alpha)
 
     def model_as(**keys: Any) -> RunConfig:

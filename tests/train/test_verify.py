@@ -115,7 +115,7 @@ def test_a_model_with_attention_code_of_its_own_is_exact(tmp_path: Path) -> None
     for objective in (Objective(), Objective(kind="dpo")):
         model = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}
         code, report = proved(tmp_path, model, objective=objective)
-        assert (code, report["verdict"], report["backend"]) == (0, "exact", "segmented"), report["problem"]
+        assert (code, report["verdict"], report["backend"]) == (0, "exact", "per_document"), report["problem"]
         assert report["control"]["grad_rel_diff"] > 0.1 and report["controls_see"]
 
 
