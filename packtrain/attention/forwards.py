@@ -2,8 +2,7 @@
 
 "longrope" (phi3 and others) uses other frequencies once the longest position exceeds the original context. In a flattened
 row one long document would change them for all others, which the proof cannot detect, since its documents are short. So they
-are computed for each document by itself, at the cost of one wait for the device per forward pass. ("dynamic" frequencies
-change beyond `max_position_embeddings` only, where documents are refused.)
+are computed for each document by itself, at the cost of one wait for the device per forward pass.
 """
 
 from __future__ import annotations
