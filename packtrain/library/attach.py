@@ -45,7 +45,8 @@ from packtrain.model.load import base_model
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
-from packtrain.proof.isolation import evaluating, random_ids, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import difference, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.isolation import random_ids
 
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
@@ -283,7 +284,7 @@ class _PackedModel:
             behind = self._hidden(padded, mask)[:, _PADDED_BY:]
             for name, given in (("tokens", {}), ("columns", {"position_ids": columns})):
                 alone = self._hidden(ids, everything, **given)
-                if (behind - alone).abs().max() / alone.abs().max() <= tolerance_of(self._autocast or self.model.dtype):
+                if difference(behind, alone) <= tolerance_of(self._autocast or self.model.dtype).outputs:
                     return cast(Positions, name)
         return None
 

@@ -18,7 +18,7 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.isolation import evaluating, refusals_of_a_model
+from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
@@ -108,18 +108,19 @@ class FirstStepWatch:
             with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
-        off = (packed - alone).abs() / alone.maximum(trained).clamp(min=_FEWEST)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
-        off = off.nan_to_num(torch.inf).masked_fill(both_diverged, 0.0)
-        worst = int(off.argmax())
-        if off[worst] > self.tolerance:
+        packed, alone = (sums.masked_fill(both_diverged, 0.0) for sums in (packed, alone))
+
+        def describe(worst: int) -> tuple[str, str]:
             ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, alone))
-            raise CheckFailed(
+            return (
                 f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} alone",
-                fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
+                "packed rows are not computed right, padded ones are: set model.attention=per_document or "
                 "packing.mode=padding, and please report this model",
             )
-        return off[worst].item()
+
+        scale = alone.maximum(trained).clamp(min=_FEWEST)
+        return check_equal(packed, alone, self.tolerance, describe, scale=scale)
 
 
 def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:

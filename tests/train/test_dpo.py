@@ -37,8 +37,7 @@ from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train.loader import PairSteps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo import DPO
-from packtrain.train.objectives.dpo_loss import FIGURES
+from packtrain.train.objectives.dpo import DPO, FIGURES
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from tiny_dpo import LAYOUTS, ours, policy, steps_of
 from packtrain.config.objective import SORTING_LOSSES, LossType
 from packtrain.packing.collate import PairRows
 from packtrain.train.loop import run_steps
-from packtrain.train.objectives.dpo_loss import FIGURES
+from packtrain.train.objectives.dpo import FIGURES
 from tests.train import forked
 
 A_STEP, ROW = 5, 70  # steps of 5 pairs and of 2; of the first each process has two rows, one of them of two pairs

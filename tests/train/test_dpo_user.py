@@ -26,7 +26,7 @@ from packtrain.model.load import load_model, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.reference_objective import identity_of_reference
+from packtrain.train.objectives.training_objective import identity_of_reference
 from packtrain.train.run import verify_in
 
 LN2 = 0.6931472

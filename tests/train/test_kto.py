@@ -17,7 +17,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.objective import UnpairedLoss
 from packtrain.train.loader import UnpairedSteps
-from packtrain.train.objectives.kto_loss import MARGINS, UNITS
+from packtrain.train.objectives.kto import MARGINS, UNITS
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},

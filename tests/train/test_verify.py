@@ -16,21 +16,22 @@ import yaml
 from running import LLAMA, base_config, packtrain
 from tiny_models import tiny_model
 from transformers import MptConfig, MptForCausalLM
-from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
+from packtrain.model.precision import precision_of
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
+from packtrain.train.objectives.sft import SFT
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import show
-from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
+from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for, loss_on_random_examples
 from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
@@ -51,10 +52,11 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
     return code, json.loads(RunFolder.of(config.trainer).verification.read_text())
 
 
-def compared(model: Any, backend: str = "segmented") -> Comparison:
-    add_fused_lm_head(model)
-    add_loss_sum(model)
-    return compare_documents(model, backend, pad_token_id=0, loss="nll", autocast=None)
+def compared(model: Any, folder: Path) -> Comparison:
+    objective, trainer = SFT(Objective(), Packing(), Batch()), Trainer(output_dir=str(folder))
+    precision = precision_of(model, trainer.mixed_precision)
+    tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
+    return compare_modes(*loss_on_random_examples(objective, model, tokenizer, precision, trainer), "segmented")
 
 
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
@@ -131,9 +133,9 @@ def test_what_a_strategy_cannot_train_is_not_called_exact() -> None:
     model = tiny_model("llama")
     config = RunConfig(model=Model(attention="per_document"))
     found = verifying.isolation_of(config, spread, model, None)
-    assert found.problem and "zero2" in found.fix
+    assert found.problem and "zero2" in found.problem.fix
     padded = replace(config, packing=Packing(mode="padding"))
-    assert verifying.isolation_of(padded, spread, tiny_model("llama"), None).problem == ""
+    assert verifying.isolation_of(padded, spread, tiny_model("llama"), None).problem is None
 
 
 def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Path, capsys: Any) -> None:
@@ -170,7 +172,7 @@ def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: P
     break_borders(monkeypatch, forgets_all_borders)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
-    assert report["where"]["module"] == "model.layers.0.self_attn" and "per_document" in report["fix"]
+    assert report["where"]["module"] == "model.layers.0.self_attn" and "auto" in report["fix"]
     code, report = proved(tmp_path, LLAMA)  # which auto does not take
     assert (code, report["backend"]) == (0, "per_document")
 
@@ -215,16 +217,6 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     assert (code, report["verdict"], report["head"]) == (0, "exact", "full logits")
 
 
-def test_a_model_that_no_mode_trains_is_refused_without_naming_another_mode(tmp_path: Path) -> None:
-    model: dict[str, Any] = {"model_type": "prophetnet", "hidden_size": 32}
-    for part in ("encoder", "decoder"):
-        model |= {f"{part}_ffn_dim": 64, f"num_{part}_layers": 2, f"num_{part}_attention_heads": 4}
-    for mode in ("packed", "padding"):
-        code, report = proved(tmp_path, model, packing=Packing(mode=mode))
-        assert (code, report["verdict"]) == (3, "unsupported")
-        assert report["fix"].startswith("take another model")
-
-
 def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise CheckFailed("no way to run packed rows of it exactly", fix="set packing.mode=padding")
@@ -263,22 +255,22 @@ def disturb_attention(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("broken", [None, forgets_all_borders])
 def test_routers_that_choose_otherwise_in_16_bits_are_no_leak_and_hide_none(
-    broken: Callable | None, monkeypatch: Any
+    broken: Callable | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     model = tiny_model("mixtral", num_local_experts=8, num_experts_per_tok=2).bfloat16()
     disturb_attention(model)
     if broken is not None:
         break_borders(monkeypatch, broken)
-    comparison = compared(model)
-    assert comparison.grad_tolerance > 5e-2
+    comparison = compared(model, tmp_path)
+    assert comparison.tolerance.gradients > 5e-2
     assert comparison.sees
     assert comparison.off == ([] if broken is None else ["padding_free", "packed"])
 
 
-def test_the_gradients_are_those_of_all_trained_weights_and_none_are_left_behind() -> None:
+def test_the_gradients_are_those_of_all_trained_weights_and_none_are_left_behind(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.lm_head.weight.requires_grad_(False)
-    comparison = compared(model)
+    comparison = compared(model, tmp_path)
     assert comparison.off == [] and comparison.sees
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.config._attn_implementation != segmented.NAME

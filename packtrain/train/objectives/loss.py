@@ -152,7 +152,7 @@ class HeldLoss(ExampleLoss):
     """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
     adapters named `ref`), or log-probabilities that come with the batches.
 
-    A subclass defines `logps`, `with_reference` and `of_zero_margin`.
+    A subclass defines `logps` and `with_reference`.
     """
 
     answers: tuple[str, ...]
@@ -199,10 +199,6 @@ class HeldLoss(ExampleLoss):
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with the log-probabilities of the reference, if they do not come with them."""
-        raise NotImplementedError
-
-    def of_zero_margin(self, batch: MicroBatch) -> float | None:
-        """What the loss of a micro-batch is while the model is its own reference; None where no formula says it."""
         raise NotImplementedError
 
     def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:

@@ -1,16 +1,13 @@
 """`packtrain verify --collator`: the proof of isolation on a collator and a model that are not packtrain's.
 
-Three documents of random tokens go through the collator, and the model is called, as it is, with what comes out. Each document is
-replaced by other tokens in turn: none of the others may move. Each must say what it says alone. As in proof/isolation.py a
-control shows that a leak would be seen: the same row with nothing to keep its documents apart.
+Three documents of random tokens go through the collator, and the model is called, as it is, with what comes out: what is proved,
+by proof/isolation.py, is that the documents do not see each other in there, and that none is trained to predict another.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,16 +30,8 @@ from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import IGNORE, on_device
-from packtrain.proof.isolation import (
-    DOCUMENTS,
-    LENGTHS,
-    ProofInputs,
-    evaluating,
-    least_control,
-    measure,
-    refusals_of_a_model,
-    vocabulary_of,
-)
+from packtrain.proof.comparison import evaluating, refusals_of_a_model
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, Inputs, measure, vocabulary_of
 from packtrain.proof.leak import find_leak
 from packtrain.wording import first_line
 
@@ -61,25 +50,29 @@ class Collated:
         """[length, …] of each document, of what is per token: [rows, T, …]."""
         return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
 
+    def like_ids(self, name: str) -> list[torch.Tensor] | None:
+        """[length] of each document, of an entry of the batch; None if it has none of the shape of input_ids."""
+        given = self.batch.get(name)
+        alike = isinstance(given, torch.Tensor) and given.shape == self.batch["input_ids"].shape
+        return [own.cpu() for own in self.split(cast(torch.Tensor, given))] if alike else None
+
     def positions(self) -> str:
         """What the batch says of positions: whether they `restart` with each document, `run on`, or are `not given`."""
-        given = self.batch.get("position_ids")
-        if not isinstance(given, torch.Tensor) or given.shape != self.batch["input_ids"].shape:
+        if (documents := self.like_ids("position_ids")) is None:
             return "not given"
-        documents = [own.cpu() for own in self.split(given)]
         start = int(documents[0][0])
         restarts = all(torch.equal(own, torch.arange(start, start + len(own))) for own in documents)
         return "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
         """Documents, from 1, whose first token is a label: what is before it in the row is trained to predict it."""
-        labels = self.batch.get("labels")
-        if not isinstance(labels, torch.Tensor) or labels.shape != self.batch["input_ids"].shape:
-            return []
-        first = [int(own[0]) for own in self.split(labels)]
-        begins = {row: min(at for other, at in self.places if other == row) for row, _ in self.places}
-        behind = [at > begins[row] for row, at in self.places]
-        return [number for number in range(1, len(first) + 1) if first[number - 1] != IGNORE and behind[number - 1]]
+        labels = self.like_ids("labels") or []
+        first_of_row = {row: min(at for other, at in self.places if other == row) for row, _ in self.places}
+        return [
+            number
+            for number, (own, (row, at)) in enumerate(zip(labels, self.places, strict=False), 1)
+            if own[0] != IGNORE and at > first_of_row[row]
+        ]
 
 
 @torch.no_grad()
@@ -137,21 +130,15 @@ def _import(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UserError(f"{spec!r} names no function", where=_OPTION, fix="Give MODULE:NAME or FILE.py:NAME.")
-    file = Path(os.path.expanduser(place)).resolve() if place.endswith(".py") else None
+    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
         raise UserError(f"there is no file {place}", where=_OPTION, fix="Name a file, or a module without .py.")
     sys.path.insert(0, str(file.parent if file else Path.cwd()))
     with _blaming(spec, "cannot be imported"):
-        if file is None:
-            thing = importlib.import_module(place)
-        else:
-            described: Any = importlib.util.spec_from_file_location(file.stem, file)
-            thing = importlib.util.module_from_spec(described)
-            sys.modules.setdefault(file.stem, thing)  # where pickle looks its classes up
-            described.loader.exec_module(thing)
-    if not hasattr(thing, name):
-        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(thing)))
-    return getattr(thing, name)
+        module = importlib.import_module(file.stem if file else place)
+    if not hasattr(module, name):
+        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(module)))
+    return getattr(module, name)
 
 
 def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
@@ -164,7 +151,7 @@ def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..
     if isinstance(thing, type) or inspect.isfunction(thing):
         parameters = inspect.signature(thing).parameters.values()
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        required = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
+        required = [given.name for given in parameters if given.default is given.empty and given.kind not in variable]
         unknown = [name for name in required if name not in known]
         if isinstance(thing, type) and unknown:
             what = f"{spec} needs {', '.join(unknown)}, which packtrain does not know"
@@ -199,85 +186,76 @@ def _measured(
         alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
         control = list(_logits(model, _plain(model, own), None)[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
-        given = ProofInputs(own, other, alone, control)
-        measured = measure(model, run, given, [{number} for number in range(len(own))], autocast, in_order=False)
-    place, tolerance = collated.places, measured.tolerance
+        each = [{number} for number in range(len(own))]
+        proof = measure(model, run, Inputs(own, other, alone, control), each, autocast, in_order=False)
+    place, rows = collated.places, list(collated.batch["input_ids"].shape)
     leaks = [
         {"changed": changed + 1, "moved": still + 1, "by": by}
-        for (changed, still), by in sorted(measured.moved.items())
-        if not by <= tolerance
+        for (changed, still), by in sorted(proof.moved.items())
+        if not by <= proof.tolerance
     ]
     where = None
-    if leaks and tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and sorted(place) == list(place):
+    if leaks and rows == [1, sum(LENGTHS)] and sorted(place) == list(place):
         where = find_leak(model, None, run=lambda row: run(np.split(row, DOCUMENTS.starts[1:])))
     report = {
-        "rows": list(collated.batch["input_ids"].shape),
+        "rows": rows,
         "documents": list(LENGTHS),
         "positions": collated.positions(),
         "labels_across": collated.trained_across(),
         "isolation": {
-            "max_abs_diff_before": measured.most(lambda changed, still: place[changed] > place[still]),
-            "max_abs_diff_after": measured.most(lambda changed, still: place[changed] < place[still]),
-            "max_abs_diff_alone": measured.alone,
-            "control": measured.control,
-            "tolerance": tolerance,
-            "least_control": least_control(measured.most(lambda *_: True), tolerance),
+            **proof.figures(),
+            "max_abs_diff_before": proof.most_moved(lambda changed, still: place[changed] > place[still]),
+            "max_abs_diff_after": proof.most_moved(lambda changed, still: place[changed] < place[still]),
         },
         "leaks": leaks,
-        "where": {"module": where.module, "kind": where.kind} if where else None,
+        "where": where and where._asdict(),
     }
-    verdict, problem, fix = _finding(report, seen=measured.sees)
+    verdict, problem, fix = _finding(report, proof.verdict)
     return {**report, "verdict": verdict, "problem": problem, "fix": fix}
 
 
-def _finding(report: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
+def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
     """Verdict, problem and fix; the last two "" if all is exact."""
-    alone, tolerance = report["isolation"]["max_abs_diff_alone"], report["isolation"]["tolerance"]
     ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
     if report["leaks"]:
-        worst = max(report["leaks"], key=lambda one: one["by"])
+        worst = max(report["leaks"], key=lambda leak: leak["by"])
         what = f"a change of document {worst['changed']} reaches document {worst['moved']}, whose outputs move by {worst['by']:.2g}"
-        where = f" ({report['where']['module']}: {report['where']['kind']})" if report["where"] else ""
-        return "leaks", what + where, ours
-    if not alone <= tolerance:
-        why = {"run on": "positions run on along the row", "not given": "the batch has no position_ids"}
-        cause = why.get(report["positions"], "the model treats the row otherwise")
-        return "leaks", f"documents come out otherwise than alone, off by {alone:.2g}: {cause}", ours
+        return verdict, what + (" ({module}: {kind})".format(**report["where"]) if report["where"] else ""), ours
+    if verdict == "leaks":
+        cause = {"run on": "positions run on along the row", "not given": "the batch has no position_ids"}
+        why = cause.get(report["positions"], "the model treats the row otherwise")
+        off = report["isolation"]["max_abs_diff_alone"]
+        return verdict, f"documents come out otherwise than alone, off by {off:.2g}: {why}", ours
     if report["labels_across"]:
         number = report["labels_across"][0]
         what = f"the first token of document {number} is trained, predicted by the document before it"
         return "leaks", what, f"set its label to {IGNORE}"
-    if not seen:
-        return "unsupported", "isolation cannot be shown: the model's outputs hardly depend on its context", ""
-    return "exact", "", ""
+    if verdict == "unsupported":
+        return verdict, "isolation cannot be shown: the model's outputs hardly depend on its context", ""
+    return verdict, "", ""
 
 
 def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
     """What the collator makes of documents, and where they are in it. Raises UserError if they are not."""
-    features = [
-        {"input_ids": one.tolist(), "labels": one.tolist(), "attention_mask": [1] * len(one)} for one in documents
-    ]
+    lists = [document.tolist() for document in documents]
+    features = [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in lists]
     with _blaming(spec, "cannot collate", f"It is given features of {_FEATURES}."):
         made = collator(features)
-    if not isinstance(made, Mapping) or not isinstance(made.get("input_ids"), torch.Tensor):
+    ids = made.get("input_ids") if isinstance(made, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         keys = f"one with {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
-        raise UserError(f"{spec} returns no batch with a tensor input_ids, but {keys}", where=_OPTION)
-    batch: dict[str, Any] = dict(made)
-    rows = batch["input_ids"].cpu().numpy()
-    if rows.ndim != 2:
-        raise UserError(f"{spec} returns input_ids {list(rows.shape)}, not [rows, tokens]", where=_OPTION)
-    return Collated(batch, tuple(_place_of(one, rows, number, spec) for number, one in enumerate(documents, 1)))
-
-
-def _place_of(document: np.ndarray, rows: np.ndarray, number: int, spec: str) -> tuple[int, int]:
-    """Row and first column at which the tokens of a document stand."""
-    if rows.shape[1] >= len(document):
-        windows = np.lib.stride_tricks.sliding_window_view(rows, len(document), axis=1)
-        for row, at in np.argwhere((windows == document).all(axis=-1)).tolist():
-            return row, at
-    lost = f"the {len(document)} tokens of document {number} are not in its batch"
-    what = f"{spec} does not leave documents whole: {lost}"
-    raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
+        raise UserError(f"{spec} returns no batch with a tensor input_ids [rows, tokens], but {keys}", where=_OPTION)
+    rows, places = ids.cpu(), []
+    for number, document in enumerate(documents, 1):
+        windows = rows.unfold(1, min(len(document), rows.shape[1]), 1)
+        fits = windows.shape[-1] == len(document)
+        found = (windows == torch.from_numpy(document)).all(dim=-1).nonzero().tolist() if fits else []
+        if not found:
+            lost = f"the {len(document)} tokens of document {number} are not in its batch"
+            what = f"{spec} does not leave documents whole: {lost}"
+            raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
+        places.append(tuple(found[0]))
+    return Collated(dict(made), tuple(places))
 
 
 def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
@@ -285,7 +263,7 @@ def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any
     ids = torch.from_numpy(np.concatenate(documents))[None]
     positions = {}
     if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
-        positions = {"position_ids": torch.cat([torch.arange(len(one)) for one in documents])[None]}
+        positions = {"position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None]}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **positions}
 
 
