@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,18 +62,13 @@ def _sums_by_module(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """For each module, in the order in which their calls return: `_sums` of its inputs and of its outputs."""
     sums: dict[str, tuple[list[float], list[float]]] = {}
-    taken: dict[str, list[float]] = {}
-    handles = []
-    for name, module in model.named_modules():
 
-        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            taken[name] = _sums([args, kwargs])
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        sums[name] = (_sums([args, kwargs]), _sums(output))
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            sums[name] = (taken[name], _sums(output))
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    handles = [
+        module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in model.named_modules()
+    ]
     try:
         run(row)
     finally:

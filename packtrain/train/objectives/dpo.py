@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from packtrain.data.dataset import PairDataset
@@ -47,23 +46,13 @@ class DPOLoss(HeldLoss):
 
     answers = ("the chosen answer of pair", "the rejected answer of pair")
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
+    new_figures = partial(WeightedFigures, FIGURES)
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        args: DPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        reference: PreTrainedModel | None,
-    ) -> None:
+    def __init__(self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
         trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         super().__init__(trl, settings, (*outputs, "log_sum_sq_probs") if trl.use_weighting else outputs)
         self._weights = list(trl.loss_weights)
-
-    def new_figures(self) -> WeightedFigures:
-        """Sums of TRL's figures, of nothing yet."""
-        return WeightedFigures(FIGURES)
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """The micro-batch's part of the mean loss over the pairs of the step; `sft` is a mean over its trained tokens."""

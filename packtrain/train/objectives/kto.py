@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import KTOConfig, KTOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -28,6 +27,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, UnpairedSteps
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, HeldLoss, Logps, WeightedFigures
 from packtrain.train.objectives.training_objective import HeldObjective
@@ -57,15 +57,9 @@ class KTOLoss(HeldLoss):
     examples = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
+    new_figures = partial(WeightedFigures, UNITS, derived=(MARGINS,))
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        args: KTOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        reference: PreTrainedModel | None,
-    ) -> None:
+    def __init__(self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
         trl = hold_trainer(KTOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
         super().__init__(trl, settings, ("log_probs", "entropy", "mean_logits"))
         self._kl = torch.zeros(1, device=self.device)
@@ -90,10 +84,6 @@ class KTOLoss(HeldLoss):
         self._kl = torch.zeros_like(self._kl)
         if estimated:
             self.open_step([batch])
-
-    def new_figures(self) -> WeightedFigures:
-        """Sums of TRL's figures, of nothing yet."""
-        return WeightedFigures(UNITS, derived=(MARGINS,))
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """The micro-batch's part of the mean loss over the answers of the step."""
@@ -195,17 +185,11 @@ class KTO(HeldObjective):
         own: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
         return UnpairedSteps(data, schedule, *shape, **own)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> HeldLoss:
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
         """As of HeldObjective. Raises UserError as `check_sizes`."""
         if self._estimates:
-            check_sizes(settings)
-        return super().loss(model, arguments, tokenizer, settings)
+            check_sizes(trainer.settings)
+        super().prove(trainer, log, attention, **how)
 
     def with_reference(
         self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision

@@ -24,7 +24,6 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.patches import without_gathering
 from packtrain.train.settings import LoopSettings
 
-_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
@@ -90,6 +89,8 @@ class ExampleLoss(Loss):
 
     examples = "pairs"
     """What they are called in the figures of an evaluation."""
+    new_figures: Callable[[], WeightedFigures]
+    """Sums of TRL's figures, of nothing yet."""
 
     def __init__(self, trl: Any, settings: LoopSettings) -> None:
         super().__init__(trl, settings)
@@ -97,10 +98,6 @@ class ExampleLoss(Loss):
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Scalar: the micro-batch's part of the mean loss over the examples of a step of these `counts`; adds its figures."""
-        raise NotImplementedError
-
-    def new_figures(self) -> WeightedFigures:
-        """Sums of TRL's figures, of nothing yet."""
         raise NotImplementedError
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
@@ -157,15 +154,8 @@ class HeldLoss(ExampleLoss):
 
     answers: tuple[str, ...]
     """What the answers of each part of Logps are called (first_loss.py)."""
-    _not_for_the_model = (
-        "completion_mask",
-        "label",
-        "ref_logps",
-        "ref_KL_logps",
-        "ref_chosen_logps",
-        "ref_rejected_logps",
-    )
-    """Entries of a batch that the model does not take."""
+    reference_names: tuple[str, ...]
+    """Names of the reference's log-probabilities in a batch."""
 
     def __init__(self, trl: Any, settings: LoopSettings, outputs: tuple[str, ...]) -> None:
         """`outputs` are those of TRL's fused head that its loss reads."""
@@ -189,9 +179,6 @@ class HeldLoss(ExampleLoss):
         """The same by the reference; precomputed ones are taken from the batch."""
         inputs = self.with_reference(self.inputs(batch))
         return tuple(inputs[name] for name in self.reference_names)
-
-    reference_names: tuple[str, ...]
-    """Names of the reference's log-probabilities in a batch."""
 
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
         """Log-probabilities by `model` as it is."""
@@ -223,7 +210,8 @@ class HeldLoss(ExampleLoss):
 
     def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What of `inputs` is for the model."""
-        return {name: value for name, value in inputs.items() if name not in self._not_for_the_model}
+        own = {name: value for name, value in inputs.items() if name not in ("completion_mask", "label")}
+        return {name: value for name, value in own.items() if not name.startswith("ref_")}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.
@@ -240,8 +228,8 @@ class WeightedFigures:
     """Sums of figures, each weighted by the number of units that it is a mean over; `units` has the unit of each figure."""
 
     def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
-        """`derived` figures follow from others, and are passed over."""
-        self.units, self._passed_over = units, (*_NOT_FIGURES, *derived)
+        """`derived` figures follow from others, and are passed over; tokens are counted by packtrain, exactly even after a resume."""
+        self.units, self._passed_over = units, ("num_tokens", *derived)
         self._sums = torch.zeros(len(units), 2, dtype=torch.float64)
 
     def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:

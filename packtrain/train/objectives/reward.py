@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
 from packtrain.attention.backends import attention_of
@@ -41,36 +39,6 @@ PAIRS = 0
 FIGURES = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
 
 
-class RewardLoss(ExampleLoss):
-    """The loss of pairs on `model`, a sequence classifier with one label."""
-
-    def __init__(
-        self, model: PreTrainedModel, args: RewardConfig, tokenizer: PreTrainedTokenizerBase, settings: LoopSettings
-    ) -> None:
-        super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
-        patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
-
-    def new_figures(self) -> WeightedFigures:
-        """Sums of TRL's figures, of nothing yet."""
-        return RewardFigures()
-
-    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the pairs of the step."""
-        inputs = self.inputs(batch)
-        if not batch.examples:  # a filler, of a process that has fewer micro-batches
-            return model(**inputs, use_cache=False).logits.sum() * 0.0
-        with self.accelerator.autocast():
-            loss = self.trl.compute_loss(model, inputs)
-        self.add_figures({PAIRS: batch.examples})
-        return loss * (batch.examples / counts[3])
-
-    @torch.no_grad()
-    def scores(self, batch: MicroBatch) -> torch.Tensor:
-        """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
-        with self.accelerator.autocast():
-            return self.model(**self.inputs(batch), use_cache=False).logits[:, 0].float()
-
-
 class RewardFigures(WeightedFigures):
     """Means over pairs, and the least and the greatest reward of all answers."""
 
@@ -90,8 +58,34 @@ class RewardFigures(WeightedFigures):
         self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
         with waiting("the figures of all ranks"):
             ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
-        found = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
-        return {name: found[name] for name in FIGURES} if means else {}  # of a step whose pairs are left out
+        figures = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
+        return {name: figures[name] for name in FIGURES} if means else {}  # of a step whose pairs are left out
+
+
+class RewardLoss(ExampleLoss):
+    """The loss of pairs on `model`, a sequence classifier with one label."""
+
+    new_figures = RewardFigures
+
+    def __init__(self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings) -> None:
+        super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
+        patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step."""
+        inputs = self.inputs(batch)
+        if not batch.examples:  # a filler, of a process that has fewer micro-batches
+            return model(**inputs, use_cache=False).logits.sum() * 0.0
+        with self.accelerator.autocast():
+            loss = self.trl.compute_loss(model, inputs)
+        self.add_figures({PAIRS: batch.examples})
+        return loss * (batch.examples / counts[3])
+
+    @torch.no_grad()
+    def scores(self, batch: MicroBatch) -> torch.Tensor:
+        """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
+        with self.accelerator.autocast():
+            return self.model(**self.inputs(batch), use_cache=False).logits[:, 0].float()
 
 
 class Reward(PairObjective):
@@ -105,13 +99,7 @@ class Reward(PairObjective):
         """The optimizer steps over `data`."""
         return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> RewardLoss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> RewardLoss:
         """The loss of pairs on `model`."""
         args = arguments_on_one_gpu(RewardConfig, **arguments, **self.objective.options)
         return RewardLoss(model, args, tokenizer, settings)

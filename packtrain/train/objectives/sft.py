@@ -12,8 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from packtrain.attention.backends import PER_DOCUMENT
@@ -43,12 +41,7 @@ class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. TRL's head makes the former."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        args: SFTConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        objective: Objective,
+        self, model: Any, args: SFTConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
     ) -> None:
         super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
         base = base_model(model)
@@ -114,13 +107,7 @@ class SFT(TrainingObjective):
 
     prepare_data = staticmethod(prepare)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> SFTLoss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> SFTLoss:
         """The loss of documents on `model`."""
         args = arguments_on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
         return SFTLoss(model, args, tokenizer, settings, self.objective)

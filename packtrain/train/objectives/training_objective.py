@@ -12,7 +12,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
@@ -57,13 +56,7 @@ class TrainingObjective:
         return int(data.lengths.max())
 
     def take_reference(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks,
-        precision: Precision,
-        *,
-        seed: int,
+        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
         """Loads the reference, if any, before `model` is sharded; returns what a resumed run must agree on of it."""
         return {}
@@ -84,13 +77,7 @@ class TrainingObjective:
         """The optimizer steps over a data set, or those of an `evaluation`."""
         return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> Loss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> Loss:
         """The loss on `model`, whose forward it patches; `arguments` are those of TRL's trainers."""
         raise NotImplementedError
 
@@ -171,13 +158,7 @@ class HeldObjective(TrainingObjective):
         self.identity = ""
 
     def take_reference(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks,
-        precision: Precision,
-        *,
-        seed: int,
+        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
         """As of TrainingObjective. Raises UserError if `model` asks for a loss of its routers, which is not defined over answers."""
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
@@ -196,13 +177,7 @@ class HeldObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> HeldLoss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> HeldLoss:
         """As of TrainingObjective."""
         losses = self.objective.losses
         own = {

@@ -50,29 +50,23 @@ class Collated:
         """[length, …] of each document, of what is per token: [rows, T, …]."""
         return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
 
-    def like_ids(self, name: str) -> list[torch.Tensor] | None:
-        """[length] of each document, of an entry of the batch; None if it has none of the shape of input_ids."""
+    def like_ids(self, name: str) -> list[torch.Tensor]:
+        """[length] of each document, of an entry of the batch; empty if it has none of the shape of input_ids."""
         given = self.batch.get(name)
         alike = isinstance(given, torch.Tensor) and given.shape == self.batch["input_ids"].shape
-        return [own.cpu() for own in self.split(cast(torch.Tensor, given))] if alike else None
+        return self.split(cast(torch.Tensor, given).cpu()) if alike else []
 
     def positions(self) -> str:
         """What the batch says of positions: whether they `restart` with each document, `run on`, or are `not given`."""
-        if (documents := self.like_ids("position_ids")) is None:
-            return "not given"
-        start = int(documents[0][0])
-        restarts = all(torch.equal(own, torch.arange(start, start + len(own))) for own in documents)
-        return "restart" if restarts else "run on"
+        documents = self.like_ids("position_ids")
+        restarts = all(torch.equal(own - documents[0][0], torch.arange(len(own))) for own in documents)
+        return "not given" if not documents else "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
         """Documents, from 1, whose first token is a label: what is before it in the row is trained to predict it."""
-        labels = self.like_ids("labels") or []
-        first_of_row = {row: min(at for other, at in self.places if other == row) for row, _ in self.places}
-        return [
-            number
-            for number, (own, (row, at)) in enumerate(zip(labels, self.places, strict=False), 1)
-            if own[0] != IGNORE and at > first_of_row[row]
-        ]
+        trained = [bool(own[0] != IGNORE) for own in self.like_ids("labels")]
+        behind = [any(row == other and at > start for other, start in self.places) for row, at in self.places]
+        return [number for number, across in enumerate(map(all, zip(trained, behind, strict=False)), 1) if across]
 
 
 @torch.no_grad()
@@ -92,9 +86,8 @@ def verify_collator(
     if attention is not None:
         with boundary(f"{type(base).__name__} has no attention {attention}", where="--attention"):
             base.set_attn_implementation(attention)
-    known = {"tokenizer": tokenizer, "model": base, "pad_token_id": tokenizer.pad_token_id}
-    known["processing_class"] = tokenizer
-    collator = _collator_of(thing, spec, known)
+    known = {"tokenizer": tokenizer, "processing_class": tokenizer, "model": base}
+    collator = _collator_of(thing, spec, {**known, "pad_token_id": tokenizer.pad_token_id})
     backend = f"{attach(base).backends[0]}, by packtrain.attach" if attached else own_attention(base)
     report = {
         "model": model.path or f"new weights ({base.config.model_type})",
@@ -116,10 +109,9 @@ def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
     except PacktrainError:
         raise
     except Exception as error:
-        kind = f"{type(error).__name__}: "
-        said = first_line(error).removeprefix(kind)
+        said = first_line(error).removeprefix(f"{type(error).__name__}: ")
         advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()
-        raise UserError(f"{spec} {what}: {kind}{said}", where=_OPTION, fix=advice) from error
+        raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=_OPTION, fix=advice) from error
 
 
 def _import(spec: str) -> Any:
@@ -142,26 +134,16 @@ def _import(spec: str) -> Any:
 
 
 def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """The collator: `thing` itself, or what it makes.
-
-    A class, and a function that requires nothing but `known` arguments, are called with these. Raises UserError where that is
-    not enough.
-    """
-    made = thing
-    if isinstance(thing, type) or inspect.isfunction(thing):
-        parameters = inspect.signature(thing).parameters.values()
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        required = [given.name for given in parameters if given.default is given.empty and given.kind not in variable]
-        unknown = [name for name in required if name not in known]
-        if isinstance(thing, type) and unknown:
-            what = f"{spec} needs {', '.join(unknown)}, which packtrain does not know"
-            raise UserError(what, where=_OPTION, fix=f"Name a function that makes it; it may take {', '.join(known)}.")
-        if not unknown:
-            with _blaming(spec, "cannot be made"):
-                made = thing(**{name: known[name] for name in required})
-    if not callable(made):
-        raise UserError(f"{spec} is {type(made).__name__}, which cannot be called", where=_OPTION)
-    return made
+    """The collator: `thing` itself, or what a class or function makes that requires nothing but `known` arguments."""
+    if not isinstance(thing, type) and not inspect.isfunction(thing):
+        return thing
+    parameters = inspect.signature(thing).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [given.name for given in parameters if given.default is given.empty and given.kind not in variable]
+    if not set(required) <= set(known):
+        return thing
+    with _blaming(spec, "cannot be made"):
+        return thing(**{name: known[name] for name in required})
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
@@ -183,8 +165,8 @@ def _measured(
         return made.split(_logits(model, made.batch, spec))
 
     with evaluating(model, autocast):
-        alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
-        control = list(_logits(model, _plain(model, own), None)[0].split(LENGTHS))
+        alone = [_logits(model, _plain(model, [document]))[0] for document in own]
+        control = list(_logits(model, _plain(model, own))[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
         each = [{number} for number in range(len(own))]
         proof = measure(model, run, Inputs(own, other, alone, control), each, autocast, in_order=False)
@@ -259,22 +241,18 @@ def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray
 
 
 def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
-    """One row [1, T] of documents that nothing keeps apart; of a single one, as it is alone."""
+    """One row [1, T] of documents that nothing separates; of a single one, as it is alone."""
     ids = torch.from_numpy(np.concatenate(documents))[None]
-    positions = {}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
-        positions = {"position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None]}
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **positions}
+        batch["position_ids"] = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    return batch
 
 
-def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str | None) -> torch.Tensor:
-    """float32 [rows, T, vocabulary], by the call that trainers make: without a cache."""
+def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str = "") -> torch.Tensor:
+    """float32 [rows, T, vocabulary], by the call that trainers make: without a cache. `spec` names who made the batch."""
     torch.manual_seed(0)  # for the noise of training mode
-    call = {"use_cache": False, **on_device(batch, model.device)}
-    name, shape = type(model).__name__, batch["input_ids"].shape
+    name = type(model).__name__
     alone = refusals_of_a_model(f"{name} cannot run a document alone", fix="")
     with _blaming(spec, f"made a batch that {name} cannot run") if spec else alone:
-        logits = model(**call).logits.float()
-    if logits.shape[:2] != shape:
-        raise UserError(f"{name} returns logits {list(logits.shape)} for {list(shape)}")
-    return logits
+        return model(use_cache=False, **on_device(batch, model.device)).logits.float()

@@ -171,9 +171,9 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | 
     if isinstance(loss, SFTLoss):
         choose_head(base_model(run.model), loss.head, loss.probe(steps), autocast=run.precision.autocast)
     if isinstance(objective, HeldObjective) and objective.reference.at_start:
-        padded = backend is None or run.config.packing.mode == "padding"
-        layout, precomputed = "shared" if shares else "flat", objective.reference.kind == "precomputed"
-        start = start_on_random_pairs(loss, steps, backend, "padding" if padded else layout, precomputed=precomputed)
+        packed = None if run.config.packing.mode == "padding" else backend
+        own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
+        start = start_on_random_pairs(loss, own, packed, precomputed=objective.reference.kind == "precomputed")
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
     return head, compare_modes(loss, steps, backend, shares=shares, split=split), start

@@ -10,7 +10,7 @@ of gradients are in memory at a time, the definition's and those of one mode: le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import IGNORE, PairRows, row_arguments, shifted_labels
+from packtrain.packing.collate import IGNORE, row_arguments, shifted_labels
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
@@ -86,12 +86,12 @@ class Comparison:
     @property
     def off(self) -> list[str]:
         """The modes that ran and differ from the definition by more than rounding."""
-
-        def fits(own: Figures) -> bool:  # NaN does not
-            loss, gradients = own.loss_rel_diff or 0.0, own.grad_rel_diff or 0.0
-            return loss <= self.tolerance.loss and gradients <= self.tolerance.gradients
-
-        return [mode for mode, own in self.measured.items() if not own.problem and not fits(own)]
+        most = {"loss_rel_diff": self.tolerance.loss, "grad_rel_diff": self.tolerance.gradients}
+        return [
+            mode
+            for mode, own in self.measured.items()
+            if not own.problem and not all(getattr(own, name) <= limit for name, limit in most.items())  # NaN is not
+        ]
 
     @property
     def least_control(self) -> float:
@@ -256,20 +256,14 @@ def loss_on_random_examples(
     return objective.loss(model, arguments, tokenizer, loop), steps
 
 
-def start_on_random_pairs(
-    loss: HeldLoss, steps: Any, backend: str | None, layout: PairRows, *, precomputed: bool
-) -> Start:
-    """The Start on random pairs of a run whose model is its own reference, in its `layout` and by its `backend`.
+def start_on_random_pairs(loss: HeldLoss, steps: Any, backend: str | None, *, precomputed: bool) -> Start:
+    """The Start on the random examples of `steps` of a run whose model is its own reference, by its `backend` (None: padded).
 
-    With `precomputed` log-probabilities, those of the random pairs are computed here.
+    With `precomputed` log-probabilities, those of the random examples are computed here.
     """
-    steps = replace(steps, layout=layout)
-
-    def attending(model: Any) -> Any:
-        packs = model is not None and backend is not None and layout != "padding"
-        return attending_by(base_model(model), cast(str, backend)) if packs else nullcontext()
-
-    with attending(loss.model), attending(loss.trl.ref_model):
+    with ExitStack() as stack:
+        for model in filter(None, (loss.model, loss.trl.ref_model)) if backend is not None else ():
+            stack.enter_context(attending_by(base_model(model), cast(str, backend)))
         return start_of(loss, (with_own_reference(loss, steps) if precomputed else steps).first_batch(0))
 
 
