@@ -9,14 +9,13 @@ mode, or in eval mode where a model draws noise.
 difference could come from learned positions), must differ from the documents alone by many times what (1) showed. So the proof
 cannot pass because it is blind to leaks.
 
-Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path, an answer not
-with the other one; that it sees all that is before it follows from (2). Weights in float32 are proved in float32 also where
+Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path; that it sees all
+that is before it follows from (2). Weights in float32 are proved in float32 also where
 training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
 bfloat16's rounding would hide a small leak.
 
-In 16 bits a product of matrices rounds differently with another number of rows, and how many tokens an expert gets depends on all
-documents. So a router may choose another expert for single tokens when other documents change, which is no leak: there unchanged
-documents keep the experts that they had. What leaks into them moves their hidden states, and their outputs as ever.
+In 16 bits products round differently with another number of rows, and a router may choose another expert for single tokens when
+other documents change, which is no leak: so unchanged documents keep their experts. A leak moves their outputs as ever.
 """
 
 from __future__ import annotations

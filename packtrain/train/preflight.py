@@ -49,21 +49,15 @@ def choose_together(
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
     """Why ranks would gather weights a different number of times, which hangs; None if they would not."""
-    if ranks.sharded and backend == PER_DOCUMENT:
-        return Problem(
-            f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
-            f"of times; under {ranks.strategy} all have to call it together",
-            "strategy.name",
-            "set packing.mode=padding, or strategy=zero2",
-        )
-    if ranks.gathers_by_engine and not uses_attention_interface(model):
-        return Problem(
-            f"packed rows of {type(model).__name__} run its own attention code once per document, which {ranks.strategy} does "
-            "not follow",
-            "strategy.name",
-            "set strategy=fsdp2 or zero2, or packing.mode=padding",
-        )
-    return None
+    by_document = backend == PER_DOCUMENT or (ranks.gathers_by_engine and not uses_attention_interface(model))
+    if not ranks.sharded or not by_document:
+        return None
+    return Problem(
+        f"packed rows of {type(model).__name__} run one document at a time, in all of it or in its own attention code; under "
+        f"{ranks.strategy} all processes have to call it equally often",
+        "strategy.name",
+        "set packing.mode=padding, or strategy=zero2",
+    )
 
 
 def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None:
@@ -71,7 +65,7 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
     with waiting("the choices of all ranks"):
         choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
-        ranks = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(choices))
+        ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
         raise CheckFailed(
             f"the processes would not use the same {what} ({ranks})",
             where=where,
@@ -85,9 +79,8 @@ class FirstStepWatch:
     first WATCHED_STEPS steps, since state kept between steps may be wrong too. (Not with sharded weights: processes would
     call the model a different number of times.)
 
-    Losses are compared document by document: a missing border changes one or two of them, too little to show in the sum. Gradients are compared by `packtrain verify`.
-
-    `attention` is the model's original implementation, which runs the documents alone.
+    `attention` is the model's original implementation, which runs the documents alone; `tolerance` that of outputs. Losses are
+    compared by document: a missing border changes one or two of them, too little to show in the sum.
     """
 
     attention: str

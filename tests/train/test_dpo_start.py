@@ -120,14 +120,10 @@ def adapted(*, beside: bool = False) -> Any:
 
 FAULTS: dict[str, Callable[[Path], StepTrainer]] = {
     "dropout of attention": lambda folder: start(folder, dropping(), dropping()),
-    "a reference in training mode": lambda folder: start(
-        folder, policy(), dropping(), lambda trainer: trainer.loss.trl.ref_model.train()
-    ),
-    "dropout without a name": lambda folder: start(folder, policy(), policy(), drop_by_a_hook),
+    "dropout in the reference": lambda folder: start(folder, policy(), policy(), drop_by_a_hook),
     "another precision": lambda folder: start(folder, policy(), policy().to(torch.bfloat16)),
     "adapters that are not new": lambda folder: start(folder, adapted(), None),
     "other earlier adapters": lambda folder: start(folder, adapted(beside=True), None),
-    "other weights": lambda folder: start(folder, policy(), another()),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 from dataclasses import replace
@@ -11,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from here import ALONE, train_here
 from running import LLAMA, WORDS, Run, write_jsonl
-from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
@@ -25,7 +22,6 @@ from packtrain.model import reference
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
-from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.training_objective import identity_of_reference
 from packtrain.train.run import verify_in
 
@@ -112,48 +108,26 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
     start = replace(start, objective=against("precomputed"))
     tokenizer = load_tokenizer(start.model)
 
-    def name(config: RunConfig, *, rows: int = 15, moved: float = 0.0, ld_alpha: float | None = None) -> Any:
+    def name(rows: int = 15, ld_alpha: float | None = None, **groups: Any) -> str:
+        config = replace(start, **groups)
         data = replace(config.data, train=str(write_jsonl(tmp_path / f"{rows}.jsonl", pairs(rows))))
         prepared = prepare_pairs(data, tokenizer, seed=0).train
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-        with torch.no_grad():
-            next(model.parameters())[0, 0] += moved
         identity = identity_of_reference(model, config.peft, weights_hash(model))
         precision = precision_of(model, config.trainer.mixed_precision)
         return reference.cache_key(prepared.fingerprint, identity, precision, ld_alpha)
 
-    def model_as(**keys: Any) -> RunConfig:
-        return replace(start, model=replace(start.model, **keys))
-
-    known = name(start)
-    free = {"optim": Optim(), "batch": Batch(examples_per_step=3), "packing": Packing(mode="padding")}
-    assert known == name(replace(start, **free))
+    known = name()
+    assert known == name(optim=Optim(), batch=Batch(examples_per_step=3), packing=Packing(mode="padding"))
     others = [
-        name(start, rows=14),
-        name(start, moved=1e-6),
-        name(start, ld_alpha=0.5),
-        name(model_as(dtype="bfloat16")),
-        name(model_as(config={**LLAMA, "rms_norm_eps": 0.1})),
-        name(replace(start, trainer=replace(start.trainer, mixed_precision="bf16"))),
-        name(replace(start, data=replace(start.data, max_length=32))),
+        name(rows=14),
+        name(ld_alpha=0.5),
+        name(model=replace(start.model, dtype="bfloat16")),
+        name(model=replace(start.model, config={**LLAMA, "rms_norm_eps": 0.1})),
+        name(trainer=replace(start.trainer, mixed_precision="bf16", seed=1)),
+        name(data=replace(start.data, max_length=32)),
     ]
     assert len({known, *others}) == 1 + len(others)
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("model", 2), ("precomputed", 1)])
-def test_with_kept_log_probabilities_no_reference_is_in_memory(
-    start: RunConfig, kind: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def models() -> int:
-        gc.collect()
-        return sum(issubclass(type(one), PreTrainedModel) and hasattr(one, "lm_head") for one in gc.get_objects())
-
-    before, step, found = models(), StepTrainer.forward_and_backward, []
-    monkeypatch.setattr(
-        StepTrainer, "forward_and_backward", lambda *given: [found.append(models() - before), step(*given)][1]
-    )
-    trained(start, "counted", objective=against(kind))
-    assert found == [expected] * 3
 
 
 @pytest.mark.parametrize("way", ["model", "precomputed"])

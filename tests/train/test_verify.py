@@ -15,14 +15,12 @@ import torch
 import yaml
 from running import LLAMA, base_config, packtrain
 from tiny_models import tiny_model
-from transformers import MptConfig, MptForCausalLM
 
 from packtrain.attention import segmented
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import CheckFailed, UserError
-from packtrain.model.load import check_positions
+from packtrain.errors import CheckFailed
 from packtrain.model.precision import precision_of
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
@@ -149,11 +147,6 @@ def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Pat
     assert json.loads(capsys.readouterr().out) == report
 
 
-def test_a_named_backend_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.attention"):
-        proved(tmp_path, LLAMA, attention="flash")
-
-
 def forgets_all_borders(segments: Segments) -> Segments:
     return Segments((segments.tokens,))
 
@@ -166,15 +159,6 @@ def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> N
         return exact(*args, segments=broken(segments), **kwargs)
 
     monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, attend)
-
-
-def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: Path, monkeypatch: Any) -> None:
-    break_borders(monkeypatch, forgets_all_borders)
-    code, report = proved(tmp_path, LLAMA, attention="segmented")
-    assert (code, report["verdict"]) == (3, "leaks")
-    assert report["where"]["module"] == "model.layers.0.self_attn" and "auto" in report["fix"]
-    code, report = proved(tmp_path, LLAMA)  # which auto does not take
-    assert (code, report["backend"]) == (0, "per_document")
 
 
 @pytest.mark.parametrize(
@@ -199,14 +183,6 @@ def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(t
     assert (code, report["verdict"], report["controls_see"]) == (3, "unsupported", False)
     code, report = proved(tmp_path, blind)
     assert (code, report["verdict"], report["backend"], report["controls_see"]) == (0, "exact", "per_document", False)
-
-
-def test_a_head_that_the_fused_one_does_not_fit_runs_with_full_logits(tmp_path: Path) -> None:
-    """RecurrentGemma caps its logits by a name that the fused head does not know."""
-    model = {"model_type": "recurrent_gemma", "hidden_size": 32, "intermediate_size": 64, "lru_width": 32}
-    model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "block_types": ["recurrent", "attention"]}
-    code, report = proved(tmp_path, model | {"logits_soft_cap": 0.5})
-    assert (code, report["verdict"], report["head"]) == (0, "exact", "full logits")
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
@@ -234,12 +210,6 @@ def test_documents_reach_beyond_windows_and_chunks_but_not_beyond_the_positions(
     assert max(lengths_for(tiny_model("mistral", sliding_window=200))) == 207
     assert max(lengths_for(tiny_model("mistral", sliding_window=4096))) == 135
     assert max(lengths_for(tiny_model("llama", max_position_embeddings=64))) == 64
-    mpt = MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=48))
-    assert max(lengths_for(mpt)) == 48
-    check_positions(mpt, 48, padded=False)
-    with pytest.raises(UserError, match=r"49 tokens, the model is made for 48 positions") as beyond:
-        check_positions(mpt, 49, padded=False)
-    assert "model.config.max_seq_len" in beyond.value.problems[0].fix
 
 
 def disturb_attention(model: torch.nn.Module) -> None:

@@ -97,10 +97,10 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     """The Start of a model that is its own reference, as it trains. Called on all processes together."""
     model: Any = loss.model
     training = model.training
-    with evaluating(model):  # dropout would make two calls differ
-        zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
-    model.train()
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        model.eval()  # dropout would make two calls differ
+        zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
+        model.train()
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
         first = loss.alone(batch)
     model.train(training)

@@ -34,6 +34,7 @@ from packtrain.proof.isolation import TREE, Proof, check_as_it_comes
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.first_loss import Start
+from packtrain.train.objectives.loss import HeldLoss
 from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import HeldObjective
 from packtrain.train.preflight import why_not_together
@@ -173,7 +174,9 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | 
     if isinstance(objective, HeldObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
         own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
-        start = start_on_random_pairs(loss, own, packed, precomputed=objective.reference.kind == "precomputed")
+        start = start_on_random_pairs(
+            cast(HeldLoss, loss), own, packed, precomputed=objective.reference.kind == "precomputed"
+        )
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
     return head, compare_modes(loss, steps, backend, shares=shares, split=split), start
