@@ -76,17 +76,22 @@ def check_equal(
     candidate: torch.Tensor,
     definition: torch.Tensor,
     tolerance: float,
-    describe: Callable[[int], tuple[str, str]],
+    what: str,
     *,
+    fix: str,
     scale: torch.Tensor | None = None,
 ) -> float:
-    """The `difference` of values [n]. Raises CheckFailed above `tolerance`: `describe` gives problem and fix of the one furthest off."""
+    """The `difference` of values [n]. Raises CheckFailed above `tolerance`, of the value that is furthest off.
+
+    `what` is a format of its `number` from 1, `candidate` and `definition`.
+    """
     off = difference(candidate, definition, scale=scale)
-    if off <= tolerance:
-        return off
-    by_value = (candidate - definition).abs() / (1 if scale is None else scale)
-    what, fix = describe(int(by_value.nan_to_num(torch.inf).argmax()))
-    raise CheckFailed(what, fix=fix)
+    if not off <= tolerance:
+        by_value = (candidate - definition).abs() / (1 if scale is None else scale)
+        worst = int(by_value.nan_to_num(torch.inf).argmax())
+        values = {"candidate": candidate[worst].item(), "definition": definition[worst].item()}
+        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix)
+    return off
 
 
 @contextmanager
@@ -116,8 +121,7 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
 def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
     """Turns any exception of a model's own code inside the block into CheckFailed: `what`, and the first line of the exception.
 
-    Models refuse unsupported calls (packed rows without some kernel, unknown arguments) with exceptions of every type, so no
-    list of types is complete. Running out of memory is not a refusal.
+    Models refuse unsupported calls with exceptions of every type. Running out of memory is not a refusal.
     """
     try:
         yield

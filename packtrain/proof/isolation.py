@@ -50,6 +50,10 @@ DOCUMENTS = Segments(LENGTHS)
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts that are continued twice, one of these continuations twice again, and between them a document as long as the
 longest of DOCUMENTS: so that one proof serves trees and documents."""
+NO_FIGURES: dict[str, None] = dict.fromkeys(
+    ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
+)
+"""The figures of a proof that could not run."""
 Routing = dict[torch.nn.Module, tuple[torch.Tensor, ...]]
 """By layer of experts: those chosen by each token, and their weights."""
 
@@ -94,16 +98,12 @@ class Proof:
             return "leaks"
         return "exact" if self.control >= self.least_control else "unsupported"
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """As `packtrain verify` reports them: movements of documents before and after the changed one, and the others."""
-        return {
-            "max_abs_diff_before": self.most_moved(lambda changed, still: still < changed),
-            "max_abs_diff_after": self.most_moved(lambda changed, still: still > changed),
-            "max_abs_diff_alone": self.alone,
-            "control": self.control,
-            "tolerance": self.tolerance,
-            "least_control": self.least_control,
-        }
+        before = self.most_moved(lambda changed, still: still < changed)
+        after = self.most_moved(lambda changed, still: still > changed)
+        figures = (before, after, self.alone, self.control, self.tolerance, self.least_control)
+        return dict(zip(NO_FIGURES, figures, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for summary.json."""
@@ -123,37 +123,29 @@ def prove_isolation(
     document: 8 calls with DOCUMENTS. Raises CheckFailed where the model cannot run such a row at all.
     """
     ids = random_ids(model, segments)
-    own, other = (np.split(row, segments.starts[1:]) for row in ids)
-    numbers = range(len(own))
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
+            control = logits_in_row(model, ids[0], segments, separated=False)
             return measure(
                 model,
                 lambda documents: logits_in_row(model, np.concatenate(documents), segments),
-                Inputs(own, other, alone, logits_in_row(model, ids[0], segments, separated=False)),
-                [{one for one in numbers if number in segments.path(one)} for number in numbers],
+                ids,
+                segments,
+                alone,
+                control,
                 autocast,
                 backend=backend,
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What is proved on: the tokens of documents and `other` ones for each, and float32 outputs [length, vocabulary] of each `alone`,
-    and in a row that does not separate them (`control`)."""
-
-    own: list[np.ndarray]
-    other: list[np.ndarray]
-    alone: list[torch.Tensor]
-    control: list[torch.Tensor]
-
-
 def measure(
     model: PreTrainedModel,
     run: Callable[[list[np.ndarray]], list[torch.Tensor]],
-    inputs: Inputs,
-    replacements: list[set[int]],
+    ids: np.ndarray,
+    segments: Segments,
+    alone: list[torch.Tensor],
+    control: list[torch.Tensor],
     autocast: torch.dtype | None,
     *,
     backend: str = "",
@@ -161,31 +153,34 @@ def measure(
 ) -> Proof:
     """The engine of the proofs: `run` has the model run documents together, and gives the outputs of each.
 
-    Each set of documents is replaced in turn; `in_order`: they stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
+    `ids` int64 [2, T] are the tokens of the documents, and others to replace each of `segments` by in turn, with what continues it.
+    Outputs are float32 [length, vocabulary] of each, `alone` and in a row that does not separate them (`control`). `in_order`: the
+    documents stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
     """
-    own, other, dtype = inputs.own, inputs.other, autocast or model.dtype
+    own, other = (np.split(row, segments.starts[1:]) for row in ids)
+    numbers, dtype = range(len(own)), autocast or model.dtype
     tolerance, coarse = tolerance_of(dtype).outputs, dtype.itemsize < 4
-    alone = torch.cat(inputs.alone)
-    control = difference(torch.cat(inputs.control), alone)
+    definition = torch.cat(alone)
     train_without_dropout(model)
     routing: Routing = {}
     with _routed(model, routing):
         unchanged = run(own)
     moved: dict[tuple[int, int], float] = {}
-    for replaced in replacements:
+    for first in numbers:
+        replaced = {number for number in numbers if first in segments.path(number)}
         keep = torch.cat([torch.full((len(part),), number not in replaced) for number, part in enumerate(own)])
         with _routed(model, routing, keep) if coarse and in_order else nullcontext():
-            outputs = run([other[i] if i in replaced else own[i] for i in range(len(own))])
-        for still in set(range(len(own))) - replaced:
+            outputs = run([other[i] if i in replaced else own[i] for i in numbers])
+        for still in set(numbers) - replaced:
             value = difference(outputs[still], unchanged[still])
             for changed in (min(replaced), max(replaced)):
                 moved[changed, still] = max(moved.get((changed, still), 0.0), value)
     statistic = torch.mean if coarse else torch.max
-    equality = difference(torch.cat(unchanged), alone, statistic=statistic)
+    equality = difference(torch.cat(unchanged), definition, statistic=statistic)
     if not equality <= tolerance:  # the noise of training mode is no leak
         model.eval()
-        equality = difference(torch.cat(run(own)), alone, statistic=statistic)
-    return Proof(moved, equality, control, tolerance, backend)
+        equality = difference(torch.cat(run(own)), definition, statistic=statistic)
+    return Proof(moved, equality, difference(torch.cat(control), definition), tolerance, backend)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Finds a leak: the innermost module whose output depends on another document although its input does not.
 
-The row of the proof runs twice, the second time with other tokens in its first and last document. The inputs and outputs of
-every module for the middle document are compared by two sums each, so that no large tensor is kept.
+The row of the proof runs twice, the second time with other tokens in its outer documents; inputs and outputs of every module
+for the middle one are compared by two sums each.
 """
 
 from __future__ import annotations

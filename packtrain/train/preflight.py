@@ -102,18 +102,17 @@ class FirstStepWatch:
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
-        packed, alone = (sums.masked_fill(both_diverged, 0.0) for sums in (packed, alone))
-
-        def describe(worst: int) -> tuple[str, str]:
-            ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, alone))
-            return (
-                f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} alone",
-                "packed rows are not computed right, padded ones are: set model.attention=per_document or "
-                "packing.mode=padding, and please report this model",
-            )
-
-        scale = alone.maximum(trained).clamp(min=_FEWEST)
-        return check_equal(packed, alone, self.tolerance, describe, scale=scale)
+        count = trained.clamp(min=1)
+        packed, alone = (sums.masked_fill(both_diverged, 0.0) / count for sums in (packed, alone))
+        return check_equal(
+            packed,
+            alone,
+            self.tolerance,
+            f"document {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
+            fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
+            "packing.mode=padding, and please report this model",
+            scale=alone.maximum(trained / count).maximum(_FEWEST / count),
+        )
 
 
 def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:

@@ -40,7 +40,9 @@ def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> Non
     sides = len(loss.answers)
     each = len(labels) // sides
     few = [side * each + row for side in range(sides) for row in range(min(each, 2 * COMPARED_PAIRS // sides))]
-    columns = _spread(labels[few, 1:], CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
+    columns = (labels[few, 1:] != IGNORE).any(dim=0).nonzero()[:, 0]  # in which an answer has a label
+    most = max(2, CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
+    columns = columns[:: max(1, math.ceil(len(columns) / most))]
     cut = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
     with evaluating(model), loss.accelerator.autocast():
         layout = {"layout": inputs["layout"]} if "layout" in inputs else {}
@@ -55,23 +57,12 @@ def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> Non
     nll = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
     theirs = -nll.view(answers.shape).sum(dim=1)
 
-    def describe(worst: int) -> tuple[str, str]:
-        return (
-            f"an answer of the first pairs has log-probability {ours[worst]:.6g}, but {theirs[worst]:.6g} from padded batches "
-            f"and full logits of {type(base).__name__}",
-            "its output head or attention is of a kind that packtrain does not know: please report this model",
-        )
-
-    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).loss, describe)
-
-
-def _spread(targets: torch.Tensor, most: int) -> torch.Tensor:
-    """int64 [n]: at most so many of the columns of `targets` [rows, T] in which a row has a label, from the first to the last."""
-    columns = (targets != IGNORE).any(dim=0).nonzero()[:, 0]
-    most = max(most, 2)
-    if len(columns) <= most:
-        return columns
-    return columns[torch.linspace(0, len(columns) - 1, most, device=columns.device).round().long()]
+    what = (
+        "an answer of the first pairs has log-probability {candidate:.6g}, but {definition:.6g} from padded batches and full "
+        f"logits of {type(base).__name__}"
+    )
+    fix = "its output head or attention is of a kind that packtrain does not know: please report this model"
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).loss, what, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +119,9 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
 def _rounding(loss: HeldLoss, batch: MicroBatch, longest: float) -> float:
     """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
-    Sums are made in float32. In 16 bits two calls of the same model on the same row show how much it rounds; precomputed ones
-    come from the same row too, and get a hundredth of what another row would change. Only adapters that are merged into the
-    reference's weights round otherwise, by some units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M
-    in bfloat16, where that is 0.0078).
+    In 16 bits two calls on the same row show how much the model rounds; precomputed ones come from the same row too, and get a
+    hundredth of what another row would change. Only adapters that are merged into the reference's weights round otherwise, by some
+    units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078).
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
     if loss.compute_dtype.itemsize > 2:

@@ -206,10 +206,7 @@ class KTO(HeldObjective):
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raises UserError where a single answer makes a step, or the evaluation: its KL estimate would be its own reward.
-
-    Steps of a number of tokens are not known beforehand.
-    """
+    """Raises UserError where a single answer makes a step (if known), or the evaluation: its KL estimate would be its own reward."""
     schedule, count = settings.steps.schedule, len(settings.steps.data)
     each, whole_pass = schedule.examples_per_step, len(settings.steps) >= schedule.steps_per_epoch(0)
     where = what = ""

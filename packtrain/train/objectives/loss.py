@@ -1,9 +1,8 @@
 """The loss of an objective, by the TRL trainer that it holds (`Loss`); of examples it is weighted exactly (`ExampleLoss`),
 and may be held to a reference (`HeldLoss`).
 
-TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (the model runs on
-a flattened row if packing is on, model/forward.py), and results are combined exactly: losses are means over the examples or
-tokens of the global step, and each figure is weighted by its own count.
+TRL computes the loss and its figures for one padded batch. Here a micro-batch is such a batch (run as a row, model/forward.py), and
+losses are means over the examples or tokens of the global step; each figure is weighted by its own count.
 """
 
 from __future__ import annotations

@@ -120,10 +120,7 @@ class Reward(PairObjective):
 
 @torch.no_grad()
 def check_scores(trainer: StepTrainer, attention: str) -> None:
-    """Compares scores of the first pairs in their row with those by the model's own call of a padded batch, of COMPARED_PAIRS pairs.
-
-    `attention` is the model's original implementation. Raises CheckFailed if they differ by more than rounding.
-    """
+    """Raises CheckFailed if COMPARED_PAIRS pairs score otherwise in their row than by the model's own call of a padded batch."""
     loss, steps = cast(RewardLoss, trainer.loss), cast(ScoredSteps, trainer.steps)
     model, base = loss.model, base_model(loss.model)
     numbers = steps.first_examples(trainer.settings.first_step)
@@ -138,11 +135,9 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
         ):
             theirs = loss.scores(padded.collate(few))
 
-    def describe(worst: int) -> tuple[str, str]:
-        return (
-            f"an answer of the first pairs scores {ours[worst]:.6g} in its row, but {theirs[worst]:.6g} by "
-            f"{type(base).__name__} itself on a padded batch",
-            "its classifier does more than score the last token: set packing.mode=padding",
-        )
-
-    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, describe)
+    what = (
+        "an answer of the first pairs scores {candidate:.6g} in its row, but {definition:.6g} by "
+        f"{type(base).__name__} itself on a padded batch"
+    )
+    fix = "its classifier does more than score the last token: set packing.mode=padding"
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix)

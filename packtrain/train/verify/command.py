@@ -89,11 +89,11 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     console, table = Console(highlight=False, soft_wrap=True), Table()
-    for name, text in _collator_head(report) if "collator" in report else _head(report):
+    for name, text in _head(report):
         console.print(f"[bold]{name:<11}[/]{escape(text)}")
     for name in ("measured", "figure", "tolerance", ""):
         table.add_column(name, justify="right" if name in ("figure", "tolerance") else "left", no_wrap=True)
-    for what, figure, limit in _isolation_rows(report) if "collator" in report else _rows(report):
+    for what, figure, limit in _rows(report):
         least = what.startswith("control")
         fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
         mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
@@ -113,12 +113,18 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
 
 def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of the lines above the table."""
-    mixed = report["mixed_precision"]
+    mixed = report.get("mixed_precision", "no")
     precision = report["dtype"] + (f", computed in {mixed}" if mixed != "no" else "")
-    adapters = "" if report["peft"] == "none" else f", {report['peft']}"
-    on = f"{report['processes']} processes, this one on " if report["processes"] > 1 else ""
+    adapters = f", {report['peft']}" if report.get("peft", "none") != "none" else ""
+    on = f"{report['processes']} processes, this one on " if report.get("processes", 1) > 1 else ""
     yield "model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"
-    yield "attention", f"{report['backend'] or 'none'}: {report['why']}"
+    yield "attention", (report["backend"] or "none") + (f": {report['why']}" if "why" in report else "")
+    if "collator" in report:
+        (rows, tokens), lengths = report["rows"], listed([str(length) for length in report["documents"]])
+        documents = f"{counted(len(report['documents']), 'documents')} of {lengths} tokens"
+        yield "collator", f"{report['collator']}: {documents} in {counted(rows, 'rows')} of {tokens}"
+        yield "positions", report["positions"]
+        return
     if report["pairs"]:
         why = report["pairs"]["why"]
         yield "prompts", f"computed for each answer ({why})" if why else "computed once for both answers"
@@ -129,16 +135,6 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "first loss", "not checked: the reference is another model"
     lengths = report["reference"]["documents"]
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
-
-
-def _collator_head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same of a collator that is not packtrain's."""
-    (rows, tokens), lengths = report["rows"], listed([str(length) for length in report["documents"]])
-    documents = f"{counted(len(report['documents']), 'documents')} of {lengths} tokens"
-    yield "model", f"{report['model']} ({report['architecture']}, {report['dtype']}) on {report['device']}"
-    yield "attention", report["backend"]
-    yield "collator", f"{report['collator']}: {documents} in {counted(rows, 'rows')} of {tokens}"
-    yield "positions", report["positions"]
 
 
 def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterator[Row]:
@@ -154,6 +150,8 @@ def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterato
 def _rows(report: dict[str, Any]) -> Iterator[Row]:
     """Each measurement, its figure, and its tolerance (of a control the least that it must show)."""
     yield from _isolation_rows(report)
+    if "collator" in report:
+        return
     if report["pairs"] and report["pairs"]["prompts_shared"]:
         yield from _isolation_rows(report, "pairs")
     if start := report["start"]:

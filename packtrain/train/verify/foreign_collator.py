@@ -31,7 +31,7 @@ from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.comparison import evaluating, refusals_of_a_model
-from packtrain.proof.isolation import DOCUMENTS, LENGTHS, Inputs, measure, vocabulary_of
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_of
 from packtrain.proof.leak import find_leak
 from packtrain.wording import first_line
 
@@ -149,8 +149,6 @@ def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..
 def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
     """int64 [2, T]: random tokens, none of them special."""
     ordinary = np.setdiff1d(np.arange(min(vocabulary_of(model), len(tokenizer))), tokenizer.all_special_ids)
-    if len(ordinary) < 2:
-        raise UserError("the tokenizer has special tokens alone", where="model.tokenizer")
     return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
 
 
@@ -158,7 +156,7 @@ def _measured(
     model: PreTrainedModel, spec: str, collator: Callable[..., Any], ids: np.ndarray, autocast: torch.dtype | None
 ) -> dict[str, Any]:
     """The figures and the verdict."""
-    own, other = (np.split(row, DOCUMENTS.starts[1:]) for row in ids)
+    own = np.split(ids[0], DOCUMENTS.starts[1:])
 
     def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
         made = _collate(spec, collator, documents)
@@ -168,8 +166,7 @@ def _measured(
         alone = [_logits(model, _plain(model, [document]))[0] for document in own]
         control = list(_logits(model, _plain(model, own))[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
-        each = [{number} for number in range(len(own))]
-        proof = measure(model, run, Inputs(own, other, alone, control), each, autocast, in_order=False)
+        proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast, in_order=False)
     place, rows = collated.places, list(collated.batch["input_ids"].shape)
     leaks = [
         {"changed": changed + 1, "moved": still + 1, "by": by}

@@ -1,10 +1,9 @@
 """`packtrain verify`: the proof on the loaded model that its packed rows are exact, as a report.
 
-Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
-(proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
-pairs (4) the first loss against the reference of the config (objectives/first_loss.py). A sharded model is proved as it is
-sharded, by all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
-model in each process. The main process writes the worst report into the run folder. All documents are random tokens.
+Every process loads the model as training would and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
+gradients of the three modes (modes.py), and of preferences (3) the first loss against the reference (objectives/first_loss.py). A
+sharded model is proved as it is sharded; under ZeRO-3, whose weights have no gradients before there is an optimizer, (2) and (3) run
+on a whole model in each process. The main process writes the worst report into the run folder.
 
 Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
 controls are too weak to show a leak, or the first loss is wrong.
@@ -30,7 +29,7 @@ from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
-from packtrain.proof.isolation import TREE, Proof, check_as_it_comes
+from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_as_it_comes
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.first_loss import Start
@@ -138,9 +137,10 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "where": isolation.leak and isolation.leak._asdict(),
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
-        "isolation": _figures_of(isolation.proof),
+        "isolation": isolation.proof.figures() if isolation.proof else NO_FIGURES,
         "objective": config.objective.kind,
-        "pairs": pairs and {**_figures_of(pairs[1]), "prompts_shared": not pairs[0], "why": pairs[0]},
+        "pairs": pairs
+        and {**(pairs[1].figures() if pairs[1] else NO_FIGURES), "prompts_shared": not pairs[0], "why": pairs[0]},
         "start": start and asdict(start),
         "modes": {mode: measured[mode] for mode in MODES},
         "prefix_shared": measured.get(SHARED),
@@ -231,9 +231,3 @@ def _findings(
 def _verdict(proof: Proof | None) -> str:
     """The verdict of a proof that is not exact."""
     return "leaks" if proof is not None and proof.verdict == "leaks" else "unsupported"
-
-
-def _figures_of(proof: Proof | None) -> dict[str, float | None]:
-    """The figures of a proof, all None without one."""
-    names = ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
-    return dict.fromkeys(names) if proof is None else {**proof.figures()}

@@ -1,10 +1,8 @@
 """Loss and gradients of the modes against the definition: each document or padded pair alone, by the model's own attention.
 
-Examples are of random tokens and odd lengths. Documents alone have full logits and plain cross-entropy. Pairs have the losses of the
-objective by TRL's own code; their reference is the model itself plus some nats of noise, so that no pair is at a zero margin.
-A positive control shows that the comparison can detect a leak: the packed row declared as ONE document must have gradients
-that differ by many times the tolerance. Dropout and noise are off, since the layouts would draw different numbers. Two sets
-of gradients are in memory at a time, the definition's and those of one mode: less than an optimizer needs.
+Examples are of random tokens. Documents alone have full logits and plain cross-entropy; pairs the loss of TRL's own code, against
+the model itself plus some nats of noise, so that none is at a zero margin. The positive control, the packed row declared as ONE
+document, must have gradients that differ by many times the tolerance. Dropout is off, since layouts would draw different numbers.
 """
 
 from __future__ import annotations
