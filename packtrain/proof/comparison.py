@@ -1,7 +1,7 @@
 """The comparison that all proofs are uses of: a definition and a candidate, what rounding may make them differ by, and the verdict.
 
 The candidate is how training computes, the definition how the model itself does, one document or padded batch at a time. Both are
-computed inside `evaluating`; what the model refuses there is told by `refusals_of_a_model`.
+computed inside `evaluating`; `refusals_of_a_model` reports what the model refuses there.
 """
 
 from __future__ import annotations

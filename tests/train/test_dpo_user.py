@@ -161,9 +161,6 @@ def test_earlier_adapters_are_a_reference_beside_new_ones(earlier: RunConfig) ->
     assert verify_in(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
     report = json.loads(RunFolder.of(earlier.trainer).verification.read_text())
     assert report["start"] is None  # the reference is another model
-    full = trained(earlier, "full", objective=against(str(before / "final")), peft=Peft())
-    assert full.losses[0] == pytest.approx(named.losses[0], rel=1e-5)  # a second model, merged
-    assert sorted(one.name for one in (named.folder / "final").iterdir() if one.is_dir()) == []
 
 
 def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) -> None:
@@ -181,12 +178,6 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) 
     base = trained(config, "base-as-reference", objective=against("adapters_off"))
     assert abs(base.losses[0] - LN2) > 1e-3
     assert not [one for one in on.folder.glob("checkpoints/*/*") if one.is_dir()]  # the reference is not kept
-    resumed = trained(config, "resumed", trainer=replace(timely, resume=str(on.folder / "checkpoints/step-000002")))
-    assert resumed.losses[-1] == on.losses[-1]
-
-    merged = replace(config.model, path=str(before / "final-merged"))
-    whole = [trained(config, "whole", peft=Peft(), model=one).losses for one in (config.model, merged)]
-    np.testing.assert_allclose(*whole, rtol=1e-5)
     with pytest.raises(UserError, match="have r 4, not 16"):
         trained(config, "other", peft=Peft(kind="lora", alpha=8))
 

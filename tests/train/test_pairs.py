@@ -79,15 +79,6 @@ def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: PairR
     assert ((ours - gradient).norm() / gradient.norm()).item() < 1e-4
 
 
-def test_a_call_without_a_layout_is_that_of_the_model_itself() -> None:
-    model = tiny_model("llama")
-    ids = torch.arange(3, 23)[None]
-    expected = model(input_ids=ids).logits
-    add_fused_lm_head(model, outputs=OUTPUTS)
-    add_pair_layout(model, OUTPUTS)
-    assert torch.equal(model(input_ids=ids).logits, expected)
-
-
 @pytest.mark.parametrize("layout", ["flat", "shared"])
 def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: PairRows) -> None:
     model = tiny_model("llama")

@@ -117,11 +117,6 @@ def test_rows_of_transformers_and_of_trl_leak_in_some_models_and_not_once_attach
         assert proved(family, others + name, attached=True)["verdict"] == "exact"
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_the_collator_of_packtrain_is_exact_in_every_attached_model(family: str) -> None:
-    assert proved(family, "packtrain:PackedCollator", attached=True)["leaks"] == []
-
-
 @pytest.mark.parametrize("name", ["padding", "padding_left"])
 def test_padding_is_exact_attached_or_not(others: str, name: str) -> None:
     for attached in (False, True):

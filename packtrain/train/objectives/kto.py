@@ -122,7 +122,7 @@ class KTOLoss(HeldLoss):
         return (logps[:, 1 - labels.shape[1] :].sum(-1),)
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As of HeldLoss; TRL is told that the estimate is made."""
+        """As of HeldLoss; for TRL the estimate counts as made."""
         inputs = inputs | {"ref_KL_logps": torch.zeros_like(self._kl)}
         if "ref_logps" in inputs:
             return inputs

@@ -228,12 +228,12 @@ def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray
     for number, document in enumerate(documents, 1):
         windows = rows.unfold(1, min(len(document), rows.shape[1]), 1)
         fits = windows.shape[-1] == len(document)
-        found = (windows == torch.from_numpy(document)).all(dim=-1).nonzero().tolist() if fits else []
-        if not found:
+        starts = (windows == torch.from_numpy(document)).all(dim=-1).nonzero().tolist() if fits else []
+        if not starts:
             lost = f"the {len(document)} tokens of document {number} are not in its batch"
             what = f"{spec} does not leave documents whole: {lost}"
             raise UserError(what, where=_OPTION, fix="Give one that neither cuts nor changes tokens.")
-        places.append(tuple(found[0]))
+        places.append(tuple(starts[0]))
     return Collated(dict(made), tuple(places))
 
 

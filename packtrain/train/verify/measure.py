@@ -89,10 +89,10 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
         )
     with waiting("the reports of all ranks"):
         outcomes = cast(list[Any], gather_object([outcome]))
-    for one in outcomes:
-        if isinstance(one, CheckFailed):
-            raise one
-    worst = max(outcomes, key=lambda one: _BADNESS.index(one["verdict"]))
+    for refusal in outcomes:
+        if isinstance(refusal, CheckFailed):
+            raise refusal
+    worst = max(outcomes, key=lambda report: _BADNESS.index(report["verdict"]))
     if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
@@ -221,7 +221,7 @@ def _findings(
     if not comparison.sees and isolation.backend != PER_DOCUMENT:  # which is exact by construction
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
-        yield "unsupported", what, "look at the model's weights"
+        yield "unsupported", what, "check the model's weights"
     if pairs is not None and pairs[0]:
         yield _verdict(pairs[1]), f"prompts cannot be shared: {pairs[0]}", "set packing.share_prefix=false"
     for problem in start.problems if start is not None else ():

@@ -139,7 +139,7 @@ def compare_modes(
         if not (np.isfinite(reference) and 0 < norm < np.inf):
             raise CheckFailed(
                 f"{type(base).__name__} has loss {reference:.6g} with gradients of norm {norm:.3g} on random documents",
-                fix="look at its weights, and at model.dtype (float16 overflows early)",
+                fix="check its weights, and model.dtype (float16 overflows early)",
             )
 
         def figures(mode: str) -> Figures:
@@ -189,8 +189,8 @@ def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> floa
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         return (losses * (-losses).exp().detach() if loss.head.loss == "dft" else losses).sum() / trained
 
-    each = (partial(part, document) for document in documents)
-    return sum(_backward(model, "a document alone", loss.settings.autocast, one) for one in each)
+    autocast = loss.settings.autocast
+    return sum(_backward(model, "a document alone", autocast, partial(part, document)) for document in documents)
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
@@ -335,6 +335,6 @@ def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.
 
 def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
     """The norm of all gradients as one vector; sharded ones count over all processes."""
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5
