@@ -43,7 +43,8 @@ from packtrain.model.load import base_model
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
-from packtrain.proof.isolation import evaluating, random_ids, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import difference, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.isolation import random_ids
 
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
@@ -270,8 +271,7 @@ class _PackedModel:
         finally:
             hook.remove()
         alone, behind = hidden[0], hidden[1][:, _PADDED_BY:]
-        off = ((behind - alone).abs().max() / alone.abs().max()).item()
-        return off <= tolerance_of(self.autocast or self.model.dtype)
+        return difference(behind, alone) <= tolerance_of(self.autocast or self.model.dtype).outputs
 
     def _packs(self) -> bool:
         """Whether calls are to be packed now: neither detached, nor within a call that runs as it comes."""

@@ -35,7 +35,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.score_head import add_scores
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
-from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.proof.comparison import evaluating, refusals_of_a_model, tolerance_of
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
 _BY_TOKEN = 20  # tolerance of single tokens over that of their sum, in which errors cancel
@@ -173,7 +173,7 @@ def choose_head(
                 difference = (off_sum.maximum(off_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
         except CheckFailed as refusal:
             difference, head.refusal = math.inf, refusal.problems[0].what
-    head.fused = difference <= (tolerance or loss_tolerance_of(autocast or model.dtype))  # NaN is not
+    head.fused = difference <= (tolerance or tolerance_of(autocast or model.dtype).loss)  # NaN is not
     return difference
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from packtrain.errors import CheckFailed, UserError
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
-from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import evaluating, refusals_of_a_model, tolerance_of
 
 KEY = "model.config.output_router_logits"
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -137,7 +137,7 @@ class RouterLoss:
                 theirs = model(**plain, use_cache=False, output_router_logits=True).aux_loss.item()
         load = _sum(loads)
         ours = balance(load, load).item()
-        if not abs(ours - theirs) <= tolerance_of(autocast or model.dtype) * abs(theirs):  # NaN fails too
+        if not abs(ours - theirs) <= tolerance_of(autocast or model.dtype).outputs * abs(theirs):  # NaN fails too
             raise CheckFailed(
                 f"the router loss of {type(model).__name__} is {theirs:.6g}, packtrain makes it {ours:.6g}",
                 where=KEY,

@@ -1,15 +1,15 @@
 """Finds a leak: the innermost module whose output depends on another document although its input does not.
 
-The row of the proof runs twice, the second time with other tokens in its first and last document. The inputs and outputs of
-every module for the middle document are compared by two sums each, so that no large tensor is kept.
+The row of the proof runs twice, the second time with other tokens in its outer documents; inputs and outputs of every module
+for the middle one are compared by two sums each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,32 +17,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
-from packtrain.proof.isolation import (
-    DOCUMENTS,
-    LENGTHS,
-    evaluating,
-    logits_in_row,
-    random_ids,
-    tolerance_of,
-    train_without_dropout,
-)
+from packtrain.proof.comparison import evaluating, tolerance_of
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, logits_in_row, random_ids, train_without_dropout
 
 _ROW = sum(LENGTHS)
 _MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
 _LONGEST_FILTER = 16  # a convolution's output may be longer than the row by its filter
-_STATES = ("mamba", "ssm", "rwkv", "recurrent", "rglru", "lstm", "delta", "linearattention", "lightning", "state")
 
 
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """`module` by its dotted name in the model, and the kind of mixing in words."""
+class Leak(NamedTuple):
+    """A `module` by its dotted name in the model, and of which `kind` (class) it is."""
 
     module: str
     kind: str
-
-    def sentence(self) -> str:
-        """`layers.0.mixer: causal convolution across the row`."""
-        return f"{self.module}: {self.kind}"
 
 
 @torch.no_grad()
@@ -61,11 +48,12 @@ def find_leak(
     with evaluating(model), attention, torch.compiler.set_stance("force_eager"):
         train_without_dropout(model)  # as the proof does
         first, second = (_sums_by_module(model, run, row) for row in rows)
-    tolerance = tolerance_of(model.dtype)
+    tolerance = tolerance_of(model.dtype).outputs
     for name, (taken, given) in first.items():  # in the order in which their calls returned: innermost first
         taken_then, given_then = second.get(name, (taken, given))
         if not _moved(taken, taken_then, tolerance) and _moved(given, given_then, tolerance):
-            return Leak(name or type(model).__name__, _kind(model.get_submodule(name)))
+            kind = type(model.get_submodule(name)).__name__
+            return Leak(name or kind, kind)
     return None
 
 
@@ -74,18 +62,13 @@ def _sums_by_module(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """For each module, in the order in which their calls return: `_sums` of its inputs and of its outputs."""
     sums: dict[str, tuple[list[float], list[float]]] = {}
-    taken: dict[str, list[float]] = {}
-    handles = []
-    for name, module in model.named_modules():
 
-        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            taken[name] = _sums([args, kwargs])
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        sums[name] = (_sums([args, kwargs]), _sums(output))
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            sums[name] = (taken[name], _sums(output))
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    handles = [
+        module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in model.named_modules()
+    ]
     try:
         run(row)
     finally:
@@ -96,27 +79,21 @@ def _sums_by_module(
 
 def _sums(value: Any) -> list[float]:
     """Σ|x| and Σ x·sin(1, 2, …) over the middle document, for every floating-point tensor in `value` along the row."""
-    if isinstance(value, torch.Tensor):
-        along = _along_the_row(value.shape)
-        if not value.is_floating_point() or not along:
-            return []
-        part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
-        if len(along) > 1 and along[1] == value.dim() - 1:  # a mask or scores [.., T, T]
-            part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
-        part = part.nan_to_num(0, 0, 0)
-        weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
-        return [part.abs().sum().item(), (part * weights).sum().item()]
-    if isinstance(value, dict):
-        return [total for part in value.values() for total in _sums(part)]
-    if isinstance(value, (list, tuple)):
-        return [total for part in value for total in _sums(part)]
-    return []
-
-
-def _along_the_row(shape: torch.Size) -> list[int]:
-    """The dimensions that run along the row: those of its size, else of the nearest that a convolution may give it."""
-    sizes = [size for size in shape if _ROW <= size < _ROW + _LONGEST_FILTER]
-    return [dim for dim, size in enumerate(shape) if sizes and size == min(sizes)]
+    if isinstance(value, dict | list | tuple):
+        return [total for part in (value.values() if isinstance(value, dict) else value) for total in _sums(part)]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return []
+    # the dimensions of the row's size, else of the nearest that a convolution may give it
+    size = min((size for size in value.shape if _ROW <= size < _ROW + _LONGEST_FILTER), default=0)
+    along = [dim for dim, length in enumerate(value.shape) if length == size]
+    if not size:
+        return []
+    part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
+    if len(along) > 1 and along[1] == value.dim() - 1:  # a mask or scores [.., T, T]
+        part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
+    part = part.nan_to_num(0, 0, 0)
+    weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
+    return [part.abs().sum().item(), (part * weights).sum().item()]
 
 
 def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
@@ -124,15 +101,3 @@ def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
         return True
     scale = max((abs(total) for total in first), default=0.0)
     return any(abs(a - b) > tolerance * scale for a, b in zip(first, second, strict=True))
-
-
-def _kind(module: nn.Module) -> str:
-    """How `module` mixes tokens, guessed from its type."""
-    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-        return "causal convolution across the row"
-    name = type(module).__name__.lower()
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) or any(state in name for state in _STATES):
-        return "a state carried along the row"
-    if "attention" in name or "attn" in name:
-        return "attention that does not keep the documents apart"
-    return f"{type(module).__name__} mixes tokens of the row"

@@ -17,7 +17,7 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.isolation import evaluating, refusals_of_a_model
+from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
@@ -63,7 +63,7 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
     with waiting("the choices of all ranks"):
         choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
-        ranks = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(choices))
+        ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
         raise CheckFailed(
             f"the processes would not use the same {what} ({ranks})",
             where=where,
@@ -77,9 +77,8 @@ class FirstStepWatch:
     first WATCHED_STEPS steps, since state kept between steps may be wrong too. (Not with sharded weights: processes would
     call the model a different number of times.)
 
-    Losses are compared document by document: a missing border changes one or two of them, too little to show in the sum. Gradients are compared by `packtrain verify`.
-
-    `attention` is the model's original implementation, which runs the documents alone.
+    `attention` is the model's original implementation, which runs the documents alone; `tolerance` that of outputs. Losses are
+    compared by document: a missing border changes one or two of them, too little to show in the sum.
     """
 
     attention: str
@@ -100,18 +99,18 @@ class FirstStepWatch:
             with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
-        off = (packed - alone).abs() / alone.maximum(trained).clamp(min=_FEWEST)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
-        off = off.nan_to_num(torch.inf).masked_fill(both_diverged, 0.0)
-        worst = int(off.argmax())
-        if off[worst] > self.tolerance:
-            ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, alone))
-            raise CheckFailed(
-                f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} alone",
-                fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
-                "packing.mode=padding, and please report this model",
-            )
-        return off[worst].item()
+        count = trained.clamp(min=1)
+        packed, alone = (sums.masked_fill(both_diverged, 0.0) / count for sums in (packed, alone))
+        return check_equal(
+            packed,
+            alone,
+            self.tolerance,
+            f"document {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
+            fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
+            "packing.mode=padding, and please report this model",
+            scale=alone.maximum(trained / count).maximum(_FEWEST / count),
+        )
 
 
 def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:

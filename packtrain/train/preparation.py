@@ -139,18 +139,18 @@ def objective_of(config: RunConfig) -> TrainingObjective:
     if objective.kind == "sft":
         from packtrain.train.objectives.sft import SFT
 
-        return SFT(objective, packing)
+        return SFT(objective, packing, config.batch)
     if objective.kind == "reward":
         from packtrain.train.objectives.reward import Reward
 
         return Reward(objective, packing, config.batch)
     reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"
+    held = (objective, packing, config.batch, config.model, config.peft, reference, cache)
     if objective.kind == "kto":
         from packtrain.train.objectives.kto import KTO
 
-        longest = config.data.max_length
-        return KTO(objective, packing, config.batch, longest, config.model, config.peft, reference, cache)
+        return KTO(*held, max_length=config.data.max_length)
     from packtrain.train.objectives.dpo import DPO
 
-    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
+    return DPO(*held)

@@ -27,7 +27,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.proof.choice import choose_attention
-from packtrain.proof.isolation import tolerance_of
+from packtrain.proof.comparison import tolerance_of
 
 Batch = dict[str, object]
 
@@ -88,7 +88,7 @@ def outcome_of(model_type: str) -> Outcome:
     head = add_loss_sum(model)
     try:
         with torch.no_grad():
-            choose_head(model, head, collate_padded(items[:3], 0), tolerance=tolerance_of(torch.float32))
+            choose_head(model, head, collate_padded(items[:3], 0), tolerance=tolerance_of(torch.float32).outputs)
     except CheckFailed as refusal:
         return Outcome(model_type, "refused", without_figures(refusal.problems[0].what))
     modes = {"padding": difference(model, [collate_padded(items[:3], 0), collate_padded(items[3:], 0)], truth)}
@@ -117,7 +117,7 @@ def is_causal(model: PreTrainedModel) -> bool:
     whole, other, part = (model(input_ids=row, use_cache=False).logits[0] for row in (ids, changed, ids[:, :20]))
     scale = whole.abs().max()
     content, number = (whole - other).abs().amax(dim=-1) / scale, (whole[:20] - part).abs().max() / scale
-    tolerance = tolerance_of(torch.float32)
+    tolerance = tolerance_of(torch.float32).outputs
     return max(content[:-1].max().item(), number.item()) <= tolerance and content[-1].item() > 5 * tolerance
 
 

@@ -14,13 +14,11 @@ from tiny_dpo import (
     LAYOUTS,
     PAIRS,
     SPLITS,
-    another,
     arguments,
     assert_same_step,
     in_parts,
     ours,
     padded_trainer,
-    policy,
     step_of_trl,
     steps_of,
 )
@@ -30,15 +28,11 @@ from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
 from packtrain.config.rules import check
 from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
 from packtrain.errors import UserError
-from packtrain.model.adapters import add_adapters
-from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import PairRows, collate_pairs
+from packtrain.packing.collate import collate_pairs
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train.loader import PairSteps
-from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo import DPO
-from packtrain.train.objectives.dpo_loss import FIGURES
+from packtrain.train.objectives.dpo import DPO, FIGURES
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
@@ -94,52 +88,6 @@ def test_losses_together_and_their_settings_equal_trl_padding(objective: dict[st
     assert_all_equal_trl(tmp_path, **objective)
 
 
-def variant(folder: Path, layout: PairRows, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> StepTrainer:
-    model = cast(Any, policy().to(dtype))
-    if lora:
-        model = add_adapters(model, Peft(kind="lora", r=4), seed=0)
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:  # else it is its own reference
-                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    trainer = ours(
-        folder, layout, model=model, reference=None if lora else another().to(dtype), loss_type=["sigmoid", "sft"]
-    )
-    if checkpointed:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return trainer
-
-
-@pytest.mark.parametrize(
-    ("dtype", "lora", "checkpointed"),
-    [
-        (torch.float32, False, True),
-        (torch.float32, True, False),
-        (torch.float32, True, True),
-        (torch.bfloat16, False, False),
-        (torch.bfloat16, True, True),
-    ],
-)
-def test_modes_agree_with_adapters_with_recomputed_activations_and_in_bfloat16(
-    dtype: torch.dtype, lora: bool, checkpointed: bool, tmp_path: Path
-) -> None:
-    loss_within, within = (1e-5, 1e-4) if dtype == torch.float32 else (5e-3, 5e-2)
-    plain = variant(tmp_path, "padding", dtype=dtype, lora=lora, checkpointed=False)
-    loss, grad, figures = in_parts(plain, SPLITS[0])
-    for layout in LAYOUTS:
-        trainer = variant(tmp_path, layout, dtype=dtype, lora=lora, checkpointed=checkpointed)
-        calls: list[int] = []
-        base_model(trainer.model).model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        for parts in SPLITS:
-            calls.clear()
-            found, slope, logged = in_parts(trainer, parts)
-            case = f"{layout} in {len(parts)} micro-batches"
-            assert found == pytest.approx(loss, rel=loss_within), case
-            assert ((slope - grad).norm() / grad.norm()).item() < within, case
-            for name in FIGURES:
-                assert logged[name] == pytest.approx(figures[name], rel=5 * loss_within, abs=10 * loss_within), case
-            assert len(calls) > len(parts) * (2 if lora else 1) or not checkpointed, "nothing was computed twice"
-
-
 def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_path: Path) -> None:
     """Each loss of pairs, sorted ones aside, is that of each pair alone, averaged: what the parts of a step are joined by."""
     trainer = ours(tmp_path, "padding", loss_type=["sigmoid"], label_smoothing=0.1)
@@ -178,21 +126,6 @@ def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, A
     config = RunConfig(objective=configured(objective))
     (finding,) = (one for one in check(config, set()) if one.keys[0].startswith("objective."))
     assert said in finding.what
-
-
-@pytest.mark.parametrize(
-    ("objective", "said"),
-    [
-        ({"loss_weights": [-1.0]}, "list of numbers ≥ 0"),
-        ({"loss_weights": [float("nan")]}, "list of numbers ≥ 0"),
-        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]}, "not all 0"),
-        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "1 weight for 2 losses"),
-    ],
-)
-def test_settings_that_would_do_nothing_or_harm_are_refused_by_the_config(objective: dict[str, Any], said: str) -> None:
-    config = RunConfig(objective=configured(objective))
-    (finding,) = (one for one in check(config, set()) if "objective." in one.keys[0])
-    assert said in f"{finding.what} {finding.fix}"
 
 
 def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path: Path) -> None:

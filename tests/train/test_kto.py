@@ -16,8 +16,7 @@ from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.objective import UnpairedLoss
-from packtrain.train.loader import UnpairedSteps
-from packtrain.train.objectives.kto_loss import MARGINS, UNITS
+from packtrain.train.objectives.kto import MARGINS, UNITS
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},
@@ -84,12 +83,3 @@ def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
     assert found.pop("step") == 0 and found.pop("epoch") == 0
     assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
     assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)
-
-
-def test_pairs_of_an_evaluation_go_across_its_steps() -> None:
-    steps: UnpairedSteps = replace(steps_of("flat", a_step=3), whole=True)
-    assert [steps.pairs_of(step).tolist() for step in range(3)] == [
-        [[0, 6], [1, 0], [2, 1]],
-        [[3, 2], [4, 3], [5, 4]],
-        [[6, 5]],
-    ]

@@ -79,25 +79,6 @@ def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: PairR
     assert ((ours - gradient).norm() / gradient.norm()).item() < 1e-4
 
 
-def test_a_call_without_a_layout_is_that_of_the_model_itself() -> None:
-    model = tiny_model("llama")
-    ids = torch.arange(3, 23)[None]
-    expected = model(input_ids=ids).logits
-    add_fused_lm_head(model, outputs=OUTPUTS)
-    add_pair_layout(model, OUTPUTS)
-    assert torch.equal(model(input_ids=ids).logits, expected)
-
-
-def test_a_shared_prompt_is_in_the_row_once() -> None:
-    pairs = odd_pairs()
-    rows = {name: collate_pairs(pairs, 0, name)["layout"] for name in ("flat", "shared")}
-    tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
-    assert sum(rows["flat"].segments.lengths) == len(rows["flat"].rows) == tokens
-    # all of a prompt but its last token, which each answer needs for itself
-    saved = sum(pair.prompt - 1 for pair in pairs if pair.prompt)
-    assert sum(rows["shared"].segments.lengths) == len(rows["shared"].rows) == tokens - saved
-
-
 @pytest.mark.parametrize("layout", ["flat", "shared"])
 def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: PairRows) -> None:
     model = tiny_model("llama")

@@ -27,7 +27,7 @@ from packtrain.proof.choice import choose_attention
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: FAMILIES[name] for name in ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi")},
+    **{name: FAMILIES[name] for name in ("llama", "mistral", "gemma2", "gpt2")},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 96},
     "gpt_neox": {},
     "bloom": {},  # attention code of its own

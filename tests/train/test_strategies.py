@@ -25,7 +25,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
-from packtrain.train.objectives.dpo_loss import FIGURES
+from packtrain.train.objectives.dpo import FIGURES
 from packtrain.train.preflight import choose_together
 from tests.train import host_adam
 

@@ -117,11 +117,6 @@ def test_rows_of_transformers_and_of_trl_leak_in_some_models_and_not_once_attach
         assert proved(family, others + name, attached=True)["verdict"] == "exact"
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_the_collator_of_packtrain_is_exact_in_every_attached_model(family: str) -> None:
-    assert proved(family, "packtrain:PackedCollator", attached=True)["leaks"] == []
-
-
 @pytest.mark.parametrize("name", ["padding", "padding_left"])
 def test_padding_is_exact_attached_or_not(others: str, name: str) -> None:
     for attached in (False, True):
@@ -145,7 +140,7 @@ def test_it_tells_positions_that_run_on_and_labels_of_another_document(others: s
         ("cutting", "5 tokens of document 1"),
         ("raising", "KeyError: 'text'"),
         ("with_more", "LlamaForCausalLM .* ValueError"),
-        ("nothing", "input_ids, but list"),
+        ("nothing", "input_ids.* but list"),
         ("Needy", "rows"),
         ("number", "int"),
         ("flatening", "flattening"),

@@ -22,7 +22,7 @@ from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo_loss import DPOLoss
+from packtrain.train.objectives.dpo import DPOLoss
 from packtrain.train.objectives.first_loss import check_pair_forward, check_start
 from packtrain.train.settings import LoopSettings, StopRequest
 

@@ -16,7 +16,7 @@ from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import UnpairedSteps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.kto_loss import KTOLoss
+from packtrain.train.objectives.kto import KTOLoss
 
 LAYOUTS: tuple[PairRows, ...] = ("padding", "flat")
 SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]

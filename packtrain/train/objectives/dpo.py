@@ -1,118 +1,118 @@
-"""Direct preference optimisation as an objective: pairs instead of documents, the reference, and their proofs.
-
-The loss is in dpo_loss.py.
-"""
+"""Direct preference optimisation: the loss of TRL's DPOTrainer, unmodified, over the pairs of a whole step, and the objective."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import DPOConfig
+from trl import DPOConfig, DPOTrainer
 
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import UserError
-from packtrain.model.precision import Precision
-from packtrain.model.reference import cache_key, computer, precompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.reference_choice import ReferenceChoice
-from packtrain.train.loader import MicroBatch, PairSteps, Steps
+from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo_loss import DPOLoss, objective_arguments
-from packtrain.train.objectives.pair_objective import PairObjective
-from packtrain.train.objectives.reference_objective import ReferenceObjective
-from packtrain.train.patches import arguments_on_one_gpu
+from packtrain.train.objectives.loss import HeldLoss, Logps, WeightedFigures
+from packtrain.train.objectives.training_objective import HeldObjective, PairObjective
+from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
+_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
+TOKEN_LOSSES = ("sft",)
+"""Losses that are a mean over the trained tokens of the chosen answers."""
+PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
+FIGURES = {
+    "entropy": ANSWERS,
+    "logits/chosen": CHOSEN,
+    "logits/rejected": REJECTED,
+    "mean_token_accuracy": CHOSEN,
+    "rewards/chosen": PAIRS,
+    "rewards/rejected": PAIRS,
+    "rewards/accuracies": PAIRS,
+    "rewards/margins": PAIRS,
+    "logps/chosen": PAIRS,
+    "logps/rejected": PAIRS,
+}
+"""The figures that TRL logs, and the unit that each is a mean over."""
 
-class DPO(ReferenceObjective, PairObjective):
-    """The TrainingObjective of preference optimisation."""
+
+class DPOLoss(HeldLoss):
+    """The loss of pairs on `model`, held to `reference`."""
+
+    answers = ("the chosen answer of pair", "the rejected answer of pair")
+    reference_names = ("ref_chosen_logps", "ref_rejected_logps")
+    new_figures = partial(WeightedFigures, FIGURES)
+
+    def __init__(self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
+        trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+        super().__init__(trl, settings, (*outputs, "log_sum_sq_probs") if trl.use_weighting else outputs)
+        self._weights = list(trl.loss_weights)
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step; `sft` is a mean over its trained tokens."""
+        inputs = self.inputs(batch)
+        if not batch.examples:
+            return self.zero(model, inputs)
+        pairs = batch.examples / counts[3]
+        tokens = batch.trained / counts[0].clamp(min=1)
+        # TRL means each loss over this micro-batch; weighted by its share of the step's pairs or tokens
+        self.trl.loss_weights = [
+            weight * (tokens if name in TOKEN_LOSSES else pairs)
+            for name, weight in zip(self.trl.loss_types, self._weights, strict=True)
+        ]
+        loss = self.by_trl(model, inputs)
+        chosen, rejected = batch.trained, batch.rejected
+        self.add_figures({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
+        return loss
+
+    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Has TRL average over the micro-batch."""
+        self.trl.loss_weights = self._weights
+
+    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+        """By TRL."""
+        reference, self.trl.ref_model = self.trl.ref_model, model  # else TRL turns adapters off
+        try:
+            return self.trl.compute_ref_log_probs(model, inputs)
+        finally:
+            self.trl.ref_model = reference
+
+    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As of HeldLoss, by TRL."""
+        if self.reference_names[0] in inputs:
+            return inputs
+        model = self.model if self.trl.ref_model is None else self.trl.ref_model
+        return inputs | dict(zip(self.reference_names, self.trl.compute_ref_log_probs(model, inputs), strict=True))
+
+
+class DPO(PairObjective, HeldObjective):
+    """The objective of preference pairs against a reference."""
 
     prepare_data = staticmethod(prepare_pairs)
-
-    def __init__(
-        self,
-        objective: Objective,
-        packing: Packing,
-        batch: Batch,
-        model: Model,
-        peft: Peft,
-        reference: ReferenceChoice,
-        cache: Path,
-    ) -> None:
-        """Precomputed log-probabilities go to the folder `cache`."""
-        PairObjective.__init__(self, packing, batch)
-        ReferenceObjective.__init__(self, objective, model, peft, reference, cache)
+    trl_arguments, held_loss = DPOConfig, DPOLoss
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> PairSteps:
         """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
-        steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        if sorting := self.objective.sorting_losses:
-            most = schedule.summary(ranks.world_size).micro_batches_max
-            if ranks.world_size > 1 or most > 1:
-                raise UserError(
-                    f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
-                    f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
-                    where="objective.loss",
-                    fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another "
-                    "loss",
-                )
-        return steps
+        sorting = self.objective.sorting_losses
+        most = schedule.summary(ranks.world_size).micro_batches_max if sorting else 1
+        if sorting and (ranks.world_size > 1 or most > 1):
+            raise UserError(
+                f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
+                f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
+                where="objective.loss",
+                fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
+            )
+        return PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> DPOLoss:
-        """The loss of pairs on `model`."""
-        own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
-        args = arguments_on_one_gpu(DPOConfig, **arguments, **own)
-        return DPOLoss(model, args, tokenizer, settings, self._reference_model)
-
-    def prove(
-        self,
-        trainer: StepTrainer,
-        log: Log,
-        attention: str,
-        *,
-        preflight: bool,
-        ranks: Ranks,
-        precision: Precision,
-    ) -> None:
-        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
+        """As of HeldObjective."""
         console.log_prompts(log, self.layout, self.unshared)
-        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
-        self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
-
-    def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
-        """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1.
-
-        They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
-        """
-        pairs, schedule, loss = cast(PairSteps, steps), steps.schedule, cast(DPOLoss, trainer.loss)
-
-        def logps(batch: MicroBatch) -> torch.Tensor:
-            trainer.clock.enter("proof")
-            return torch.stack(loss.policy_logps(batch), dim=1)
-
-        rows = None
-        if loss.compute_dtype.itemsize == 2:
-            rows = (schedule.settings, pairs.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
-        formats = (precision.weights, precision.autocast)
-        key = cache_key(pairs.data.fingerprint, self.identity, formats, loss.trl.ld_alpha, rows)
-        shape = (len(pairs.data), 2)
-        return replace(pairs, reference=precompute(self._cache / key, shape, pairs.first_pass(), ranks, logps))
+        super().prove(trainer, log, attention, **how)

@@ -1,84 +1,176 @@
-"""Kahneman-Tversky optimisation as an objective: answers with labels, the reference, the KL estimate's rows, and their proofs.
+"""Kahneman-Tversky optimisation: the loss of TRL's KTOTrainer, unmodified, over the answers of a whole step, and the objective.
 
-The loss is in kto_loss.py.
+The KL estimate of the loss `kto` is that of the global step as well: it is made before the first micro-batch, over mismatched pairs
+of prompt and completion (loader.py) and without gradients, and TRL's code is given it in place of its own. An evaluation is one
+step over the whole set.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import KTOConfig
+from trl import KTOConfig, KTOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.data.prepare import prepare_unpaired
-from packtrain.data.row_counts import LabelFigures
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
-from packtrain.model.reference import cache_key, computer, precompute
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import PairRows
+from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.collate import IGNORE
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.reference_choice import ReferenceChoice
-from packtrain.proof.choice import AttentionChoice
-from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
-from packtrain.train.log import console
+from packtrain.train.loader import MicroBatch, UnpairedSteps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.kto_loss import KTOLoss, objective_arguments
-from packtrain.train.objectives.reference_objective import ReferenceObjective
-from packtrain.train.patches import arguments_on_one_gpu
-from packtrain.train.preflight import choose_together
+from packtrain.train.objectives.loss import EvaluationBatches, HeldLoss, Logps, WeightedFigures
+from packtrain.train.objectives.training_objective import HeldObjective
+from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
+_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}
+ANSWERS, CHOSEN, REJECTED, TARGETS, CHOSEN_TARGETS, REJECTED_TARGETS = range(6)
+UNITS = {
+    "kl": ANSWERS,
+    "entropy": TARGETS,
+    "logits/chosen": CHOSEN_TARGETS,
+    "logits/rejected": REJECTED_TARGETS,
+    "rewards/chosen": CHOSEN,
+    "rewards/rejected": REJECTED,
+    "logps/chosen": CHOSEN,
+    "logps/rejected": REJECTED,
+}
+"""The figures that TRL logs, and the unit that each is a mean over; chosen answers are the desirable ones."""
+MARGINS = "rewards/margins"
 
-class KTO(ReferenceObjective):
-    """The TrainingObjective of answers with labels."""
+
+class KTOLoss(HeldLoss):
+    """The loss of answers with labels on `model`, held to `reference`."""
+
+    examples = "answers"
+    answers = ("answer",)
+    reference_names = ("ref_logps",)
+    new_figures = partial(WeightedFigures, UNITS, derived=(MARGINS,))
+
+    def __init__(self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
+        trl = hold_trainer(KTOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
+        super().__init__(trl, settings, ("log_probs", "entropy", "mean_logits"))
+        self._kl = torch.zeros(1, device=self.device)
+        self.estimates: bool = trl.calculate_KL
+        # the mean of TRL's `KL_logps - ref_KL_logps`, which TRL clamps, is the estimate
+        trl._compute_kl_logps = lambda *_: self._kl if self.estimates else None
+        if self.estimates:  # mismatched pairs are as long together as the answers; by the model and by the reference
+            self.extra_forwards = 1 + 2 * self.extra_forwards
+
+    def open_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Estimates the divergence of the model from the reference, over the mismatched pairs of the global step."""
+        if self.estimates:
+            self._kl = self._divergence(batches[0].mismatched)
+
+    def open_evaluation(self, batches: EvaluationBatches) -> None:
+        """The same over the mismatched pairs of the evaluation set."""
+        if self.estimates:
+            self._kl = self._divergence(batches(UnpairedSteps.mismatched))
+
+    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """The same over the mismatched pairs that come with the batch; 0 if not `estimated`."""
+        self._kl = torch.zeros_like(self._kl)
+        if estimated:
+            self.open_step([batch])
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the answers of the step."""
+        inputs = self.inputs(batch)
+        if not batch.examples:
+            return self.zero(model, inputs)
+        loss = self.by_trl(model, inputs)
+        chosen = int(batch.inputs["label"].sum())
+        self.add_figures(
+            {
+                ANSWERS: batch.examples,
+                CHOSEN: chosen,
+                REJECTED: batch.examples - chosen,
+                TARGETS: batch.trained + batch.rejected,
+                CHOSEN_TARGETS: batch.trained,
+                REJECTED_TARGETS: batch.rejected,
+            }
+        )
+        return loss * (batch.examples / counts[3])
+
+    def figures(self) -> dict[str, Any]:
+        """TRL's figures over the answers and tokens of all processes since the last call."""
+        figures = super().figures()
+        sides = [figures.get(f"rewards/{side}") for side in ("chosen", "rejected")]
+        if None not in sides:
+            figures[MARGINS] = cast(float, sides[0]) - cast(float, sides[1])
+        return figures
+
+    @torch.no_grad()
+    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+        """As TRL sums them."""
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        how = cast(Any, self.trl.args.gradient_checkpointing_kwargs)
+        with disable_gradient_checkpointing(self.model, how), self.accelerator.autocast():
+            logps = model(**self.call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs
+        return (logps[:, 1 - labels.shape[1] :].sum(-1),)
+
+    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As of HeldLoss; for TRL the estimate counts as made."""
+        inputs = inputs | {"ref_KL_logps": torch.zeros_like(self._kl)}
+        if "ref_logps" in inputs:
+            return inputs
+        if self.trl.ref_model is not None:
+            return inputs | {"ref_logps": self.logps(self.trl.ref_model, inputs)[0]}
+        adapted: Any = self.accelerator.unwrap_model(self.model)
+        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
+            return inputs | {"ref_logps": self.logps(self.model, inputs)[0]}
+
+    @torch.no_grad()
+    def _divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+        """float32 [1]: the mean over mismatched pairs of all processes of log-probability by the model minus by the reference."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            if not (batch.examples or self.settings.sharded):  # sharded weights are called equally often everywhere
+                continue
+            self.enter("forward" if self.model.training else "eval", micro=number)
+            (policy,), (reference,) = self.policy_logps(batch), self.reference_logps(batch)
+            off = (policy - reference).double()
+            total += torch.stack([off.sum(), torch.ones_like(off).sum()]) * bool(batch.examples)
+        with waiting("the KL estimate of all ranks"):
+            total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
+        return (total[:1] / total[1:]).float()
+
+
+class KTO(HeldObjective):
+    """The objective of answers with labels."""
 
     prepare_data = staticmethod(prepare_unpaired)
+    trl_arguments, held_loss = KTOConfig, KTOLoss
 
-    def __init__(
-        self,
-        objective: Objective,
-        packing: Packing,
-        batch: Batch,
-        max_length: int | None,
-        model: Model,
-        peft: Peft,
-        reference: ReferenceChoice,
-        cache: Path,
-    ) -> None:
-        """`max_length` is data.max_length. Precomputed log-probabilities go to the folder `cache`."""
-        super().__init__(objective, model, peft, reference, cache)
-        self._packing, self._batch, self._max_length = packing, batch, max_length
-        self.layout: PairRows = "padding" if packing.mode == "padding" else "flat"
+    def __init__(self, *held: Any, max_length: int | None) -> None:
+        """`held` as of HeldObjective; `max_length` is data.max_length."""
+        super().__init__(*held)
+        self._max_length = max_length
+        self._estimates = self.objective.losses == ["kto"]
 
     def longest_document(self, data: UnpairedDataset) -> int:
         """Tokens of the longest prompt with an answer, its own or another one's."""
         longest = int(data.lengths.max())
-        if self.objective.losses != ["kto"]:
+        if not self._estimates:
             return longest
         mismatched = int((data.lengths - data.trained).max()) + int(data.trained.max())
         return max(longest, mismatched if self._max_length is None else min(mismatched, self._max_length))
 
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Which backend serves packed rows of `model`."""
-        return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
-
     def slots(self, data: UnpairedDataset) -> np.ndarray:
         """int32 [documents]: token slots of each. Raises UserError if one, or a mismatched pair, exceeds a micro-batch."""
-        longest, (_, most) = self.longest_document(data), self._batch.limits(self._packing.mode)
+        longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
         if most is not None and longest > most:
             what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
             fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most}"
@@ -90,110 +182,38 @@ class KTO(ReferenceObjective):
     ) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        estimates = self.objective.losses == ["kto"]
-        return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates, whole=evaluation)
+        own: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
+        return UnpairedSteps(data, schedule, *shape, **own)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> KTOLoss:
-        """The loss of answers with labels on `model`. Raises UserError as `check_sizes`."""
-        own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
-        if self.objective.losses == ["kto"]:
-            check_sizes(settings)
-        args = arguments_on_one_gpu(KTOConfig, **arguments, **own)
-        return KTOLoss(model, args, tokenizer, settings, self._reference_model)
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
+        """As of HeldObjective. Raises UserError as `check_sizes`."""
+        if self._estimates:
+            check_sizes(trainer.settings)
+        super().prove(trainer, log, attention, **how)
 
-    def prove(
-        self,
-        trainer: StepTrainer,
-        log: Log,
-        attention: str,
-        *,
-        preflight: bool,
-        ranks: Ranks,
-        precision: Precision,
-    ) -> None:
-        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
-        if (remark := balance(cast(UnpairedSteps, trainer.steps).data.report.labels, self.objective)) is not None:
-            log.warn(remark)
-        self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
-
-    def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> UnpairedSteps:
-        """`steps` with the reference's log-probabilities; the reference is the model before step 1.
-
-        Those of the answers are computed in the rows of the first pass: in 16 bits an answer has another one in another row. The
-        mismatched pairs are other ones in every step of the run, and are computed for all of them.
-        """
-        steps, schedule, loss = cast(UnpairedSteps, steps), steps.schedule, cast(KTOLoss, trainer.loss)
-
-        def logps(batch: MicroBatch) -> torch.Tensor:
-            trainer.clock.enter("proof")
-            return loss.policy_logps(batch)[0]
-
-        rows = None
-        if loss.compute_dtype.itemsize == 2:
-            rows = (schedule.settings, steps.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
-        depends = (steps.data.fingerprint, self.identity, (precision.weights, precision.autocast), rows)
-        place = self._cache / cache_key("kto", *depends)
-        steps = replace(steps, reference=precompute(place, (len(steps.data),), steps.first_pass(), ranks, logps))
-        if self.objective.losses != ["kto"]:
+    def with_reference(
+        self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
+    ) -> UnpairedSteps:
+        """As of HeldObjective. The mismatched pairs are other ones in every step, and are computed for all steps of the run."""
+        steps = super().with_reference(steps, trainer, ranks, precision)
+        if not self._estimates:
             return steps
+        schedule, parts = steps.schedule, steps.mismatched().every_step()
         every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
-        place, pairs = self._cache / cache_key("kto", *depends, every), steps.mismatched()
         shape = (schedule.documents_before(schedule.total_steps),)
-        return replace(steps, reference_mismatched=precompute(place, shape, pairs.every_step(), ranks, logps))
+        known = self.precompute(steps, trainer, ranks, precision, shape, parts, every)
+        return replace(steps, reference_mismatched=known)
 
 
 def check_sizes(settings: LoopSettings) -> None:
-    """Raises UserError where a single answer makes a step, or the evaluation: its KL estimate would be its own reward.
-
-    Of steps of a number of tokens that is not known beforehand.
-    """
-    fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
-    evaluation, schedule, count = settings.evaluation, settings.steps.schedule, len(settings.steps.data)
-    each = schedule.examples_per_step
-    if (
-        each is not None
-        and count % each == (1 if each > 1 else 0)
-        and len(settings.steps) >= schedule.steps_per_epoch(0)
-    ):
-        what = (
-            f"of {counted(count, 'answers')} the last step has a single one, and the KL estimate is made of two or more"
-        )
-        raise UserError(what, where="batch.examples_per_step", fix=fix)
-    if evaluation is not None and len(evaluation.data) == 1:
-        what = "a single answer is held out, and the KL estimate is made of two or more"
-        raise UserError(
-            what, where="data.eval", fix="give more, or set objective.loss=apo_zero_unpaired, which has none"
-        )
-
-
-def balance(labels: LabelFigures, objective: Objective) -> str | None:
-    """A warning where labels and weights are out of balance; None where they are not.
-
-    The KTO paper (arXiv 2402.01306, eq. 8) has the ratio of both sides, each its number times its weight, between 1 and 4/3.
-    """
-    desirable, undesirable = labels.desirable, labels.undesirable
-    if not (desirable and undesirable):
-        kind = "desirable" if desirable else "undesirable"
-        return f"all answers are {kind}: nothing says what the others would be like"
-    gains, losses = (
-        desirable * objective.option("desirable_weight"),
-        undesirable * objective.option("undesirable_weight"),
-    )
-    ratio = gains / losses if losses else math.inf
-    if 0.9 <= ratio <= 1.5:  # what chance leaves of a balance is none of the weights' business
-        return None
-    side, least = "desirable", losses / desirable
-    if ratio > 1:
-        side, least = "undesirable", gains / undesirable * 3 / 4
-    wanted = f"objective.options.{side}_weight={least:.3g} to {least * 4 / 3:.3g}"
-    return (
-        f"{desirable:,} desirable and {undesirable:,} undesirable answers, by their weights {ratio:.2g} to 1: the KTO paper "
-        f"advises 1 to 4/3, here {wanted}"
-    )
+    """Raises UserError where a single answer makes a step (if known), or the evaluation: its KL estimate would be its own reward."""
+    schedule, count = settings.steps.schedule, len(settings.steps.data)
+    each, whole_pass = schedule.examples_per_step, len(settings.steps) >= schedule.steps_per_epoch(0)
+    where = what = ""
+    if each is not None and whole_pass and count % each == (1 if each > 1 else 0):
+        where, what = "batch.examples_per_step", f"of {counted(count, 'answers')} the last step has a single one"
+    elif settings.evaluation is not None and len(settings.evaluation.data) == 1:
+        where, what = "data.eval", "a single answer is held out"
+    if where:
+        fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"
+        raise UserError(f"{what}, and the KL estimate is made of two or more", where=where, fix=fix)

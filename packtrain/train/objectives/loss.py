@@ -1,9 +1,8 @@
 """The loss of an objective, by the TRL trainer that it holds (`Loss`); of examples it is weighted exactly (`ExampleLoss`),
 and may be held to a reference (`HeldLoss`).
 
-TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (the model runs on
-a flattened row if packing is on, model/forward.py), and results are combined exactly: losses are means over the examples or
-tokens of the global step, and each figure is weighted by its own count.
+TRL computes the loss and its figures for one padded batch. Here a micro-batch is such a batch (run as a row, model/forward.py), and
+losses are means over the examples or tokens of the global step; each figure is weighted by its own count.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.patches import without_gathering
 from packtrain.train.settings import LoopSettings
 
-_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
@@ -90,6 +88,8 @@ class ExampleLoss(Loss):
 
     examples = "pairs"
     """What they are called in the figures of an evaluation."""
+    new_figures: Callable[[], WeightedFigures]
+    """Sums of TRL's figures, of nothing yet."""
 
     def __init__(self, trl: Any, settings: LoopSettings) -> None:
         super().__init__(trl, settings)
@@ -97,10 +97,6 @@ class ExampleLoss(Loss):
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Scalar: the micro-batch's part of the mean loss over the examples of a step of these `counts`; adds its figures."""
-        raise NotImplementedError
-
-    def new_figures(self) -> WeightedFigures:
-        """Sums of TRL's figures, of nothing yet."""
         raise NotImplementedError
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
@@ -152,20 +148,13 @@ class HeldLoss(ExampleLoss):
     """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
     adapters named `ref`), or log-probabilities that come with the batches.
 
-    A subclass defines `logps`, `with_reference` and `of_zero_margin`.
+    A subclass defines `logps` and `with_reference`.
     """
 
     answers: tuple[str, ...]
     """What the answers of each part of Logps are called (first_loss.py)."""
-    _not_for_the_model = (
-        "completion_mask",
-        "label",
-        "ref_logps",
-        "ref_KL_logps",
-        "ref_chosen_logps",
-        "ref_rejected_logps",
-    )
-    """Entries of a batch that the model does not take."""
+    reference_names: tuple[str, ...]
+    """Names of the reference's log-probabilities in a batch."""
 
     def __init__(self, trl: Any, settings: LoopSettings, outputs: tuple[str, ...]) -> None:
         """`outputs` are those of TRL's fused head that its loss reads."""
@@ -190,19 +179,12 @@ class HeldLoss(ExampleLoss):
         inputs = self.with_reference(self.inputs(batch))
         return tuple(inputs[name] for name in self.reference_names)
 
-    reference_names: tuple[str, ...]
-    """Names of the reference's log-probabilities in a batch."""
-
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
         """Log-probabilities by `model` as it is."""
         raise NotImplementedError
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with the log-probabilities of the reference, if they do not come with them."""
-        raise NotImplementedError
-
-    def of_zero_margin(self, batch: MicroBatch) -> float | None:
-        """What the loss of a micro-batch is while the model is its own reference; None where no formula says it."""
         raise NotImplementedError
 
     def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
@@ -227,7 +209,8 @@ class HeldLoss(ExampleLoss):
 
     def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What of `inputs` is for the model."""
-        return {name: value for name, value in inputs.items() if name not in self._not_for_the_model}
+        own = {name: value for name, value in inputs.items() if name not in ("completion_mask", "label")}
+        return {name: value for name, value in own.items() if not name.startswith("ref_")}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.
@@ -244,8 +227,8 @@ class WeightedFigures:
     """Sums of figures, each weighted by the number of units that it is a mean over; `units` has the unit of each figure."""
 
     def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
-        """`derived` figures follow from others, and are passed over."""
-        self.units, self._passed_over = units, (*_NOT_FIGURES, *derived)
+        """`derived` figures follow from others, and are passed over; tokens are counted by packtrain, exactly even after a resume."""
+        self.units, self._passed_over = units, ("num_tokens", *derived)
         self._sums = torch.zeros(len(units), 2, dtype=torch.float64)
 
     def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:

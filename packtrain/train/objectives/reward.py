@@ -1,51 +1,97 @@
-"""Reward models as an objective: pairs with margins, and the proof that rows are scored as padded batches are.
+"""Reward models: the loss of TRL's RewardTrainer, unmodified, over the pairs of a whole step, and the objective.
 
-The loss is in reward_loss.py, the model's side in model/score_head.py.
+The least and the greatest reward are those of all answers of the global step. The model's side is in model/score_head.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import RewardConfig
+from accelerate import Accelerator
+from trl import RewardConfig, RewardTrainer
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_with_margins
-from packtrain.errors import CheckFailed
+from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
+from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
-from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
-from packtrain.train.loader import ScoredSteps
+from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.train.loader import MicroBatch, ScoredSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.pair_objective import PairObjective
-from packtrain.train.objectives.reward_loss import RewardLoss, objective_arguments
-from packtrain.train.patches import arguments_on_one_gpu
+from packtrain.train.objectives.loss import ExampleLoss, WeightedFigures
+from packtrain.train.objectives.training_objective import PairObjective
+from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.settings import LoopSettings
+
+_COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
+MEANS = ("mean_reward", "accuracy", "margin")
+"""The figures of TRL that are means over pairs."""
+LEAST, GREATEST = "min_reward", "max_reward"
+PAIRS = 0
+FIGURES = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
+
+
+class RewardFigures(WeightedFigures):
+    """Means over pairs, and the least and the greatest reward of all answers."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(MEANS, PAIRS))
+        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
+
+    def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:
+        """As of WeightedFigures."""
+        self._range[0] = self._range[0].clamp(max=noted.pop(LEAST)[-1])
+        self._range[1] = self._range[1].clamp(min=noted.pop(GREATEST)[-1])
+        super().take(noted, over)
+
+    def values(self, accelerator: Accelerator) -> dict[str, float]:
+        """As of WeightedFigures."""
+        means, ends = super().values(accelerator), self._range.to(accelerator.device)
+        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
+        with waiting("the figures of all ranks"):
+            ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
+        figures = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
+        return {name: figures[name] for name in FIGURES} if means else {}  # of a step whose pairs are left out
+
+
+class RewardLoss(ExampleLoss):
+    """The loss of pairs on `model`, a sequence classifier with one label."""
+
+    new_figures = RewardFigures
+
+    def __init__(self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings) -> None:
+        super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
+        patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step."""
+        inputs = self.inputs(batch)
+        if not batch.examples:  # a filler, of a process that has fewer micro-batches
+            return model(**inputs, use_cache=False).logits.sum() * 0.0
+        with self.accelerator.autocast():
+            loss = self.trl.compute_loss(model, inputs)
+        self.add_figures({PAIRS: batch.examples})
+        return loss * (batch.examples / counts[3])
+
+    @torch.no_grad()
+    def scores(self, batch: MicroBatch) -> torch.Tensor:
+        """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
+        with self.accelerator.autocast():
+            return self.model(**self.inputs(batch), use_cache=False).logits[:, 0].float()
 
 
 class Reward(PairObjective):
-    """The TrainingObjective of reward models."""
+    """The objective of reward models: pairs with margins, and no reference."""
 
     prepare_data = staticmethod(prepare_with_margins)
-
-    def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
-        super().__init__(packing, batch)
-        self.objective = objective
-        self._margins = False
-
-    def take_reference(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing: there is no reference."""
-        return {}
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
@@ -53,15 +99,9 @@ class Reward(PairObjective):
         """The optimizer steps over `data`."""
         return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> RewardLoss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> RewardLoss:
         """The loss of pairs on `model`."""
-        args = arguments_on_one_gpu(RewardConfig, **arguments, **objective_arguments(self.objective))
+        args = arguments_on_one_gpu(RewardConfig, **arguments, **self.objective.options)
         return RewardLoss(model, args, tokenizer, settings)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
@@ -79,12 +119,8 @@ class Reward(PairObjective):
 
 
 @torch.no_grad()
-def check_scores(trainer: StepTrainer, attention: str) -> float:
-    """Compares scores of the first pairs in their row with those by the model's own call of a padded batch, of COMPARED_PAIRS pairs.
-
-    `attention` is the model's original implementation. Returns the largest difference, relative to the largest score; raises
-    CheckFailed if it is more than rounding.
-    """
+def check_scores(trainer: StepTrainer, attention: str) -> None:
+    """Raises CheckFailed if COMPARED_PAIRS pairs score otherwise in their row than by the model's own call of a padded batch."""
     loss, steps = cast(RewardLoss, trainer.loss), cast(ScoredSteps, trainer.steps)
     model, base = loss.model, base_model(loss.model)
     numbers = steps.first_examples(trainer.settings.first_step)
@@ -98,12 +134,10 @@ def check_scores(trainer: StepTrainer, attention: str) -> float:
             refusals_of_a_model(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
             theirs = loss.scores(padded.collate(few))
-    off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
-    if not off <= tolerance_of(loss.compute_dtype):  # NaN fails too
-        worst = int((ours - theirs).abs().argmax())
-        raise CheckFailed(
-            f"an answer of the first pairs scores {ours[worst]:.6g} in its row, but {theirs[worst]:.6g} by "
-            f"{type(base).__name__} itself on a padded batch",
-            fix="its classifier does more than score the last token: set packing.mode=padding",
-        )
-    return off
+
+    what = (
+        "an answer of the first pairs scores {candidate:.6g} in its row, but {definition:.6g} by "
+        f"{type(base).__name__} itself on a padded batch"
+    )
+    fix = "its classifier does more than score the last token: set packing.mode=padding"
+    check_equal(ours, theirs, tolerance_of(loss.compute_dtype).outputs, what, fix=fix)

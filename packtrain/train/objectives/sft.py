@@ -8,36 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
-from packtrain.config.schema import Packing
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.prepare import prepare
 from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
-from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
-from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_flat, collate_padded, on_device
-from packtrain.packing.schedule import Schedule
-from packtrain.proof.choice import AttentionChoice
-from packtrain.proof.isolation import tolerance_of
+from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Loss
+from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
-from packtrain.train.preflight import FirstStepWatch, choose_together
+from packtrain.train.preflight import FirstStepWatch
 from packtrain.train.settings import LoopSettings
 
 _PROBE_TOKENS = 64
@@ -48,12 +41,7 @@ class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. TRL's head makes the former."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        args: SFTConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        objective: Objective,
+        self, model: Any, args: SFTConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
     ) -> None:
         super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
         base = base_model(model)
@@ -114,47 +102,12 @@ class SFTLoss(Loss):
         self.model(**on_device(without_labels(batch.inputs), self.device), loss_sum=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SFT:
-    """The TrainingObjective of supervised fine-tuning."""
-
-    objective: Objective
-    packing: Packing
+class SFT(TrainingObjective):
+    """The objective of documents."""
 
     prepare_data = staticmethod(prepare)
 
-    def longest_document(self, data: TokenDataset) -> int:
-        """Tokens of the longest document."""
-        return int(data.lengths.max())
-
-    def take_reference(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing: there is no reference."""
-        return {}
-
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Which backend serves packed rows of `model`."""
-        return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
-
-    def slots(self, data: TokenDataset) -> np.ndarray:
-        """int [documents]: token slots of each in a row."""
-        return data.lengths
-
-    def steps(
-        self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
-    ) -> Steps:
-        """The optimizer steps over `data`."""
-        layout = "padding" if self.packing.mode == "padding" else "flat"
-        return Steps(data, schedule, layout, pad_token_id, ranks.rank, ranks.world_size)
-
-    def loss(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-    ) -> SFTLoss:
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> SFTLoss:
         """The loss of documents on `model`."""
         args = arguments_on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
         return SFTLoss(model, args, tokenizer, settings, self.objective)
@@ -164,7 +117,7 @@ class SFT:
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
         model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
         if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
-            trainer.watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype))
+            trainer.watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
         off = choose_head(model, loss.head, probe, autocast=autocast)
         if not loss.head.fused:
             lack = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"

@@ -1,60 +1,249 @@
-"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these."""
+"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these; shared parts of pairs, and of
+objectives whose model is held to a reference."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
-from packtrain.config.schema import Data
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Model, Packing, Peft
+from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import PreparedData
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.adapters import add_reference
+from packtrain.model.load import base_model, weights_hash
+from packtrain.model.precision import Precision
+from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
+from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
-from packtrain.proof.choice import AttentionChoice
-from packtrain.train.loader import Steps
+from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.proof.choice import AttentionChoice, prove_backend
+from packtrain.proof.isolation import TREE
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import Loss
+from packtrain.train.objectives.first_loss import check_pair_forward, check_start
+from packtrain.train.objectives.loss import HeldLoss, Loss
+from packtrain.train.patches import arguments_on_one_gpu
+from packtrain.train.preflight import choose_together, same_everywhere
 from packtrain.train.settings import LoopSettings
 
 
-class TrainingObjective(Protocol):
-    """The parts of a run that depend on the objective, in the order of use; implemented in objectives/."""
+class TrainingObjective:
+    """The parts of a run that depend on the objective, in the order of use; as here for documents without a reference."""
 
-    def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
-        """The tokenised data sets."""
-        raise NotImplementedError
+    prepare_data: Callable[..., PreparedData[Any]]
+    """The tokenised data sets, of (data, tokenizer, seed, progress)."""
+    unshared = ""
+    """Why prompts of pairs are not computed once, where they are not."""
+
+    def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
+        self.objective, self.packing, self.batch = objective, packing, batch
+        self.layout: PairRows = "padding" if packing.mode == "padding" else "flat"
 
     def longest_document(self, data: Any) -> int:
         """Tokens of the longest document of a data set, for the check of the model's positions."""
-        raise NotImplementedError
+        return int(data.lengths.max())
 
-    def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, precision: Any, *, seed: int) -> dict[str, Any]:
-        """Loads the reference, if any, before the model is sharded; returns what a resumed run must agree on of it."""
-        raise NotImplementedError
+    def take_reference(
+        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
+    ) -> dict[str, Any]:
+        """Loads the reference, if any, before `model` is sharded; returns what a resumed run must agree on of it."""
+        return {}
 
     def decide_attention(
-        self, wanted: str, model: Any, ranks: Ranks, precision: Any, *, prove: bool
+        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
     ) -> AttentionChoice:
-        """The backend for packed rows; `wanted` is model.attention."""
-        raise NotImplementedError
+        """The backend for packed rows of `model`; `wanted` is model.attention."""
+        return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
 
     def slots(self, data: Any) -> np.ndarray:
-        """int [examples]: token slots that each example takes in a row."""
-        raise NotImplementedError
+        """int [examples]: token slots that each example takes in a row. Raises UserError if one exceeds a micro-batch."""
+        return data.lengths
 
     def steps(
         self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
     ) -> Steps:
         """The optimizer steps over a data set, or those of an `evaluation`."""
-        raise NotImplementedError
+        return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
     def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> Loss:
         """The loss on `model`, whose forward it patches; `arguments` are those of TRL's trainers."""
         raise NotImplementedError
 
     def prove(
-        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Any
+        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
     ) -> None:
         """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
         raise NotImplementedError
+
+
+class PairObjective(TrainingObjective):
+    """The parts of preference pairs: how a pair is laid out in a row is decided once, by proof."""
+
+    def longest_document(self, data: PairDataset) -> int:
+        """Tokens of the longest prompt with an answer."""
+        return int(data.documents.lengths.max())
+
+    def decide_attention(
+        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> AttentionChoice:
+        """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
+
+        Raises CheckFailed if packing.share_prefix is true and the backend cannot share prompts.
+        """
+        share = self.packing.share_prefix
+        choice = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
+        if share is False:
+            self.layout, self.unshared = "flat", "packing.share_prefix=false"
+            return choice
+        lack = choice.unshared
+        if lack is None:  # not tried yet, since nothing was proved
+            lack, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
+        self.layout, self.unshared = "flat" if lack else "shared", lack
+        same_everywhere(self.layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
+        if lack and share:
+            raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
+        return choice
+
+    def slots(self, data: PairDataset) -> np.ndarray:
+        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are never split."""
+        # padded a pair takes two rows as long as the longer of its documents
+        longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
+        slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
+        longest, (_, most) = int(slots.max(initial=0)), self.batch.limits(self.packing.mode)
+        if most is not None and longest > most:
+            raise UserError(
+                f"the longest pair takes {longest} token slots, a micro-batch has {most}",
+                where="batch.tokens_per_device",
+                fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
+            )
+        return slots
+
+
+class HeldObjective(TrainingObjective):
+    """The parts of an objective whose model is held to a reference: how that is loaded, when its log-probabilities are computed.
+
+    `identity` is what precomputed log-probabilities depend on of the reference.
+    """
+
+    trl_arguments: ClassVar[type[Any]]
+    """TRL's class of arguments."""
+    held_loss: ClassVar[Callable[..., HeldLoss]]
+
+    def __init__(
+        self,
+        objective: Objective,
+        packing: Packing,
+        batch: Batch,
+        model: Model,
+        peft: Peft,
+        reference: ReferenceChoice,
+        cache: Path,
+    ) -> None:
+        """Precomputed log-probabilities go to the folder `cache`."""
+        super().__init__(objective, packing, batch)
+        self._model, self._peft, self.reference, self._cache = model, peft, reference, cache
+        self._reference_model: PreTrainedModel | None = None
+        self.identity = ""
+
+    def take_reference(
+        self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
+    ) -> dict[str, Any]:
+        """As of TrainingObjective. Raises UserError if `model` asks for a loss of its routers, which is not defined over answers."""
+        if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
+            raise UserError(
+                f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
+                where="model.config.output_router_logits",
+                fix="set it to false: the preferences are then trained without it",
+            )
+        if self.reference.kind == "adapters":
+            add_reference(model, self.reference.adapters)
+        named, autocast = self.objective.reference, precision.autocast
+        self._reference_model, weights = load_reference(
+            self.reference, named, self._model, tokenizer, ranks, seed=seed, autocast=autocast
+        )
+        weights = weights or weights_hash(model)
+        self.identity = identity_of_reference(model, self._peft, weights)
+        return {"objective.reference": f"one of weights with hash {weights[:12]}"}
+
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> HeldLoss:
+        """As of TrainingObjective."""
+        losses = self.objective.losses
+        own = {
+            **self.objective.options,
+            "beta": self.objective.beta,
+            "loss_type": losses[0] if self.objective.kind == "kto" else list(losses),
+            "precompute_ref_log_probs": self.reference.kind == "precomputed",
+            "router_aux_loss_coef": 0.0,
+        }
+        args = arguments_on_one_gpu(self.trl_arguments, **arguments, **own)
+        return type(self).held_loss(model, args, tokenizer, settings, self._reference_model)
+
+    def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
+        """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.
+
+        They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
+        """
+        shape = (len(steps.data), 2)[: len(cast(HeldLoss, trainer.loss).answers)]
+        parts = steps.first_pass()
+        return replace(steps, reference=self.precompute(steps, trainer, ranks, precision, shape, parts))
+
+    def precompute(
+        self,
+        steps: Any,
+        trainer: StepTrainer,
+        ranks: Ranks,
+        precision: Precision,
+        shape: tuple[int, ...],
+        parts: Iterable[tuple[np.ndarray, MicroBatch]],
+        *depends_on: object,
+    ) -> np.ndarray:
+        """float32 of this `shape`: log-probabilities of `parts` of `steps`, from the cache or computed, see model/reference.py."""
+        loss, rows = cast(HeldLoss, trainer.loss), None
+        if loss.compute_dtype.itemsize == 2:
+            backend, device = trainer.settings.backend, computer(ranks.device)
+            rows = (steps.schedule.settings, steps.layout, backend, ranks.world_size, device)
+
+        def logps(batch: MicroBatch) -> torch.Tensor:
+            trainer.clock.enter("proof")
+            return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1)
+
+        formats, ld_alpha = (precision.weights, precision.autocast), getattr(loss.trl, "ld_alpha", None)
+        key = cache_key(
+            self.objective.kind, steps.data.fingerprint, self.identity, formats, ld_alpha, rows, *depends_on
+        )
+        return precompute(self._cache / key, shape, parts, ranks, logps)
+
+    def prove(
+        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
+    ) -> None:
+        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
+        console.log_loss(log, self.objective, self.reference, self._peft.dropout)
+        if self.reference.kind == "precomputed":
+            trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
+            if trainer.evaluation:
+                trainer.evaluation = self.with_reference(trainer.evaluation, trainer, ranks, precision)
+        if preflight:
+            loss, batch = cast(HeldLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
+            check_pair_forward(loss, batch, attention)
+            if self.reference.at_start:
+                check_start(loss, batch)
+
+
+def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
+    """The part of the cache key that depends on `model`: the hash of its `weights`, and its settings."""
+    settings = base_model(model).config.to_dict()
+    kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    scale = peft.alpha / peft.r if peft.kind == "lora" else 1
+    return f"{weights} {json.dumps(kept, sort_keys=True, default=str)} {scale}"

@@ -11,10 +11,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -34,8 +33,8 @@ _OF_ISOLATION = {
     "documents after a changed one move by": "max_abs_diff_after",
     "a document in a row and alone differ by": "max_abs_diff_alone",
 }
-_CONTROL = "control: the same without borders"
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
+Row = tuple[str, float | None, float | None]
 
 
 def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], *, as_json: bool) -> int:
@@ -69,48 +68,8 @@ def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as
         from packtrain.train.verify.foreign_collator import verify_collator
     with stdout_on_stderr():
         code, report = verify_collator(model, peft, trainer, spec, **how)
-    if as_json:
-        print(json.dumps(finite(report), indent=2))
-    else:
-        _show_collator(report)
+    show(finite(report), as_json=as_json)
     return code
-
-
-def _show_collator(report: dict[str, Any]) -> None:
-    rows, tokens = report["rows"]
-    documents = (
-        f"{counted(len(report['documents']), 'documents')} of {listed([str(n) for n in report['documents']])} tokens"
-    )
-    positions = {"restart": "restart with each document", "run on": "run on along the row"}
-    head = [
-        ("model", f"{report['model']} ({report['architecture']}, {report['dtype']}) on {report['device']}"),
-        ("attention", report["backend"]),
-        ("collator", f"{report['collator']}: {documents} in {counted(rows, 'rows')} of {tokens}"),
-        ("positions", positions.get(report["positions"], "not given")),
-    ]
-    proof, table = report["isolation"], _empty_table()
-    for what, name in _OF_ISOLATION.items():
-        _add(table, what, proof[name], proof["tolerance"])
-    for leak in report["leaks"]:
-        _add(table, f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], proof["tolerance"])
-    _add(table, _CONTROL, proof["control"], proof["least_control"], least=True)
-    _print(head, table, report)
-
-
-def _print(head: Iterable[tuple[str, str]], table: Table, report: dict[str, Any], *, remark: str = "") -> None:
-    """The lines above the table, the table, a `remark`, and the verdict with problem and fix."""
-    console = Console(highlight=False, soft_wrap=True)
-    for name, text in head:
-        console.print(f"[bold]{name:<11}[/]{escape(text)}")
-    console.print(table)
-    if remark:
-        console.print(remark)
-    several = report.get("processes", 1) > 1 and report["verdict"] != "exact"
-    where = f" (rank {report['rank']} of {report['processes']})" if several else ""
-    problem = f": {escape(report['problem'])}" if report["problem"] else ""
-    console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{where}{problem}")
-    if report["fix"]:
-        console.print(f"  → {escape(report['fix'])}")
 
 
 def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
@@ -125,84 +84,92 @@ def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
 
 
 def show(report: dict[str, Any], *, as_json: bool) -> None:
-    """The report (train/verify/measure.py) on stdout: as one JSON document, or for people."""
+    """The report (of measure.py, or of foreign_collator.py) on stdout: as one JSON document, or for people."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    weak = report["verdict"] == "exact" and not report["controls_see"]
-    remark = (
-        "Controls are weak: the model's outputs hardly depend on its context. Documents that run apart need no control."
-    )
-    _print(_head(report), _table(report), report, remark=remark if weak else "")
+    console, table = Console(highlight=False, soft_wrap=True), Table()
+    for name, text in _head(report):
+        console.print(f"[bold]{name:<11}[/]{escape(text)}")
+    for name in ("measured", "figure", "tolerance", ""):
+        table.add_column(name, justify="right" if name in ("figure", "tolerance") else "left", no_wrap=True)
+    for what, figure, limit in _rows(report):
+        least = what.startswith("control")
+        fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
+        mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
+        table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
+    console.print(table)
+    if report["verdict"] == "exact" and not report.get("controls_see", True):
+        console.print(
+            "Controls are weak: outputs hardly depend on the context. Documents that run alone need no control."
+        )
+    several = report.get("processes", 1) > 1 and report["verdict"] != "exact"
+    where = f" (rank {report['rank']} of {report['processes']})" if several else ""
+    problem = f": {escape(report['problem'])}" if report["problem"] else ""
+    console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{where}{problem}")
+    if report["fix"]:
+        console.print(f"  → {escape(report['fix'])}")
 
 
 def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of the lines above the table."""
-    mixed = report["mixed_precision"]
+    mixed = report.get("mixed_precision", "no")
     precision = report["dtype"] + (f", computed in {mixed}" if mixed != "no" else "")
-    adapters = "" if report["peft"] == "none" else f", {report['peft']}"
-    on = f"{report['processes']} processes, this one on " if report["processes"] > 1 else ""
+    adapters = f", {report['peft']}" if report.get("peft", "none") != "none" else ""
+    on = f"{report['processes']} processes, this one on " if report.get("processes", 1) > 1 else ""
     yield "model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"
-    yield "attention", f"{report['backend'] or 'none'}: {report['why']}"
+    yield "attention", (report["backend"] or "none") + (f": {report['why']}" if "why" in report else "")
+    if "collator" in report:
+        (rows, tokens), lengths = report["rows"], listed([str(length) for length in report["documents"]])
+        documents = f"{counted(len(report['documents']), 'documents')} of {lengths} tokens"
+        yield "collator", f"{report['collator']}: {documents} in {counted(rows, 'rows')} of {tokens}"
+        yield "positions", report["positions"]
+        return
     if report["pairs"]:
         why = report["pairs"]["why"]
         yield "prompts", f"computed for each answer ({why})" if why else "computed once for both answers"
     if report["strategy"] in SHARDED_WEIGHTS:
-        apart = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
-        yield "strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"
+        whole = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
+        yield "strategy", f"on the model as {report['strategy']} spreads it over processes{whole}"
     if report["objective"] in ("dpo", "kto") and not report["start"]:
         yield "first loss", "not checked: the reference is another model"
     lengths = report["reference"]["documents"]
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
-def _empty_table() -> Table:
-    table = Table(title=None)
-    for name in ("measured", "figure", "tolerance", ""):
-        table.add_column(name, justify="right" if name in ("figure", "tolerance") else "left", no_wrap=True)
-    return table
-
-
-def _add(table: Table, what: str, figure: float | None, limit: float | None, *, least: bool = False) -> None:
-    fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
-    mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
-    table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
-
-
-def _table(report: dict[str, Any]) -> Table:
-    """One row for each measurement: figure, tolerance, and whether it is met."""
-    table = _empty_table()
-    add = partial(_add, table)
-
-    proof, pairs, tolerances = report["isolation"], report["pairs"], report["tolerances"]
+def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterator[Row]:
+    """The rows of the table that are of the proof of isolation, or of that of pairs."""
+    figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
     for what, name in _OF_ISOLATION.items():
-        add(what, proof[name], proof["tolerance"])
-    add(_CONTROL, proof["control"], proof["least_control"], least=True)
-    if pairs and pairs["prompts_shared"]:
-        moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
-        add("pairs: beside a changed one, answers move by", moved, pairs["tolerance"])
-        add("pairs: an answer in a row and alone differ by", pairs["max_abs_diff_alone"], pairs["tolerance"])
-        add(_CONTROL, pairs["control"], pairs["least_control"], least=True)
+        yield what + of, figures[name], figures["tolerance"]
+    for leak in report.get("leaks", ()):
+        yield f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], figures["tolerance"]
+    yield f"control: the same without borders{of}", figures["control"], figures["least_control"]
+
+
+def _rows(report: dict[str, Any]) -> Iterator[Row]:
+    """Each measurement, its figure, and its tolerance (of a control the least that it must show)."""
+    yield from _isolation_rows(report)
+    if "collator" in report:
+        return
+    if report["pairs"] and report["pairs"]["prompts_shared"]:
+        yield from _isolation_rows(report, "pairs")
     if start := report["start"]:
-        table.add_section()
-        right = "ln 2" if abs(start["zero_margin"] - math.log(2)) < 1e-6 else _number(start["zero_margin"], 7)
-        off = abs(start["loss"] - start["zero_margin"])
-        add(f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"])
-    table.add_section()
-    shared = report["prefix_shared"]
+        off, right = abs(start["loss"] - start["zero_margin"]), _number(start["zero_margin"], 7)
+        yield f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"]
+    tolerances, shared = report["tolerances"], report["prefix_shared"]
     for mode, figures in {**report["modes"], **({"packed with shared prompts": shared} if shared else {})}.items():
-        add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
-        add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
-    add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
-    return table
+        yield f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"]
+        yield f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"]
+    yield "control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"]
 
 
 def finite(value: Any) -> Any:
     """`value` with null for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,133 @@
+"""The comparison that all proofs are uses of: a definition and a candidate, what rounding may make them differ by, and the verdict.
+
+The candidate is how training computes, the definition how the model itself does, one document or padded batch at a time. Both are
+computed inside `evaluating`; `refusals_of_a_model` reports what the model refuses there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import NEEDED
+from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.wording import first_line
+
+CONTROL_FACTOR = 5
+"""How many times as much as without a leak a control, which leaks on purpose, has to differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Relative differences that rounding alone may cause through a whole model: of single `outputs`, of a `loss` or the log-probability
+    of an answer, in which errors of many tokens cancel, and of all `gradients` as one vector."""
+
+    outputs: float
+    loss: float
+    gradients: float
+
+
+def tolerance_of(dtype: torch.dtype, *, routed: bool = False) -> Tolerance:
+    """The tolerance of a model that computes in `dtype`; `routed`: its experts are chosen by a router.
+
+    Each operation is off by up to half a unit in the last place (2^-24 in float32, 2^-11 in float16, 2^-8 in bfloat16), and a deep
+    stack adds up some units of its largest output; a leak moves outputs by the order of 1. The largest differences of loss and
+    gradients measured over tiny models of nine families and SmolLM2-135M (30 layers) are 1e-7 and 4e-6 in float32, 6e-6 and 1.3e-3 in
+    float16, 9e-5 and 1.5e-2 in bfloat16. In 16 bits a router may choose another expert where two are nearly even; gradients then
+    differ by up to 0.25 without any leak.
+    """
+    coarse = Tolerance(5e-2, 5e-3, 5e-2)
+    known = {
+        torch.float64: Tolerance(1e-8, 1e-9, 1e-8),
+        torch.float32: Tolerance(2e-4, 1e-5, 1e-4),
+        torch.float16: Tolerance(1e-2, 1e-3, 1e-2),
+    }
+    tolerance = known.get(dtype, coarse)
+    return Tolerance(tolerance.outputs, 2e-2, 0.3) if routed and dtype.itemsize < 4 else tolerance
+
+
+def difference(
+    candidate: torch.Tensor,
+    definition: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    statistic: Callable[[torch.Tensor], torch.Tensor] = torch.max,
+) -> float:
+    """The largest |candidate - definition| / `scale` of each token [T, …], and of these the `statistic`. Infinite in place of NaN.
+
+    `scale` is a scalar, or one for each token; the largest |definition| if None.
+    """
+    by_token = (candidate - definition).abs().reshape(len(definition), -1).amax(dim=-1)
+    by_token = by_token / (definition.abs().max().clamp(min=1e-8) if scale is None else scale)
+    return statistic(by_token).nan_to_num(torch.inf).item()
+
+
+def has_routers(model: PreTrainedModel) -> bool:
+    """Whether tokens choose among experts, by the model's config."""
+    settings = model.config.get_text_config().to_dict()
+    return any("expert" in name and type(value) is int and value > 1 for name, value in settings.items())
+
+
+def check_equal(
+    candidate: torch.Tensor,
+    definition: torch.Tensor,
+    tolerance: float,
+    what: str,
+    *,
+    fix: str,
+    scale: torch.Tensor | None = None,
+) -> float:
+    """The `difference` of values [n]. Raises CheckFailed above `tolerance`, of the value that is furthest off.
+
+    `what` is a format of its `number` from 1, `candidate` and `definition`.
+    """
+    off = difference(candidate, definition, scale=scale)
+    if not off <= tolerance:
+        by_value = (candidate - definition).abs() / (1 if scale is None else scale)
+        worst = int(by_value.nan_to_num(torch.inf).argmax())
+        values = {"candidate": candidate[worst].item(), "definition": definition[worst].item()}
+        raise CheckFailed(what.format(number=worst + 1, **values), fix=fix)
+    return off
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """The model in eval mode inside the block, computing in `autocast`, with the random state restored afterwards.
+
+    float32 is IEEE's inside, whatever training takes: TF32 keeps 10 bits of 23, which tolerances of float32 would call a leak.
+    """
+    training, tf32 = model.training, (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    model.eval()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.autocast(model.device.type, autocast, enabled=autocast is not None),
+        ):
+            yield
+    finally:
+        model.train(training)
+        torch.set_float32_matmul_precision(tf32[0])
+        torch.backends.cudnn.allow_tf32 = tf32[1]
+
+
+@contextmanager
+def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
+    """Turns any exception of a model's own code inside the block into CheckFailed: `what`, and the first line of the exception.
+
+    Models refuse unsupported calls with exceptions of every type. Running out of memory is not a refusal.
+    """
+    try:
+        yield
+    except (PacktrainError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if NEEDED in str(error):  # refused by trainer.deterministic, not by the model
+            raise
+        raise CheckFailed(f"{what}: {first_line(error)}", fix=fix) from error
