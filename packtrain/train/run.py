@@ -100,6 +100,7 @@ class Run:
 
 
 Work = Callable[[RunConfig, Ranks, Peers | None], int]
+Finish = Callable[[Run, StepTrainer, results.Summary], None]
 
 
 def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
@@ -136,8 +137,8 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
             torch.distributed.destroy_process_group()
 
 
-def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """The run in this process, in order: data, model, steps and proofs, training, results."""
+def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish: Finish | None = None) -> int:
+    """The run in this process, in order: data, model, steps and proofs, training, results (or `finish` in their place)."""
     started = time.perf_counter()
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
@@ -152,14 +153,20 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
         return _train_from(
-            checkpoint, run, trainer, results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
+            checkpoint,
+            run,
+            trainer,
+            results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early),
+            finish or _finish,
         )
     finally:
         for tracker in run.trackers:
             tracker.close()
 
 
-def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary) -> int:
+def _train_from(
+    checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary, finish: Finish
+) -> int:
     """Trains, and writes what comes of it; returns the exit code."""
     try:
         with trainer.writer:
@@ -180,7 +187,7 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
             f"stopped by {signal.Signals(run.stop.agreed).name} after step {step}; the same command goes on from {place}"
         )
         return 128 + run.stop.agreed
-    _finish(run, trainer, summary)
+    finish(run, trainer, summary)
     return 0
 
 
@@ -348,7 +355,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
         os.environ.pop("LOCAL_RANK", None)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
-    own = ("trainer.output_dir",) if verb in ("verify", "bench") else ()  # each launcher makes its own folder
+    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes its own folder
     shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
