@@ -47,7 +47,7 @@ from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
-from packtrain.train.largest_row import RowLimits, memory_error
+from packtrain.train.largest_row import memory_error
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
@@ -328,17 +328,14 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
 def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
     """The message for out of memory in a micro-batch; None for other errors."""
     config, spikes = run.config, trainer.settings.spikes
-    limits = RowLimits(
-        config.batch, config.packing.mode, config.trainer.gradient_checkpointing, config.objective.traits.documents
-    )
-    places = spikes.places if spikes else lambda _: []
     return memory_error(
         error,
-        trainer.work.row(trainer.steps),
-        limits,
+        trainer.work,
+        trainer.steps,
         run.ranks,
-        places,
+        spikes.places if spikes else lambda _: [],
         lambda total: estimate(config, run.ranks.world_size, total),
+        by_tokens=config.batch.limits(config.packing.mode)[1] is not None,
     )
 
 
