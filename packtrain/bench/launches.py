@@ -164,9 +164,8 @@ class ShortRuns:
         except UserError as error:
             return Failure(error.problems[0].what, text=f"error: {error}")
         root.mkdir()
-        process = multiprocessing.get_context("spawn" if launch.gpus else "fork").Process(
-            target=_run, args=(self.execute, launch, config, root / "output")
-        )
+        context: Any = multiprocessing.get_context("spawn" if launch.gpus else "fork")  # CUDA does not survive a fork
+        process = context.Process(target=_run, args=(self.execute, launch, config, root / "output"))
         process.start()
         try:
             process.join()

@@ -213,8 +213,9 @@ def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tup
     other = configured.shared is False
     unshared = any(run.shared is False for run in first.rounds.values()) and not other  # it cannot be had
     shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
+    flat: tuple[PackingMode, ...] = ("padding_free", "packed")
     kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
-    kinds += [("padding_free", shared) for shared in shares] + [("packed", shared) for shared in shares]
+    kinds += [(mode, shared) for mode in flat for shared in shares]
     own = (configured.mode, None if configured.mode == "padding" else configured.shared)
     return [kind for kind in kinds if kind != own]
 

@@ -286,7 +286,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_figures.peak:
-        log.fact("mfu", peak.sentence())
+        log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer

@@ -116,10 +116,9 @@ def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> N
         objective={"kind": "dpo", "reference": "precomputed"},
     )
     report = benched(tmp_path, config)
-    speeds = {(trial["mode"], trial["share_prefix"]): trial["tokens_per_second"] for trial in report["trials"]}
-    kinds = [(mode, shared) for mode in ("padding_free", "packed") for shared in (True, False)]
-    assert {*speeds} == {("padding", None), *kinds} and report["objective"] == "dpo"
-    assert report["trials"][0]["share_prefix"] is True and report["trials"][0]["configured"]
+    tried = [(trial["mode"], trial["share_prefix"]) for trial in report["trials"] if trial["tokens_per_second"]]
+    kinds = {(mode, shared) for mode in ("padding_free", "packed") for shared in (True, False)}
+    assert {*tried} == {("padding", None), *kinds} and tried[0] == ("packed", True)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

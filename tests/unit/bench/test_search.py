@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -32,11 +33,9 @@ class Machine:
             self.speed(candidate), self.run_s, micro_batches=max(STEP / tokens, 1), shared=candidate.shared
         )
 
-    def trials(
-        self, *, pairs: bool = False, configured: Candidate = CONFIGURED, most_tokens: int = 10**9
-    ) -> list[Trial]:
+    def trials(self, configured: Candidate = CONFIGURED, *, pairs: bool = False, allowed: int = 10**9) -> list[Trial]:
         def why_not_larger(measured: RunFigures) -> str:
-            return "" if STEP / measured.micro_batches <= most_tokens / 2 else "too much for the machine"
+            return "" if STEP / measured.micro_batches <= allowed / 2 else "too much for the machine"
 
         return search(configured, self.measure, why_not_larger, seconds=120, most=64, pairs=pairs)
 
@@ -52,36 +51,35 @@ def smaller_is_faster(candidate: Candidate) -> float:
 
 
 @pytest.mark.parametrize(
-    ("speed", "memory", "packed", "best"),
+    ("speed", "configured", "memory", "allowed", "packed", "best"),
     [
-        (larger_is_faster, 10**9, [4096, 8192, 16384], 16384),  # a row holds the step
-        (larger_is_faster, 9000, [4096, 8192, 16384], 8192),
-        (smaller_is_faster, 10**9, [4096, 8192, 2048, 1024, 512, 256], 512),
-        (larger_is_faster, 2500, [4096, 2048, 1024], 2048),  # the configured rows do not fit
+        (larger_is_faster, 4096, 10**9, 10**9, [4096, 8192, 16384], 16384),  # a row holds the step
+        (larger_is_faster, 4096, 9000, 10**9, [4096, 8192, 16384], 8192),
+        (larger_is_faster, 4096, 2500, 10**9, [4096, 2048, 1024], 2048),  # the configured rows do not fit
+        (larger_is_faster, 4096, 10**9, 10**4, [4096, 8192, 16384], 8192),
+        (smaller_is_faster, 4096, 10**9, 10**9, [4096, 8192, 2048, 1024, 512, 256], 512),
+        (
+            smaller_is_faster,
+            2**16,
+            10**9,
+            10**9,
+            [2**16, 8192, 4096, 2048, 1024, 512, 256],
+            512,
+        ),  # 2**15: the same rows
     ],
 )
 def test_rows_grow_or_shrink_as_long_as_that_is_faster(
-    speed: Callable[[Candidate], float], memory: int, packed: list[int], best: int
+    speed: Callable[[Candidate], float], configured: int, memory: int, allowed: int, packed: list[int], best: int
 ) -> None:
-    trials = Machine(speed, memory).trials()
+    machine = Machine(speed, memory)
+    trials = machine.trials(replace(CONFIGURED, tokens=configured), allowed=allowed)
     assert [trial.candidate.tokens for trial in trials if trial.candidate.mode == "packed"] == packed
     fastest = best_of(trials)
     assert fastest and fastest.candidate.tokens == best
     others = {trial.candidate.mode: trial.candidate.tokens for trial in trials if trial.candidate.mode != "packed"}
     assert others == {"padding": best, "padding_free": best}
     assert not any(trial.why for trial in trials if trial.rounds)
-
-
-def test_a_cpu_does_not_grow_into_what_the_machine_needs() -> None:
-    machine = Machine(larger_is_faster)
-    trials = machine.trials(most_tokens=10_000)
-    assert [trial.candidate.tokens for trial in trials if trial.why] == [16384]
-    assert max(candidate.tokens or 0 for candidate in machine.tried) == 8192
-
-
-def test_a_size_with_the_layout_of_another_is_no_trial() -> None:
-    trials = Machine(smaller_is_faster).trials(configured=Candidate("packed", None, 2**16, None))
-    assert [trial.candidate.tokens for trial in trials if trial.candidate.mode == "packed"][:2] == [2**16, 2**13]
+    assert allowed == 10**9 or max(candidate.tokens or 0 for candidate in machine.tried) <= allowed
 
 
 def test_the_best_are_compared_in_turn_until_the_time_ends() -> None:
@@ -100,7 +98,7 @@ def test_the_best_are_compared_in_turn_until_the_time_ends() -> None:
 def test_pairs_are_tried_with_shared_prompts_and_without() -> None:
     def kinds(share_prefix: bool | None) -> list[tuple[str, bool | None]]:
         configured = Candidate.of(Packing(share_prefix=share_prefix), Batch(tokens_per_device=STEP))
-        trials = Machine(lambda _: 1.0).trials(pairs=True, configured=configured)
+        trials = Machine(lambda _: 1.0).trials(configured, pairs=True)
         return [(trial.candidate.mode, trial.candidate.shared) for trial in trials if not trial.why]
 
     flat = ("padding_free", "packed")
