@@ -234,5 +234,8 @@ def _failure_of(code: int, output: str) -> Failure:
         return Failure(found[0], 2, "\n".join(text), memory=True)
     if code == -signal.SIGKILL:
         return Failure("killed: the machine was out of memory", 4, "\n".join(text), memory=True)
-    why = next((line.strip() for line in text if line.strip() not in ("", "error:")), f"it ended with exit code {code}")
+    why = next(
+        (line.strip() for line in text if line.strip() and not line.startswith("error:")),
+        f"it ended with exit code {code}",
+    )
     return Failure(why, code if code > 0 else 128 - code, "\n".join(text))
