@@ -215,7 +215,7 @@ def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tup
     shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
     flat: tuple[PackingMode, ...] = ("padding_free", "packed")
     kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
-    kinds += [(mode, shared) for mode in flat for shared in shares]
+    kinds.extend((mode, shared) for mode in flat for shared in shares)
     own = (configured.mode, None if configured.mode == "padding" else configured.shared)
     return [kind for kind in kinds if kind != own]
 
