@@ -121,10 +121,11 @@ def once(trainer: Any, batches: list[Any]) -> tuple[float, float, float]:
 
 def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
     """Padded and attached, one after the other; `only` one of them once, for its memory."""
+    import resource
+
     import torch
 
     from packtrain import attach
-    from packtrain.bench.peak_memory import peak_memory
 
     torch.set_num_threads(options.threads)
     made = grpo(options.model, options.recompute, options.prompt, options.completion) if kind == "grpo" else None
@@ -133,7 +134,7 @@ def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
         if only == "attached":
             attach(trainer)
         once(trainer, batches)
-        print(peak_memory(torch.device("cpu")) / 2**30)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         return
     seconds: dict[str, list[float]] = {"padded": [], "attached": []}
     said: dict[str, tuple[float, float]] = {}

@@ -14,9 +14,9 @@ def _work() -> int:
 
     verb, config = sys.argv[-2:]
     if verb == "bench":
-        from packtrain.bench.trials import bench_in
+        from packtrain.bench.measured_run import measure_in
 
-        return train(verb, load_config(config, []), bench_in)
+        return train(verb, load_config(config, []), measure_in)
     return train(verb, load_config(config, []))
 
 

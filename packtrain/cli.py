@@ -246,7 +246,7 @@ def bench(
     from packtrain.bench.launches import run_bench
 
     run, _ = _config_and_plan(arguments)
-    return run_bench(run, partial(_execute, "bench"), seconds=seconds, as_json=as_json, given=arguments or [])
+    return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
 @_command()
@@ -348,6 +348,11 @@ def _execute(verb: str, launch: LaunchPlan, run: RunConfig) -> int:
     return execute(launch, run, lambda: _train(verb, run))
 
 
+def _measure(launch: LaunchPlan, run: RunConfig) -> int:
+    """A short run of `bench` in a process of its own."""
+    return exit_code_of(partial(_execute, "bench", launch, run))
+
+
 def _report(folder: RunFolder) -> None:
     from packtrain.report.page import report_at_end
 
@@ -358,9 +363,9 @@ def _train(verb: str, config: RunConfig) -> int:
     with fast_imports():
         from packtrain.train.run import train
     if verb == "bench":
-        from packtrain.bench.trials import bench_in
+        from packtrain.bench.measured_run import measure_in
 
-        return train(verb, config, bench_in)
+        return train(verb, config, measure_in)
     return train(verb, config)
 
 

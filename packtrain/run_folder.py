@@ -70,7 +70,6 @@ class RunFolder:
     data = _Entry("data.json")  # what the data is, for the report
     facts = _Entry("facts.json")  # when the run was started and what it logged before step 1, for the report
     verification = _Entry("verify.json")  # of `packtrain verify`, in a folder of its own
-    benchmark = _Entry("bench.json")  # of `packtrain bench`, in a folder of its own
     checkpoints = _Entry("checkpoints", result=True)  # step-000123/ each
     final = _Entry("final", result=True)  # the trained model (or adapters) and tokenizer, for from_pretrained
     adapters = _Entry("final-adapters", result=True)  # where final/ has the merged model
@@ -184,7 +183,7 @@ class RunFolder:
     def entries(self, *, results: bool = False) -> list[Path]:
         """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
         kinds = (kind for kind in vars(type(self)).values() if isinstance(kind, _Entry))
-        others = {self.mark, self.verification, self.benchmark}
+        others = {self.mark, self.verification}
         return [
             self.root / kind.name for kind in kinds if kind.result >= results and self.root / kind.name not in others
         ]

@@ -1,5 +1,5 @@
-"""`packtrain bench`: which packing mode and which sizes train a config fastest on this machine, measured by training it.
+"""`packtrain bench`: which packing mode and which sizes train a config fastest on this machine, measured by short runs of it.
 
-`search` decides what is tried next (pure), `trials` trains it in the run's own loop, `launches` starts the processes and goes on
-without what ran out of memory, `bench_table` shows the result.
+`search` decides what is tried (pure), `launches` makes a short run of each, `measured_run` is such a run in its processes, and
+`bench_table` shows the result.
 """

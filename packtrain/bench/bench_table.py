@@ -1,4 +1,4 @@
-"""What `packtrain bench` found, for people: a table, and the best settings to copy."""
+"""The report of `packtrain bench` for people: a table, and the best settings to copy."""
 
 from __future__ import annotations
 
@@ -12,69 +12,60 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_COLUMNS = ("mode", "tokens", "docs", "tokens/s", "spread", "ratio", "MFU", "peak", "padding", "first", "")
 _WIDTH = 100
 
 
 def show(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None:
-    """The report (trials.py) on stdout; `given` are the arguments that named the config."""
+    """The report (launches.py) on stdout; `given` are the arguments that named the config."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
     if console.width < _WIDTH:
         console = Console(highlight=False, soft_wrap=True, width=_WIDTH)  # a line that wraps, not cells that are cut
-    for name, text in _head(report):
+    several = f"{report['processes']} processes ({report['strategy']}), each on " if report["processes"] > 1 else ""
+    step, best = report["step"], report["best"]
+    cut = f"; measured on {step['part']:.0%} of it, as a whole one takes too long here" if step["part"] < 1 else ""
+    head = {
+        "model": f"{report['model']}, {report['precision']}, on {several}{report['device']}",
+        "attention": report["attention"] or "the model's own",
+        "a step": f"{step['size']}, about {step['tokens']:,.0f} tokens{cut}",
+    }
+    for name, text in head.items():
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
-    console.print(_table(report))
+    console.print(_table(report["trials"], best))
     for line in _not_measured(report["trials"]):
         console.print(f"[yellow]{escape(line)}[/]")
-    best = report["best"]
-    if best is None:
-        console.print("[bold red]nothing could be measured[/]")
-        return
-    console.print(f"[bold]{'best':<10}[/]{escape(_verdict(best))}")
     command = shlex.join(["packtrain", report["objective"], *given, *([] if best["configured"] else best["overrides"])])
+    console.print(f"[bold]{'best':<10}[/]{escape(_verdict(best))}")
     console.print(f"[bold]{'run':<10}[/][green]{escape(command)}[/]")
 
 
-def _head(report: dict[str, Any]) -> list[tuple[str, str]]:
-    several = f"{report['processes']} processes ({report['strategy']}), each on " if report["processes"] > 1 else ""
-    step = report["step"]
-    cut = f"; measured on {step['part']:.0%} of it, as a whole one takes too long here" if step["part"] < 1 else ""
-    return [
-        ("model", f"{report['model']}, {report['precision']}, on {several}{report['device']}"),
-        ("attention", report["attention"] or "the model's own"),
-        ("a step", f"{step['size']}, about {step['tokens']:,.0f} tokens{cut}"),
-    ]
-
-
-def _table(report: dict[str, Any]) -> Table:
-    known = any(one["mfu"] is not None for one in report["trials"])
-    columns = [name for name in _COLUMNS if known or name != "MFU"]
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
-    best, rounds = report["best"] or {}, max(one["rounds"] for one in report["trials"])
-    for one in report["trials"]:
-        if one["tokens_per_second"] is None:
+def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
+    table, shows_mfu = Table(box=None, pad_edge=False), any(trial["mfu"] is not None for trial in trials)
+    most_rounds = max(trial["rounds"] for trial in trials)
+    for trial in trials:
+        if trial["tokens_per_second"] is None:
             continue
-        is_best = one["overrides"] == best.get("overrides")
+        is_best = trial["overrides"] == best["overrides"]
         cells = {
-            "mode": _mode(one),
-            "tokens": _number(one["tokens_per_device"]),
-            "docs": _number(one["examples_per_device"]),
-            "tokens/s": f"{one['tokens_per_second']:,.0f}",
-            "spread": "" if one["spread"] is None else f"{one['spread']:.0%}",
-            # one round beside another moment's is not worth much
-            "ratio": f"{one['ratio']:.2f}" if one["ratio"] and (one["rounds"] > 1 or rounds == 1) else "",
-            "MFU": "" if one["mfu"] is None else f"{one['mfu']:.1%}",
-            "peak": f"{one['peak_memory'] / 2**30:.2f} GiB",
-            "padding": f"{one['padding']:.0%}",
-            "first": f"{one['first_step_seconds']:.2f} s",
-            "": ", ".join(["best"] * is_best + ["config"] * one["configured"]),
+            "mode": _mode(trial),
+            "tokens": _number(trial["tokens_per_device"]),
+            "docs": _number(trial["examples_per_device"]),
+            "tokens/s": f"{trial['tokens_per_second']:,.0f}",
+            "spread": "" if trial["spread"] is None else f"{trial['spread']:.0%}",
+            # the ratio of two single runs at different moments is not worth much
+            "ratio": f"{trial['ratio']:.2f}" if trial["ratio"] and (trial["rounds"] > 1 or most_rounds == 1) else "",
+            **({"MFU": "" if trial["mfu"] is None else f"{trial['mfu']:.1%}"} if shows_mfu else {}),
+            "peak": f"{trial['peak_memory'] / 2**30:.2f} GiB",
+            "padding": f"{trial['padding']:.0%}",
+            "first": f"{trial['first_step_seconds']:.2f} s",
+            "": ", ".join(["best"] * is_best + ["config"] * trial["configured"]),
         }
-        table.add_row(*(cells[name] for name in columns), style="bold" if is_best else None)
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
+        table.add_row(*cells.values(), style="bold" if is_best else None)
     return table
 
 
@@ -87,20 +78,19 @@ def _verdict(best: dict[str, Any]) -> str:
     times = f"{speed}, {best['ratio']:.2f} times as configured"
     if best["clear"]:
         return times
-    why = "faster in too few rounds" if best["rounds"] > 2 else "too few rounds (--seconds)"
-    return f"{times}; not clear: {why}"
+    return f"{times}; not clear: {'not in every round' if best['rounds'] > 2 else 'too few rounds (--seconds)'}"
 
 
 def _not_measured(trials: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The reasons why candidates have no figures, each with those."""
-    named = [(one["why"], f"{_mode(one)} {_number(one['tokens_per_device'])}".strip()) for one in trials if one["why"]]
-    for why in dict.fromkeys(why for why, _ in named):
-        given = "; ".join(name for reason, name in named if reason == why)
-        yield from textwrap.wrap(f"not measured: {given}: {why}", _WIDTH, subsequent_indent="  ")
+    for why in dict.fromkeys(trial["why"] for trial in trials if trial["why"]):
+        names = [f"{_mode(trial)} {_number(trial['tokens_per_device'])}" for trial in trials if trial["why"] == why]
+        line = f"not measured: {'; '.join(map(str.strip, names))}: {why}"
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
 
 
-def _mode(one: dict[str, Any]) -> str:
-    return one["mode"] + ("" if one["share_prefix"] is None else ", shared" if one["share_prefix"] else ", apart")
+def _mode(trial: dict[str, Any]) -> str:
+    return trial["mode"] + {None: "", True: ", shared", False: ", unshared"}[trial["share_prefix"]]
 
 
 def _number(value: int | None) -> str:

@@ -1,31 +1,41 @@
-"""`packtrain bench` on the command line: starts the processes with a temporary run folder, and shows what they measured.
+"""`packtrain bench` on the command line: makes a short run for each candidate in a temporary folder, and shows what they measured.
 
-A process that is alone catches what does not fit into its GPU, and goes on. Of several, one that ran out of memory ends the
-launch, since the others may be inside an operation with it; the next launch replays what was measured and leaves that out. This
-file imports no torch.
+Each run is launched as the verb of the config launches it, by a process of its own: whatever becomes of it (it may run out of
+memory, or be killed for that) ends nothing else. This file imports torch only for the runs' sake.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import multiprocessing
+import os
+import re
+import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from packtrain.bench.bench_table import show
-from packtrain.config.schema import RunConfig, Tracking
-from packtrain.errors import PacktrainError, UserError
-from packtrain.plan.launch_plan import LaunchPlan
-from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.verify.command import on_this_machine, stdout_on_stderr
+import psutil
 
-LEAST_S, MOST_S, MOST_LAUNCHES = 5, 86_400, 10
-OUT_OF_MEMORY = "out-of-memory-*.json"
+from packtrain import fast_imports
+from packtrain.bench.bench_table import show
+from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search, trial_json
+from packtrain.config.rules import check
+from packtrain.config.schema import Batch, RunConfig, Tracking
+from packtrain.errors import CheckFailed, UserError
+from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.run_folder import RunFolder, object_of
+from packtrain.train.verify.command import on_this_machine
+
+LEAST_S, MOST_S = 5, 86_400
+MEMORY_SHARE = 0.7
+"""Of the machine's free memory that may be filled by training on CPUs: beyond, Linux ends processes."""
+_STEPS_IN_TIME, _RUNS_IN_TIME = 24, 30
+_FEWEST_STEPS, _MOST_STEPS = 2, 50
+_OUT_OF_MEMORY = re.compile(r"out of memory on [\w:]+|not enough memory")
 
 
 def run_bench(
@@ -38,39 +48,36 @@ def run_bench(
 ) -> int:
     """Measures for about `seconds` in as many processes as `config` trains in on this machine, and shows the report.
 
-    Returns the exit code. `execute` carries out the plan, in this process if there is only one; `given` named the config.
+    Returns the exit code. `execute` carries out a plan, prints errors and returns the exit code; `given` named the config.
     trainer.output_dir is not touched. Raises UserError for a time that is too short or long.
     """
     if not LEAST_S <= seconds <= MOST_S:  # nan is neither
         fix = f"Give {LEAST_S} to {MOST_S}."
         raise UserError(f"{seconds:g} s is no time to measure in", where="--seconds", fix=fix)
-    folder = Path(tempfile.mkdtemp(prefix="packtrain-bench-"))
-    aside = replace(config, trainer=_aside(config, folder), tracking=Tracking())
-    if not isinstance(config.data.eval, (int, float)):  # else it decides what is left to train on
-        aside = replace(aside, data=replace(config.data, eval=None))
-    launch, state = on_this_machine(aside, "bench"), RunFolder(folder).benchmark
-    write_json(state, {"seconds": seconds, "started": time.time(), "events": []})
-    keep = False
-    try:
-        with stdout_on_stderr():
-            print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
-            code = _launches(launch, aside, execute, state)
-        keep = 0 < code <= 128 and not launch.in_process  # an error names the logs; a signal does not
-        report = json.loads(state.read_text()).get("report")
-        if report is not None:
-            show(report, given, as_json=as_json)
-        return code
-    except PacktrainError:
-        keep = not launch.in_process
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="packtrain-bench-", ignore_cleanup_errors=True) as folder:
+        runs = ShortRuns(_without_keeping(config, Path(folder)), execute, Path(folder))
+        print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
+        configured = Candidate.of(config.packing, config.batch)
+        if (failure := runs.choose_length(configured, seconds)) and failure.code != CheckFailed.exit_code:
+            print(failure.text, file=sys.stderr)
+            return failure.code
+        trials = search(
+            configured,
+            runs.measure,
+            runs.why_not_larger,
+            seconds=seconds,
+            most=config.batch.examples_per_step,
+            pairs=config.objective.traits.pairs,
+        )
+        if best_of(trials) is None:
+            raise UserError(trials[0].why, where="packtrain bench")
+        show(runs.report(trials), given, as_json=as_json)
+        return 0
 
 
-def _aside(config: RunConfig, folder: Path) -> Any:
-    """The config's trainer, without anything that is kept, evaluated or answered."""
-    return replace(
+def _without_keeping(config: RunConfig, folder: Path) -> RunConfig:
+    """The config without anything that is kept, evaluated or answered."""
+    trainer = replace(
         config.trainer,
         output_dir=str(folder),
         resume="never",
@@ -79,22 +86,156 @@ def _aside(config: RunConfig, folder: Path) -> Any:
         early_stop_patience=None,
         samples=[],
     )
+    return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
 
 
-def _launches(
-    launch: LaunchPlan, config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], state: Path
-) -> int:
-    """Launches until one ends for another reason than that a process has run out of memory."""
-    code = 0
-    for left in reversed(range(MOST_LAUNCHES)):
-        code = execute(launch, config)
-        notes = sorted(state.parent.glob(OUT_OF_MEMORY))
-        if code == 0 or not notes or launch.in_process or not left:
-            break
-        event = json.loads(notes[0].read_text())
-        for note in notes:
-            note.unlink()
-        known = json.loads(state.read_text())
-        write_json(state, {**known, "events": [*known["events"], event]})
-        print("that was out of memory: going on without it", file=sys.stderr)
-    return code
+@dataclass(slots=True)
+class ShortRuns:
+    """Makes short runs of a config: `steps` measured ones after the first, each on a `part` (0 to 1) of a step's documents.
+
+    `about` is what the last of them wrote (measured_run.py).
+    """
+
+    config: RunConfig
+    execute: Callable[[LaunchPlan, RunConfig], int]
+    folder: Path
+    part: float = 1.0
+    steps: int = _FEWEST_STEPS
+    about: dict[str, Any] = field(default_factory=dict)
+    launch: LaunchPlan = field(init=False)
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.launch = on_this_machine(self.config, "bench")
+        if not self.launch.in_process:
+            return
+        if self.launch.num_processes > 1:
+            fix = "Start packtrain bench alone: it starts the processes."
+            raise UserError("bench cannot measure in the processes of another launcher", where="topology", fix=fix)
+        if not self.launch.gpus:  # forks of this process need not import it again
+            os.environ.update(self.launch.command.env)
+            with fast_imports():
+                import_module("packtrain.bench.measured_run")
+                import_module(f"packtrain.train.objectives.{self.config.objective.kind}")
+
+    def choose_length(self, configured: Candidate, seconds: float) -> Failure | None:
+        """Finds what part of a step there is time for, from a small one upwards, and how many steps; returns why it cannot be found.
+
+        Where memory is lacking, steps stay whole, and their number the smallest.
+        """
+        batch, world = self.config.batch, self.launch.num_processes
+        rows = (configured.tokens or 1) / (batch.tokens_per_step or 1)
+        part = min(1.0, world * (rows if batch.tokens_per_step else 2 / (batch.examples_per_step or 1)))
+        most_s = seconds / _STEPS_IN_TIME  # of a step
+        while True:
+            self.part = part
+            outcome = self.measure(configured)
+            if isinstance(outcome, Failure):
+                self.part = 1.0
+                return None if outcome.memory else outcome
+            step_s = max(self.about["step_seconds"], 1e-6)
+            part = min(1.0, part * most_s / step_s)
+            if part < 1.5 * self.part or part == 1:
+                break
+        step_s *= max(part, self.part) / self.part
+        self.part = max(part, self.part)
+        self.steps = min(max(round(seconds / _RUNS_IN_TIME / step_s), _FEWEST_STEPS), _MOST_STEPS)
+        return None
+
+    def measure(self, candidate: Candidate) -> RunFigures | Failure:
+        """Makes a run with a candidate's settings, and says what it measured."""
+        outcome = self._outcome(candidate)
+        said = outcome.why if isinstance(outcome, Failure) else f"{outcome.tokens_per_second:,.0f} tokens/s"
+        print(f"{' '.join(candidate.overrides())}: {said}", file=sys.stderr, flush=True)
+        return outcome
+
+    def _outcome(self, candidate: Candidate) -> RunFigures | Failure:
+        self._number += 1
+        root, length = self.folder / f"{self._number}", self.steps + 1
+        trainer = replace(self.config.trainer, output_dir=str(root / "run"), max_steps=length, log_every=length)
+        packing, batch = candidate.packing(self.config.packing), candidate.batch(self.config.batch)
+        config = replace(self.config, trainer=trainer, packing=packing, batch=batch)
+        try:
+            on_this_machine(config, "bench")  # refuses what does not divide
+            config = replace(config, batch=_cut(batch, self.part, self.launch.num_processes))
+            for fault in check(config, set()):
+                return Failure(fault.what)
+            launch = on_this_machine(config, "bench")
+        except UserError as error:
+            return Failure(error.problems[0].what, text=f"error: {error}")
+        root.mkdir()
+        context: Any = multiprocessing.get_context("spawn" if launch.gpus else "fork")  # CUDA does not survive a fork
+        process = context.Process(target=_run, args=(self.execute, launch, config, root / "output"))
+        process.start()
+        try:
+            process.join()
+        finally:  # or interrupted by a signal
+            process.kill()
+        if process.exitcode:
+            return _failure_of(process.exitcode, (root / "output").read_text(errors="replace"))
+        self.about = object_of(RunFolder.of(config.trainer).summary)
+        return RunFigures(**self.about["figures"])
+
+    def why_not_larger(self, measured: RunFigures) -> str:
+        """As search.py's WhyNot: on CPUs the peak may double."""
+        free = int(MEMORY_SHARE * psutil.virtual_memory().available / self.launch.num_processes)
+        if self.launch.gpus or 2 * measured.peak_memory <= free:
+            return ""
+        return f"it might take more than {free / 2**30:.1f} GiB, a process's share of the free memory"
+
+    def report(self, trials: list[Trial]) -> dict[str, Any]:
+        """All results in plain values; the keys are a promise to users."""
+        config, about, best, configured = self.config, self.about, best_of(trials), trials[0]
+        batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
+        unit = config.objective.traits.unit
+        return {
+            "model": config.model.path or f"a new {config.model.config.get('model_type')}",
+            "objective": config.objective.kind,
+            "device": about["device"],
+            "processes": self.launch.num_processes,
+            "strategy": config.strategy.name,
+            "precision": about["precision"],
+            "attention": about["attention"],
+            "step": {
+                "size": f"{batch.tokens_per_step} tokens" if batch.tokens_per_step else f"{number} {unit}",
+                "tokens": float(batch.tokens_per_step or number * about["mean_tokens"]),
+                "part": self.part,
+            },
+            "trials": [trial_json(trial, configured) for trial in trials],
+            "best": best and trial_json(best, configured) | {"clear": is_clear(best, configured)},
+        }
+
+
+def _cut(batch: Batch, part: float, processes: int) -> Batch:
+    """A step of only a `part` of the documents, but of one for each process, or of whole rows."""
+    if part < 1 and batch.examples_per_step:
+        least = min(processes, batch.examples_per_step)
+        return replace(batch, examples_per_step=max(round(part * batch.examples_per_step), least))
+    if part < 1 and batch.tokens_per_step and batch.tokens_per_device:
+        unit = batch.tokens_per_device * processes
+        return replace(batch, tokens_per_step=max(int(part * batch.tokens_per_step) // unit, 1) * unit)
+    return batch
+
+
+def _run(execute: Callable[[LaunchPlan, RunConfig], int], launch: LaunchPlan, config: RunConfig, output: Path) -> None:
+    """The main function of the process that launches a run, or is it."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(execute(launch, config))
+
+
+def _failure_of(code: int, output: str) -> Failure:
+    """What a run that ended with exit code `code` (negative: by a signal) wrote about it."""
+    lines = output.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
+    text = lines[starts[-1] :] if starts else lines[-20:]
+    if found := _OUT_OF_MEMORY.search(output):
+        return Failure(found[0], 2, "\n".join(text), memory=True)
+    if code == -signal.SIGKILL:
+        return Failure("killed: the machine was out of memory", 4, "\n".join(text), memory=True)
+    why = next(
+        (line.strip() for line in text if line.strip() and not line.startswith("error:")),
+        f"it ended with exit code {code}",
+    )
+    return Failure(why, code if code > 0 else 128 - code, "\n".join(text))

@@ -1,44 +1,37 @@
-"""What is tried, in which order: a generator of visits that is sent what each measured. Pure, and the same on every process.
-
-1. Parts of a step, from a small one on, tell how much of it fits into the time.
-2. Each mode is tried as configured; then each, the fastest first, with larger micro-batches until memory or time ends, the layout
-   stays the same or two in a row are slower than the best, and with smaller ones.
-3. The configured settings, the best of each mode and all that come near the best are visited again in turn, on the same
-   documents. So a moment's other work on the machine hits all of them, and its size is seen.
-
-Whoever sends the same outcomes again gets the same visits: a launch that ran out of memory is replayed by the next one.
-"""
+"""What `packtrain bench` tries, in order (`search`). Pure: whoever calls it makes the runs."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingMode
-from packtrain.errors import UserError
 
-ROUNDS = 12
-MOST_SIZES = 5
-FEWEST, CHANCE = 3, 0.05
-_MOST_VISIT_S, _MOST_STEPS = 1.0, 50
-_SHORT_STEP_S = 0.25
-"""Steps that are short beside what it takes to switch from one layout to another."""
-_EXPLORING = 0.5
+ROUNDS, FEWEST_ROUNDS = 6, 3
+MOST_COMPARED = 4
+RISE, NEAR = 1.02, 0.85
+"""Shares of the best speed: a size must reach the first to be worth going on from; what reaches the second runs again."""
+EXPLORING = 0.5
 """The share of the time after which no further sizes are tried."""
-_NEAR, _SLOWER = 0.85, 0.95
-"""Shares of the best speed: what comes near it is visited again; below the other, growing has stopped to pay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings to try; `shared`: prompts of pairs once (None: no pairs), `tokens` and `examples` of a device (None: no limit)."""
+    """Settings to try: `shared` is packing.share_prefix, `tokens` and `examples` are the limits of a micro-batch (None: no limit)."""
 
     mode: PackingMode
     shared: bool | None
     tokens: int | None
     examples: int | None
+
+    @classmethod
+    def of(cls, packing: Packing, batch: Batch) -> Candidate:
+        """The configured settings."""
+        examples, tokens = batch.limits(packing.mode)
+        return cls(packing.mode, packing.share_prefix, tokens, examples)
 
     def packing(self, packing: Packing) -> Packing:
         """The config's group with these settings."""
@@ -48,294 +41,218 @@ class Candidate:
         """The config's group with these settings."""
         return replace(batch, tokens_per_device=self.tokens, examples_per_device=self.examples)
 
+    def scaled(self, factor: float) -> Candidate | None:
+        """These settings with micro-batches `factor` times as large; None if they would be empty."""
+        tokens, examples = (None if limit is None else int(limit * factor) for limit in (self.tokens, self.examples))
+        return None if tokens == 0 or examples == 0 else replace(self, tokens=tokens, examples=examples)
+
+    def in_mode(self, mode: PackingMode, shared: bool | None, most: int | None) -> Candidate:
+        """Another mode with micro-batches of this size; `most` are the examples of a step."""
+        if mode == "packed":
+            return Candidate(mode, shared, self.tokens or DEFAULT_ROW_TOKENS, None)
+        return Candidate(mode, shared, self.tokens, most if self.mode == "packed" else self.examples)
+
     def overrides(self) -> list[str]:
         """The settings as they are written on the command line."""
-        given = {"tokens": self.tokens, "examples": self.examples if self.mode != "packed" else None}
-        shared = [] if self.shared is None else [f"packing.share_prefix={str(self.shared).lower()}"]
-        sizes = [f"batch.{name}_per_device={size}" for name, size in given.items() if size is not None]
-        return [f"packing.mode={self.mode}", *shared, *sizes]
+        given = {
+            "packing.mode": self.mode,
+            "packing.share_prefix": self.shared if self.shared is None else str(self.shared).lower(),
+            "batch.tokens_per_device": self.tokens,
+            "batch.examples_per_device": self.examples,
+        }
+        return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """`warm` and then `steps` optimizer steps by a candidate, from data step `first` on, each of a `part` (0 to 1) of a step."""
+class RunFigures:
+    """The figures of a short run (measured_run.py): tokens of documents per second and `seconds` of all steps but the first.
 
-    candidate: Candidate
-    first: int
-    warm: int
-    steps: int
-    part: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a visit measured: `tokens` in `seconds`, all steps but the warm ones; `elapsed` seconds of the whole command by then.
-
-    `peak` is the largest memory of a process in bytes, `padding` the share of slots, `mfu` None if not known; `failed` is why it
-    did not end.
+    `peak_memory` is that of the fullest process in bytes; `padding` a share of the slots; `shared` whether prompts of pairs were
+    computed once (None: no pairs).
     """
 
-    tokens: int = 0
-    seconds: float = 0.0
-    first_seconds: float = 0.0
-    peak: int = 0
+    tokens_per_second: float
+    seconds: float
+    first_step_seconds: float = 0.0
+    peak_memory: int = 0
     padding: float = 0.0
-    micro_batches: float = 0.0
+    micro_batches: float = 2.0
     mfu: float | None = None
-    elapsed: float = 0.0
-    failed: str = ""
+    shared: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ended early, its exit code, and what it said; `memory`: for want of memory."""
+
+    why: str
+    code: int = 2
+    text: str = ""
+    memory: bool = False
 
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate and its outcomes, one for each visit that ended; `why` it was not tried, or has none."""
+    """A candidate and its measurements by round; `why` there are none, or no more of them."""
 
     candidate: Candidate
-    configured: bool = False
     why: str = ""
-    outcomes: dict[int, Measured] = field(default_factory=dict)
+    rounds: dict[int, RunFigures] = field(default_factory=dict)
 
     @property
     def speed(self) -> float:
-        """Tokens per second, the median of its visits; 0 if there is none."""
-        return statistics.median([one.tokens / one.seconds for one in self.outcomes.values()] or [0.0])
+        """Tokens per second, the median over rounds; 0 if there are none."""
+        return statistics.median([run.tokens_per_second for run in self.rounds.values()] or [0.0])
 
     @property
     def spread(self) -> float | None:
-        """The range of its speeds over their median; None for a single visit."""
-        speeds = [one.tokens / one.seconds for one in self.outcomes.values()]
+        """The range of its speeds over their median; None for a single round."""
+        speeds = [run.tokens_per_second for run in self.rounds.values()]
         return (max(speeds) - min(speeds)) / statistics.median(speeds) if len(speeds) > 1 else None
 
-    def beside(self, other: Trial) -> list[float]:
-        """How many times as fast as `other`, in each round in which both were visited."""
-        both = sorted(self.outcomes.keys() & other.outcomes.keys())
-        return [_speed(self.outcomes[at]) / _speed(other.outcomes[at]) for at in both]
+    def ratios(self, other: Trial) -> list[float]:
+        """How many times as fast as `other`, in each round that both have."""
+        both = sorted(self.rounds.keys() & other.rounds.keys())
+        return [self.rounds[at].tokens_per_second / other.rounds[at].tokens_per_second for at in both]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A packing mode (of pairs with shared prompts or without): settings as configured, then `larger` and `smaller` micro-batches.
+Measure = Callable[[Candidate], RunFigures | Failure]
+WhyNot = Callable[[RunFigures], str]
+"""Why micro-batches twice as large as measured must not be tried ("": they may)."""
 
-    `why` it cannot be had, "" if it can.
+
+def search(
+    configured: Candidate, measure: Measure, why_not_larger: WhyNot, *, seconds: float, most: int | None, pairs: bool
+) -> list[Trial]:
+    """All trials, the configured one first, after training for about `seconds`; `most` are the examples of a step.
+
+    1. Micro-batches of the configured mode are doubled as long as that is faster; where it never is, halved.
+    2. The other modes (of pairs also with shared prompts and without) run once, at the best size; if one of them is faster, its
+       size is tried, too.
+    3. The configured settings and all that come near the best run again in turn, on the same documents, so that a moment's other
+       work on the machine hits all of them, and its size is seen.
     """
-
-    own: Candidate
-    larger: tuple[Candidate, ...] = ()
-    smaller: tuple[Candidate, ...] = ()
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`seconds` for all, the most `memory` of a process (None: until it runs out), and the `tokens` of a whole step."""
-
-    seconds: float
-    memory: int | None
-    tokens: float
-    probe: float
-    """The part of a step that is surely small: a document or two for each process."""
-
-
-LayoutOf = Callable[[Candidate, float], str]
-"""What names the layout of the first steps by a candidate, of a part of a step each; raises UserError if it cannot be."""
-Visits = Generator[Visit, Measured, list[Trial]]
-
-
-def families(
-    batch: Batch, packing: Packing, least: int, *, pairs: bool, refused: Callable[[PackingMode, bool], str]
-) -> list[Family]:
-    """All modes, the configured one first. `least` is the smallest batch.tokens_per_device; `refused` says why a mode, with shared
-    prompts or without, cannot be had ("" if it can)."""
-    flat: tuple[PackingMode, ...] = ("padding_free", "packed")
-    kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
-    kinds = kinds + [(mode, shared) for mode in flat for shared in ((False, True) if pairs else (None,))]
-    kinds.sort(key=lambda kind: (kind[0] != packing.mode, kind[1] == (packing.share_prefix is False)))
-    return [_family(batch, mode, shared, least, refused(mode, bool(shared))) for mode, shared in kinds]
-
-
-def _family(batch: Batch, mode: PackingMode, shared: bool | None, least: int, why: str) -> Family:
-    documents, tokens = batch.limits(mode)
-    own = Candidate(mode, shared, tokens, batch.examples_per_device)
-    if why:
-        return Family(own, why=why)
-    base = max(tokens or min(least, DEFAULT_ROW_TOKENS), least)
-    # rows of documents are limited by tokens alone, the other modes by documents too: by as many as a step has
-    most = batch.examples_per_device if mode == "packed" else batch.examples_per_step or max(documents or 0, 1024)
-    sizes = [base * 2**power for power in range(MOST_SIZES + 1)]
-    larger = [replace(own, tokens=size, examples=most) for size in sizes]
-    smaller = [replace(own, tokens=base // divisor, examples=most) for divisor in (2, 4) if base // divisor >= least]
-    return Family(own, tuple(one for one in larger if one != own)[:MOST_SIZES], tuple(smaller))
-
-
-def search(found: Sequence[Family], limits: Limits, layout: LayoutOf) -> Visits:
-    """The visits; the list of all trials at the end, the configured one first."""
-    state = _Search(limits, layout)
-    configured = found[0].own
-    trials = {configured: Trial(configured, configured=True, why=found[0].why)}
-    probe = next((one.own for one in found if not one.why), None)
-    if probe is None:
-        return list(trials.values())
-    yield from state.size_up(probe)
-    for family in found:
-        yield from state.as_configured(family, trials)
-    for family in sorted(found, key=lambda one: -trials[one.own].speed):
-        yield from state.explore(family, trials)
-    yield from state.compare(list(trials.values()))
-    return list(trials.values())
+    state = _Search(measure, why_not_larger, seconds)
+    first = state.attempt(configured)
+    best = state.best_size(first)
+    for mode, shared in other_modes(configured, first, pairs=pairs):
+        state.attempt(best.candidate.in_mode(mode, shared, most))
+    best = max(state.trials.values(), key=lambda trial: trial.speed)
+    if best.rounds and best.candidate.mode != configured.mode:
+        state.best_size(best)
+    state.compare(first)
+    return list(state.trials.values())
 
 
 @dataclass(slots=True)
 class _Search:
-    """What is known so far."""
+    """The trials so far, and the seconds that they have `spent` training."""
 
-    limits: Limits
-    layout: LayoutOf
-    part: float = 1.0
-    step_s: float = 1.0
-    elapsed: float = 0.0
-    per_visit: int = 1
-    cursor: int = 0
-    too_many: int | None = None
-    seen: dict[tuple[str, bool | None], dict[str, Trial]] = field(default_factory=dict)
+    measure: Measure
+    why_not_larger: WhyNot
+    seconds: float
+    trials: dict[Candidate, Trial] = field(default_factory=dict)
+    spent: float = 0.0
+    began: float = field(default_factory=time.monotonic)
 
-    def size_up(self, probe: Candidate) -> Generator[Visit, Measured, None]:
-        """Finds how much of a step a visit takes, from small parts upwards, and how many of them."""
-        self.part, cold = self.limits.probe, True
-        while True:
-            outcome = yield Visit(probe, 0, int(cold), 1, self.part)
-            self.elapsed, self.step_s = outcome.elapsed, max(outcome.seconds, 1e-6)
-            larger = min(self.part * min(self._most_step_s / self.step_s, 8), 1.0)
-            if outcome.failed or (larger < 1.3 * self.part and not cold):
-                break
-            if larger >= 1.3 * self.part:  # else the first may have been slow for another reason
-                self.part = larger if larger < 0.7 else 1.0
-            cold = False
-        if outcome.failed:  # nothing is known: the smallest steps, once
-            self.step_s = self._most_step_s
-        visit_s = min(self.limits.seconds / 120, _MOST_VISIT_S)
-        self.per_visit = min(max(round(visit_s / self.step_s), 1), _MOST_STEPS)
-
-    @property
-    def _most_step_s(self) -> float:
-        """What a step may take, so that there is time for two dozen."""
-        return self.limits.seconds / 24
-
-    def as_configured(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
-        """The first visit of a family, for which there is always time."""
-        own = trials.setdefault(family.own, Trial(family.own, why=family.why))
-        if not own.why:
-            yield from self._try(own, self._seen(family))
-
-    def explore(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
-        """Visits the other sizes of a family once, as far as memory, time and sense go."""
-        own, seen = trials[family.own], self._seen(family)
-        if family.why:
-            return
-        best = own.speed
-        for sizes in (family.larger, family.smaller):
-            slower = 0
-            for candidate in sizes:
-                trial = Trial(candidate)
-                if why := self._why_not(candidate, seen):
-                    trial.why = why
-                else:
-                    yield from self._try(trial, seen)
-                if trial.why == _SAME:
-                    if sizes is family.larger and (own.candidate.tokens or 0) < (candidate.tokens or 0):
-                        break  # a row that holds the whole step
-                    continue
-                trials[candidate] = trial
-                if trial.why:
-                    break
-                slower = slower + 1 if trial.speed < _SLOWER * best else 0
-                best = max(best, trial.speed)
-                if slower == 2:
-                    break
-
-    def _seen(self, family: Family) -> dict[str, Trial]:
-        """The trials of a family by their layouts."""
-        return self.seen.setdefault((family.own.mode, family.own.shared), {})
-
-    def _why_not(self, candidate: Candidate, seen: dict[str, Trial]) -> str:
-        if self.too_many is not None and (candidate.tokens or 0) >= self.too_many:
-            return f"{self.too_many:,} tokens of another mode ran out of memory"
-        if self.elapsed > _EXPLORING * self.limits.seconds:
-            return "no time left for it (--seconds)"
-        peak = max((outcome.peak for one in seen.values() for outcome in one.outcomes.values()), default=0)
-        if self.limits.memory is not None and 2 * peak > self.limits.memory:
-            return f"it might take more than {self.limits.memory / 2**30:.1f} GiB, a process's share of the free memory"
-        return ""
-
-    def _try(self, trial: Trial, seen: dict[str, Trial]) -> Generator[Visit, Measured, None]:
-        """The first visit, unless the layout is that of another trial, or there cannot be one."""
-        try:
-            name = self.layout(trial.candidate, self.part)
-        except UserError as error:
-            trial.why = error.problems[0].what
-            return
-        if name in seen:
-            trial.why = _SAME
-            return
-        seen[name] = trial
-        yield from self._visit(trial, 0, warm=1 if self.step_s < self.limits.seconds / 40 else 0)
-
-    def _visit(self, trial: Trial, number: int, *, warm: int) -> Generator[Visit, Measured, None]:
-        outcome = yield Visit(trial.candidate, self.cursor, warm, self.per_visit, self.part)
-        self.elapsed = outcome.elapsed
-        if outcome.failed:
-            trial.why = outcome.failed
-            trial.outcomes.clear()
-            tokens = trial.candidate.tokens
-            self.too_many = tokens if self.too_many is None else min(tokens or self.too_many, self.too_many)
+    def attempt(self, candidate: Candidate, number: int = 0) -> Trial:
+        """Makes a run for round `number` of a candidate's trial, which is returned."""
+        trial, outcome = self.trials.setdefault(candidate, Trial(candidate)), self.measure(candidate)
+        if isinstance(outcome, Failure):
+            trial.why = outcome.why
+            trial.rounds.clear()
         else:
-            trial.outcomes[number] = outcome
+            trial.rounds[number] = outcome
+            self.spent += outcome.seconds
+        return trial
 
-    def compare(self, trials: list[Trial]) -> Generator[Visit, Measured, None]:
-        """Visits those that matter again, in turn."""
-        measured = [one for one in trials if one.outcomes]
-        best = max((one.speed for one in measured), default=0.0)
-        kinds = {(one.candidate.mode, one.candidate.shared): one for one in sorted(measured, key=lambda one: one.speed)}
-        again = [one for one in measured if one.configured or one in kinds.values() or one.speed >= _NEAR * best]
-        again.sort(key=lambda one: (not one.configured, -one.speed))
+    def best_size(self, first: Trial) -> Trial:
+        """The fastest of the sizes of a mode that are tried from `first` on."""
+        best = self._try_sizes(first, 2)
+        return best if best is not first else self._try_sizes(first, 0.5)
+
+    def _try_sizes(self, first: Trial, factor: float) -> Trial:
+        best, candidate = first, first.candidate.scaled(factor)
+        while candidate is not None and candidate not in self.trials and self.spent < EXPLORING * self.seconds:
+            if factor > 1:
+                if not best.rounds or best.rounds[0].micro_batches <= 1:  # a micro-batch holds the whole step
+                    break
+                if why := self.why_not_larger(best.rounds[0]):
+                    self.trials[candidate] = Trial(candidate, why)
+                    break
+            trial = self.attempt(candidate)
+            if trial.rounds and best.rounds and trial.rounds[0].micro_batches == best.rounds[0].micro_batches:
+                del self.trials[candidate]  # the same layout
+            elif trial.speed > RISE * best.speed:
+                best = trial
+            elif best.rounds or "memory" not in trial.why:
+                break
+            candidate = candidate.scaled(factor)
+        return best
+
+    def compare(self, configured: Trial) -> None:
+        """Makes further rounds of what matters, as long as there is time."""
+        fastest = max(trial.speed for trial in self.trials.values())
+        near = [trial for trial in self.trials.values() if trial.rounds and trial.speed >= NEAR * fastest]
+        compared = sorted(near, key=lambda trial: -trial.speed)[:MOST_COMPARED]
+        if configured.rounds and configured not in compared:
+            compared.append(configured)
         for number in range(1, ROUNDS):
-            again = [one for one in again if not one.why]
-            warm = 1 if self.step_s < _SHORT_STEP_S else 0
-            while sum((warm + self.per_visit) * self._tokens() / one.speed for one in again) > self._left():
-                again = again[:-1]
-            if len(again) < 2:
-                return
-            self.cursor += self.per_visit + 1
-            for trial in again if number % 2 else again[::-1]:
-                yield from self._visit(trial, number, warm=warm)
-
-    def _left(self) -> float:
-        return max(self.limits.seconds - self.elapsed, 0.0)
-
-    def _tokens(self) -> float:
-        return self.limits.tokens * self.part
+            compared = [trial for trial in compared if not trial.why]
+            if len(compared) < 2 or self.spent + sum(trial.rounds[0].seconds for trial in compared) > self.seconds:
+                break
+            # to start the runs may take longer than to train
+            if number >= FEWEST_ROUNDS and time.monotonic() - self.began > self.seconds:
+                break
+            for trial in compared if number % 2 else compared[::-1]:
+                self.attempt(trial.candidate, number)
 
 
-_SAME = "the same layout as another"
-
-
-def _speed(outcome: Measured) -> float:
-    return outcome.tokens / max(outcome.seconds, 1e-9)
+def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tuple[PackingMode, bool | None]]:
+    """All modes but the configured one; of pairs, those of flat rows with share_prefix as configured and without it (or with it)."""
+    other = configured.shared is False
+    unshared = any(run.shared is False for run in first.rounds.values()) and not other  # it cannot be had
+    shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
+    flat: tuple[PackingMode, ...] = ("padding_free", "packed")
+    kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
+    kinds.extend((mode, shared) for mode in flat for shared in shares)
+    own = (configured.mode, None if configured.mode == "padding" else configured.shared)
+    return [kind for kind in kinds if kind != own]
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest; None if nothing was measured."""
-    measured = [one for one in trials if one.outcomes]
-    rounds = max((len(one.outcomes) for one in measured), default=0)
-    last = [one for one in measured if len(one.outcomes) == rounds]  # those that were compared to the end
-    return max(last, key=lambda one: one.speed, default=None)
+    """The fastest of those that were compared to the end; None if nothing was measured."""
+    rounds = max(len(trial.rounds) for trial in trials)
+    last = [trial for trial in trials if trial.rounds and len(trial.rounds) == rounds]
+    return max(last, key=lambda trial: trial.speed, default=None)
 
 
 def is_clear(best: Trial, configured: Trial) -> bool:
-    """Whether the best is faster than the configured settings: in each of three rounds or more, or in so many of them that two equal
-    ones would do that once in CHANCE."""
-    ratios = best.beside(configured)
-    wins, number = sum(ratio > 1 for ratio in ratios), len(ratios)
-    if best is configured or number < FEWEST:
-        return False
-    by_chance = sum(math.comb(number, more) for more in range(wins, number + 1)) / 2**number  # the sign test
-    return wins == number or by_chance <= CHANCE
+    """Whether the best was faster than the configured settings in each of FEWEST_ROUNDS or more: of two equal ones, that happens by
+    chance once in eight."""
+    ratios = best.ratios(configured)
+    return best is not configured and len(ratios) >= FEWEST_ROUNDS and min(ratios) > 1
+
+
+def trial_json(trial: Trial, configured: Trial) -> dict[str, Any]:
+    """A trial in plain values; the keys are a promise to users."""
+    runs, candidate, ratios = list(trial.rounds.values()), trial.candidate, trial.ratios(configured)
+    last = runs[-1] if runs else None
+    return {
+        "mode": candidate.mode,
+        "share_prefix": last.shared if last else candidate.shared,
+        "tokens_per_device": candidate.tokens,
+        "examples_per_device": candidate.examples,
+        "overrides": candidate.overrides(),
+        "configured": trial is configured,
+        "why": trial.why,
+        "tokens_per_second": trial.speed if last else None,
+        "spread": trial.spread,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "rounds": len(runs),
+        "mfu": last and last.mfu,
+        "peak_memory": max((run.peak_memory for run in runs), default=None),
+        "padding": last and last.padding,
+        "micro_batches": last and last.micro_batches,
+        "first_step_seconds": runs[0].first_step_seconds if runs else None,
+    }

@@ -21,6 +21,11 @@ from packtrain.wording import first_line
 _PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
+LESS_MEMORY = (
+    "trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
+    f"packtrain plan shows what takes how much. Then {_GO_ON}"
+)
+"""What to set where memory is lacking, after what else there is."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _ASSERT = "device-side assert"  # an index out of range: a GPU error that the inputs cause, so maybe a bug
 
@@ -38,10 +43,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
     if isinstance(error, MemoryError):
         return explain(error)
     if out_of_memory(error):
-        fix = (
-            "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "
-            f"the same. packtrain plan shows what takes how much. Then {_GO_ON}"
-        )
+        fix = f"set it lower, or {LESS_MEMORY}"
         where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
         return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
     if NEEDED in str(error):

@@ -47,7 +47,7 @@ from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
-from packtrain.train.largest_row import RowLimits, memory_error
+from packtrain.train.largest_row import memory_error
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
@@ -100,6 +100,7 @@ class Run:
 
 
 Work = Callable[[RunConfig, Ranks, Peers | None], int]
+Finish = Callable[[Run, StepTrainer, results.Summary], None]
 
 
 def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
@@ -136,8 +137,8 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
             torch.distributed.destroy_process_group()
 
 
-def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """The run in this process, in order: data, model, steps and proofs, training, results."""
+def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish: Finish | None = None) -> int:
+    """The run in this process, in order: data, model, steps and proofs, training, results (or `finish` in their place)."""
     started = time.perf_counter()
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
@@ -152,14 +153,20 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
         return _train_from(
-            checkpoint, run, trainer, results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
+            checkpoint,
+            run,
+            trainer,
+            results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early),
+            finish or _finish,
         )
     finally:
         for tracker in run.trackers:
             tracker.close()
 
 
-def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary) -> int:
+def _train_from(
+    checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary, finish: Finish
+) -> int:
     """Trains, and writes what comes of it; returns the exit code."""
     try:
         with trainer.writer:
@@ -180,7 +187,7 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
             f"stopped by {signal.Signals(run.stop.agreed).name} after step {step}; the same command goes on from {place}"
         )
         return 128 + run.stop.agreed
-    _finish(run, trainer, summary)
+    finish(run, trainer, summary)
     return 0
 
 
@@ -279,7 +286,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_figures.peak:
-        log.fact("mfu", peak.sentence())
+        log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
@@ -321,17 +328,14 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
 def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
     """The message for out of memory in a micro-batch; None for other errors."""
     config, spikes = run.config, trainer.settings.spikes
-    limits = RowLimits(
-        config.batch, config.packing.mode, config.trainer.gradient_checkpointing, config.objective.traits.documents
-    )
-    places = spikes.places if spikes else lambda _: []
     return memory_error(
         error,
-        trainer.work.row(trainer.steps),
-        limits,
+        trainer.work,
+        trainer.steps,
         run.ranks,
-        places,
+        spikes.places if spikes else lambda _: [],
         lambda total: estimate(config, run.ranks.world_size, total),
+        by_tokens=config.batch.limits(config.packing.mode)[1] is not None,
     )
 
 
@@ -348,7 +352,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
         os.environ.pop("LOCAL_RANK", None)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
-    own = ("trainer.output_dir",) if verb in ("verify", "bench") else ()  # each launcher makes its own folder
+    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes its own folder
     shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:

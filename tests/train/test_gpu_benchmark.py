@@ -45,10 +45,6 @@ def good(folder: Path, *, tiny: bool) -> dict[str, Any]:
     return {"tiny": tiny, "rank": os.environ.get("RANK")}
 
 
-def raising(folder: Path, *, tiny: bool) -> None:
-    raise MemoryError("CUDA out of memory")
-
-
 def refused(folder: Path, *, tiny: bool) -> None:
     print("error:\n  model.path: there is none\n    → Set it.", flush=True)
     sys.exit(2)
@@ -77,7 +73,6 @@ def test_what_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
         return gpu.run(part, tmp_path, tmp_path, context, until, nullcontext(), tiny=True)
 
     said = {
-        raising: "CUDA out of memory",
         refused: "there is none → Set it",
         dying: "Segmentation",
         endless: "after 1 s",

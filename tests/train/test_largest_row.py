@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,9 +17,8 @@ from running import LLAMA, Run, base_config, train
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Trainer
 from packtrain.errors import UserError
-from packtrain.plan.memory import estimate
 from packtrain.train import run as run_module
-from packtrain.train.largest_row import RowAtWork, RowLimits, memory_error
+from packtrain.train.largest_row import WorkRecord, memory_error
 from packtrain.train.loader import MicroBatch
 from packtrain.train.objectives.sft import SFTLoss
 from tests.train import forked
@@ -117,18 +118,21 @@ def test_what_to_set_is_said_with_figures(
     written["model"]["config"] = {**LLAMA, "vocab_size": 512}
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
     batch = MicroBatch({}, 0, 8192, 8192, examples)
-    place = RowAtWork(3, 2, range(examples), batch, held=0, longest=8192 // examples)
+    work, row = WorkRecord(ALONE.device), np.arange(examples)
+    work.begin(2, 2, batch)
+    schedule = SimpleNamespace(lengths=np.full(examples, 8192 // examples), micro_batches=lambda *_: [row[:0], row])
+    at: Any = work, SimpleNamespace(schedule=schedule, rank=0, world_size=1), ALONE
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     names = [f"data.jsonl:{number}" for number in range(9)]
     config = load_config(str(path), overrides)
-    limits = RowLimits(config.batch, config.packing.mode, config.trainer.gradient_checkpointing, 1)
-    given = limits, replace(ALONE, strategy=config.strategy.name), lambda numbers: [names[one] for one in numbers]
-    found = memory_error(error, place, *given, lambda total: estimate(config, 1, total))
-    assert found is not None
-    (problem,) = found.problems
+    known: Any = {"by_tokens": config.batch.limits(config.packing.mode)[1] is not None}
+    known |= {"places": lambda numbers: [names[number] for number in numbers], "planned": lambda _: ""}
+    refusal = memory_error(error, *at, **known)
+    assert refusal is not None
+    (problem,) = refusal.problems
     assert "step 3 (micro-batch 2)" in problem.what and "8,192 token slots (data.jsonl:0" in problem.what
     assert problem.where == where and fix in problem.fix
-    assert memory_error(RuntimeError("shapes differ"), place, *given, lambda _: "") is None
+    assert memory_error(RuntimeError("shapes differ"), *at, **known) is None
 
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,25 +106,18 @@ def log_model(
 ) -> None:
     """The trained model and its number formats."""
     base = base_model(model)
+    computed = _dtype(precision.autocast or precision.weights)
     trained = _count(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
     whole = _count(sum(map(elements, base.parameters())))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
         log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
-    computed = f", computed in {_dtype(precision.autocast or precision.weights)}"
     why = f" ({precision.why})" if precision.why != "asked for" else ""
-    updated = _updated(optim, model, strategy)
-    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{why}{updated}")
-
-
-def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
-    """A clause on what takes the updates of bfloat16 weights, where some are trained."""
-    if not any(map(loses_updates, model.parameters())):
-        return ""
-    masters = ", float32 masters" if optim.keeps_masters or strategy in STAGES else ""
-    rounded = ", rounded by chance" if optim.bf16_rounding == "stochastic" else ""
-    return masters + rounded or ", updates rounded to them"
+    masters = ""
+    if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy in STAGES):
+        masters = ", float32 masters"
+    log.fact("precision", f"{_dtype(precision.weights)} weights, computed in {computed}{why}{masters}")
 
 
 def log_steps(
@@ -191,11 +184,10 @@ def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout
     """The losses of preference training with their weights, and the reference; `dropout` is peft.dropout."""
     if objective.kind == "kto":
         weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
-        loss = objective.losses[0]
-        loss += "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
+        loss = objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
     else:
         each = zip(objective.losses, objective.option("loss_weights") or [1] * len(objective.losses), strict=True)
-        loss = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in each)
+        loss = " + ".join(f"{weight:g} × {name}" for name, weight in each)
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
@@ -213,28 +205,15 @@ def _documents(report: DataReport) -> str:
     cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
     made, pairs, labels = counted(report.documents, "documents"), report.pairs, report.labels
     remarks = [f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"]
-    differently = f"{report.apart:,} of them tokenised differently once the answer follows"
     if pairs is not None:
-        ranked = " (of ranked lists, the best answer with the worst)" if "ranked" in report.format else ""
-        made = counted(pairs.pairs, "pairs") + ranked
+        made = counted(pairs.pairs, "pairs")
         remarks.append(f"prompts are {pairs.prompt_share:.0%} of the tokens")
-        if short := pairs.pairs - pairs.shareable:
-            remarks[-1] += f", {short:,} of them shorter than two tokens and not shared"
-        remarks[-1] += f", {differently}" if report.apart else ""
     elif labels is not None:
         made = f"{counted(report.documents, 'answers')}, {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
-        remarks += [f"of the prompts {differently}"] if report.apart else []
-    elif report.apart:
-        remarks.append(f"{report.apart:,} in parts, as a token would lie over the border of an answer")
     for number, what in (
-        (
-            report.retold,
-            "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask",
-        ),
-        (
-            report.unrolled,
-            "became a document for each question, as the chat template rewrites what came before the last one",
-        ),
+        (report.apart, "tokenised in parts, as a token would lie over the border of an answer"),
+        (report.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
+        (report.unrolled, "became a document for each question, for an exact loss mask"),
     ):
         remarks += [f"{number:,} {what}"] if number else []
     return (

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +23,6 @@ from packtrain.model.flops import training_flops
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
 from packtrain.wording import counted
-
-_OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
 
 class LateCopy:
@@ -55,7 +52,9 @@ class StepFigures:
         """`dtype` is that of the computation; `forwards` are those of a step beside the trained one."""
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
         self.forget()
-        self.peak = _peak(accelerator, dtype)
+        named = str(dtype).removeprefix("torch.")
+        self.peak = get_peak_flops_per_device(accelerator, named) if accelerator.device.type == "cuda" else None
+        """FLOP/s of a device in products of matrices without sparsity, by TRL's table; None if that is not known."""
         self._steps, self._devices = steps, accelerator.num_processes
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
@@ -99,33 +98,12 @@ class StepFigures:
         if self.peak is None or self._flops is None:
             return None
         made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
-        return made / seconds / (self.peak.flops * self._devices)
+        return made / seconds / (self.peak * self._devices)
 
 
 def _memory_held(device: torch.device) -> int:
     """Bytes: the most that torch has held on this GPU so far, or what this process holds of the machine's memory."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """FLOP/s of a device in products of matrices without sparsity, by TRL's table, and of what in words."""
-
-    flops: float
-    of: str
-
-    def sentence(self) -> str:
-        """`mfu is of 989 TFLOP/s a device: NVIDIA H200, bfloat16`."""
-        return f"of {self.flops / 1e12:,.0f} TFLOP/s a device: {self.of}, without sparsity"
-
-
-def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
-    """The peak of this device in `dtype`; None if TRL does not know it."""
-    if accelerator.device.type != "cuda":
-        return None
-    named = str(dtype).removeprefix("torch.")
-    flops = get_peak_flops_per_device(accelerator, named)
-    return Peak(flops, f"{torch.cuda.get_device_name(accelerator.device)}, {named}") if flops else None
 
 
 class MetricsFile(TrainerCallback):
@@ -160,7 +138,7 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         line = {"step": state.global_step, "epoch": state.epoch}
-        line |= {_OURS.get(name, name): value for name, value in logs.items() if name != "epoch"}
+        line |= {"lr" if name == "learning_rate" else name: value for name, value in logs.items() if name != "epoch"}
         line["seconds"] = round(time.perf_counter() - self._since, 3)
         self._append(json.dumps(line) + "\n")
 
@@ -235,14 +213,11 @@ class TerminalProgress(TrainerCallback):
 
 
 def _of_preferences(logs: dict[str, Any]) -> str:
-    """What an evaluation found beside the loss: of pairs how many are ranked right, of answers with labels the mean rewards."""
-    if "eval_accuracy" in logs:  # of a reward model
-        return f"  pairs ranked right {logs['eval_accuracy']:.1%}"
-    if not logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
-        return ""
-    if "eval_rewards/accuracies" in logs:
-        return f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
-    return f"  rewards {logs['eval_rewards/chosen']:.3f} desirable, {logs['eval_rewards/rejected']:.3f} not"
+    """The share of held-out pairs that are ranked right, if any are: at a zero margin none is."""
+    accuracy = logs.get("eval_accuracy")  # of a reward model
+    if accuracy is None and logs.get("eval_rewards/margins"):
+        accuracy = logs.get("eval_rewards/accuracies")
+    return "" if accuracy is None else f"  pairs ranked right {accuracy:.1%}"
 
 
 class EarlyStop(TrainerCallback):

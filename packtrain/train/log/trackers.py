@@ -1,7 +1,7 @@
 """Trackers (tensorboard, wandb, mlflow) that cannot hold up or end a training: metrics.jsonl has everything that they are sent.
 
-Each works in a thread of its own, for as long as the main one waits for it: a limit on each event. Without a network wandb tries on
-for minutes when it begins, and at the end of the process without end.
+Each has a thread of its own, and a time limit for each event: without a network wandb tries for minutes when it begins, and without
+end when the process ends.
 """
 
 from __future__ import annotations

@@ -2,64 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from packtrain.bench.search import (
-    Candidate,
-    Family,
-    Limits,
-    Measured,
-    Trial,
-    Visit,
-    best_of,
-    families,
-    is_clear,
-    search,
-)
-from packtrain.config.schema import Batch, Packing
-from packtrain.errors import UserError
+import pytest
 
-BATCH = Batch(examples_per_step=64, tokens_per_device=4096)
-STEP = 64 * 250
-LIMITS = Limits(seconds=120, memory=None, tokens=STEP, probe=2 / 64)
+from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search
+from packtrain.config.schema import Batch, Packing
+
+STEP = 16_000
+"""Tokens of a step."""
+CONFIGURED = Candidate("packed", None, 4096, None)
 
 
 class Machine:
-    """`speed` in tokens/s of a candidate, which needs `memory` bytes a token of a micro-batch; `most` is what there is."""
+    """`speed` in tokens/s of a candidate, which needs a byte a token of a micro-batch; `memory` is what there is."""
 
-    def __init__(self, speed: Callable[[Candidate], float], most: int = 10**9) -> None:
-        self.speed, self.most, self.visits, self.now = speed, most, list[Visit](), 0.0
+    def __init__(self, speed: Callable[[Candidate], float], memory: int = 10**9, *, run_s: float = 4) -> None:
+        self.speed, self.memory, self.run_s = speed, memory, run_s
+        self.tried: list[Candidate] = []
 
-    def run(self, found: list[Family], limits: Limits = LIMITS) -> list[Trial]:
-        trials = search(found, limits, self.layout)
-        try:
-            visit = next(trials)
-            while True:
-                self.visits.append(visit)
-                visit = trials.send(self.outcome(visit))
-        except StopIteration as end:
-            return end.value
+    def measure(self, candidate: Candidate) -> RunFigures | Failure:
+        self.tried.append(candidate)
+        tokens = candidate.tokens or STEP
+        if tokens < 512:
+            return Failure("the longest document has 512 tokens")
+        if min(tokens, STEP) > self.memory:
+            return Failure("out of memory on cuda:0", memory=True)
+        return RunFigures(
+            self.speed(candidate), self.run_s, micro_batches=max(STEP / tokens, 1), shared=candidate.shared
+        )
 
-    def layout(self, candidate: Candidate, part: float) -> str:
-        if candidate.tokens and candidate.tokens < 512:
-            raise UserError("the longest document has 512 tokens")
-        return f"{candidate.mode} {candidate.shared} {min(candidate.tokens or 10**9, int(STEP * part))}"
+    def trials(self, configured: Candidate = CONFIGURED, *, pairs: bool = False, allowed: int = 10**9) -> list[Trial]:
+        def why_not_larger(measured: RunFigures) -> str:
+            return "" if STEP / measured.micro_batches <= allowed / 2 else "too much for the machine"
 
-    def outcome(self, visit: Visit) -> Measured:
-        tokens = int(STEP * visit.part * visit.steps)
-        seconds = tokens / self.speed(visit.candidate)
-        self.now += seconds * (visit.steps + visit.warm) / visit.steps
-        peak = min(visit.candidate.tokens or 0, int(STEP * visit.part)) * 1000
-        if peak > self.most:
-            return Measured(failed="out of memory", elapsed=self.now)
-        return Measured(tokens=tokens, seconds=seconds, peak=peak, elapsed=self.now)
-
-
-def all_families(batch: Batch = BATCH, *, pairs: bool = False, least: int = 512, refused: str = "") -> list[Family]:
-    packing = Packing(mode="packed", share_prefix=True if pairs else None)
-    return families(batch, packing, least, pairs=pairs, refused=lambda mode, _: refused if mode == "padding" else "")
+        return search(configured, self.measure, why_not_larger, seconds=120, most=64, pairs=pairs)
 
 
 def larger_is_faster(candidate: Candidate) -> float:
@@ -68,103 +46,74 @@ def larger_is_faster(candidate: Candidate) -> float:
     )
 
 
-def test_the_largest_rows_that_memory_takes_win_where_larger_is_faster() -> None:
-    machine = Machine(larger_is_faster, most=9_000_000)
-    trials = machine.run(all_families())
+def smaller_is_faster(candidate: Candidate) -> float:
+    return 50_000 / (1 + (candidate.tokens or 0) / 4096)
+
+
+@pytest.mark.parametrize(
+    ("speed", "configured", "memory", "allowed", "packed", "best"),
+    [
+        (larger_is_faster, 4096, 10**9, 10**9, [4096, 8192, 16384], 16384),  # a row holds the step
+        (larger_is_faster, 4096, 9000, 10**9, [4096, 8192, 16384], 8192),
+        (larger_is_faster, 4096, 2500, 10**9, [4096, 2048, 1024], 2048),  # the configured rows do not fit
+        (larger_is_faster, 4096, 10**9, 10**4, [4096, 8192, 16384], 8192),
+        (smaller_is_faster, 4096, 10**9, 10**9, [4096, 8192, 2048, 1024, 512, 256], 512),
+        (
+            smaller_is_faster,
+            2**16,
+            10**9,
+            10**9,
+            [2**16, 8192, 4096, 2048, 1024, 512, 256],
+            512,
+        ),  # 2**15: the same rows
+    ],
+)
+def test_rows_grow_or_shrink_as_long_as_that_is_faster(
+    speed: Callable[[Candidate], float], configured: int, memory: int, allowed: int, packed: list[int], best: int
+) -> None:
+    machine = Machine(speed, memory)
+    trials = machine.trials(replace(CONFIGURED, tokens=configured), allowed=allowed)
+    assert [trial.candidate.tokens for trial in trials if trial.candidate.mode == "packed"] == packed
+    fastest = best_of(trials)
+    assert fastest and fastest.candidate.tokens == best
+    others = {trial.candidate.mode: trial.candidate.tokens for trial in trials if trial.candidate.mode != "packed"}
+    assert others == {"padding": best, "padding_free": best}
+    assert not any(trial.why for trial in trials if trial.rounds)
+    assert allowed == 10**9 or max(candidate.tokens or 0 for candidate in machine.tried) <= allowed
+
+
+def test_the_best_are_compared_in_turn_until_the_time_ends() -> None:
+    machine = Machine(lambda candidate: 40_000 + 10_000 * (candidate.mode == "packed") + (candidate.tokens or 0))
+    trials = machine.trials()
     best = best_of(trials)
-    assert best and best.candidate == Candidate("packed", None, 8192, None)
-    assert best.candidate.overrides() == ["packing.mode=packed", "batch.tokens_per_device=8192"]
-    out = [(one.candidate.mode, one.candidate.tokens) for one in trials if one.why == "out of memory"]
-    assert out == [("packed", 16384)]
-    spared = [one.candidate.mode for one in trials if one.why == "16,384 tokens of another mode ran out of memory"]
-    assert sorted(spared) == ["padding", "padding_free"]
-    assert trials[0].configured and min(best.beside(trials[0])) > 1 and len(best.outcomes) > 2
-    assert machine.now < LIMITS.seconds
-
-
-def test_growing_ends_where_two_in_a_row_are_slower_and_where_a_row_holds_the_step() -> None:
-    trials = Machine(lambda one: 50_000 / (1 + (one.tokens or 0) / 4096)).run(all_families())
-    packed = [one.candidate.tokens for one in trials if one.candidate.mode == "packed"]
-    assert packed == [4096, 8192, 16384, 2048, 1024]  # 16384 is the third, and already holds all
-    wide = Machine(lambda one: 50_000).run(all_families())
-    assert max(one.candidate.tokens or 0 for one in wide) == 16384
-
-
-def test_comparisons_take_turns_on_the_same_documents() -> None:
-    machine = Machine(larger_is_faster)
-    trials = machine.run(all_families())
-    compared = [one for one in machine.visits if one.first]
-    by_first: dict[int, list[Candidate]] = {}
-    for visit in compared:
-        by_first.setdefault(visit.first, []).append(visit.candidate)
-    turns = list(by_first.values())
-    assert len(turns) >= 3
-    assert all(set(later) <= set(turn) for turn, later in itertools.pairwise(turns))  # the slowest leave as time ends
-    assert turns[0] == turns[1][::-1]
-    assert {one.candidate.mode for one in trials if len(one.outcomes) > 2} == {"padding", "padding_free", "packed"}
-
-
-def test_a_slow_machine_takes_parts_of_steps_and_keeps_to_the_time() -> None:
-    machine = Machine(lambda one: larger_is_faster(one) / 500)  # a whole step would take minutes
-    trials = machine.run(all_families())
-    assert machine.visits[-1].part < 0.2
-    assert machine.now < 1.2 * LIMITS.seconds
-    assert all(one.outcomes for one in trials if one.candidate in {family.own for family in all_families()})
-    best = best_of(trials)
-    assert best and best.candidate.mode == "packed"
-
-
-def test_a_cpu_does_not_grow_into_what_the_machine_needs() -> None:
-    trials = Machine(larger_is_faster).run(all_families(), replace(LIMITS, memory=10_000_000))
-    why = [one.why for one in trials if one.candidate == Candidate("packed", None, 16384, None)]
-    assert len(why) == 1 and why[0].startswith("it might take more than 0.0 GiB")
-
-
-def test_modes_that_cannot_be_had_are_listed_with_their_reason() -> None:
-    trials = Machine(larger_is_faster).run(all_families(refused="longrope"))
-    assert [one.why for one in trials if one.candidate.mode == "padding"] == ["longrope"]
-    assert best_of(trials)
+    assert best and best.candidate.tokens == 16384 and len(best.rounds) == 6 and is_clear(best, trials[0])
+    assert [trial.candidate.tokens for trial in trials if len(trial.rounds) > 1] == [4096, 8192, 16384]
+    turns = machine.tried[-6:]
+    assert turns[:3] == turns[:2:-1]  # and back
+    slow = Machine(machine.speed, run_s=25)
+    assert {trial.candidate.mode for trial in slow.trials()} == {"padding", "padding_free", "packed"}
+    assert len(slow.tried) * 25 <= 150  # seconds
 
 
 def test_pairs_are_tried_with_shared_prompts_and_without() -> None:
-    found = all_families(pairs=True, least=1024)
-    kinds = [(one.own.mode, one.own.shared) for one in found]
-    assert kinds[:2] == [("packed", True), ("packed", False)] and len(kinds) == 5
-    assert found[0].own.overrides() == [
-        "packing.mode=packed",
-        "packing.share_prefix=true",
-        "batch.tokens_per_device=4096",
-    ]
-    assert all((one.tokens or 0) >= 1024 for family in found for one in family.smaller)
+    def kinds(share_prefix: bool | None) -> list[tuple[str, bool | None]]:
+        configured = Candidate.of(Packing(share_prefix=share_prefix), Batch(tokens_per_device=STEP))
+        trials = Machine(lambda _: 1.0).trials(configured, pairs=True)
+        return [(trial.candidate.mode, trial.candidate.shared) for trial in trials if not trial.why]
+
+    flat = ("padding_free", "packed")
+    expected = {("padding", None), *((mode, shared) for mode in flat for shared in (True, False))}
+    assert {*kinds(True)} == {*kinds(False)} == expected
+    assert {*kinds(None)} == {("padding", None), *((mode, shared) for mode in flat for shared in (None, False))}
 
 
-def test_what_was_measured_before_is_replayed_to_the_same_visits() -> None:
-    first, again = Machine(larger_is_faster, most=9_000_000), Machine(larger_is_faster, most=9_000_000)
-    first.run(all_families())
-    again.run(all_families())
-    assert first.visits == again.visits
-
-
-def test_a_machine_where_even_the_configured_settings_do_not_fit_finds_smaller_ones() -> None:
-    trials = Machine(lambda _: 50_000, most=3_000_000).run(all_families())
-    assert trials[0].why == "out of memory"
-    best = best_of(trials)
-    assert best and best.candidate.tokens == 2048
-
-
-def test_what_chance_could_do_is_not_clear() -> None:
+@pytest.mark.parametrize(
+    ("speeds", "clear"),
+    [([200, 200], False), ([101, 101, 101], True), ([300, 300, 99], False)],
+)
+def test_best_in_each_of_three_rounds_is_clear(speeds: list[int], clear: bool) -> None:
     def trial(speeds: list[int]) -> Trial:
-        made = Trial(Candidate("packed", None, speeds[0], None))
-        made.outcomes = {at: Measured(tokens=one, seconds=1.0) for at, one in enumerate(speeds)}
-        return made
+        return Trial(CONFIGURED, rounds={number: RunFigures(speed, 1.0) for number, speed in enumerate(speeds)})
 
     even = trial([100] * 12)
-    for speeds, clear in (
-        ([200, 200], False),  # too few
-        ([101, 101, 101], True),
-        ([300, 300, 99], False),
-        ([110] * 10 + [90] * 2, True),
-        ([110] * 8 + [90] * 4, False),
-    ):
-        assert is_clear(trial(speeds), even) == clear
-    assert not is_clear(even, even)
+    assert is_clear(trial(speeds), even) == clear and not is_clear(even, even)

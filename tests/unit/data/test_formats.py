@@ -19,7 +19,6 @@ from data_tokenizers import SMOLLM, tokenizer_of
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
-from packtrain.train.log.console import _documents
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -189,7 +188,6 @@ def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_said(ready,
     assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
     assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
     assert prepared.train.report.apart == 1
-    assert "; 1 in parts, as a token would lie over the border of an answer;" in _documents(prepared.train.report)
 
 
 def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):

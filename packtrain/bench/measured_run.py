@@ -1,0 +1,65 @@
+"""A short run in one of its processes (`measure_in`): trained as any run is, with figures in place of a trained model at its end."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from packtrain.config.schema import RunConfig
+from packtrain.model.spread import Ranks, most_of_all
+from packtrain.run_folder import write_json
+from packtrain.train.loop import StepTrainer
+from packtrain.train.results import Summary
+from packtrain.train.run import Run, train_in
+from packtrain.train.sync.store_barrier import Peers
+
+
+def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
+    """Trains, and writes the figures into summary.json; the run logs its first step, and all others in one line."""
+    return train_in(config, ranks, peers, finish=_write_figures)
+
+
+def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
+    """`figures` are those of search.py's RunFigures; the rest describes all runs of a bench."""
+    device, steps, data = run.ranks.device, trainer.steps, summary.data.train
+    peak = most_of_all(_peak_memory(device), device)
+    if not run.ranks.main:
+        return
+    first, rest = (line for line in trainer.state.log_history if "loss" in line)
+    seconds = (rest["tokens"] - first["tokens"]) / rest["tokens_per_second"]
+    measured = range(1, trainer.state.global_step)
+    # of the documents, whatever was computed once for two of them
+    tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
+    micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
+    figures: dict[str, Any] = {
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "first_step_seconds": first["tokens"] / first["tokens_per_second"],
+        "peak_memory": peak,
+        "padding": rest["padding_fraction"],
+        "micro_batches": sum(micro_batches) / len(micro_batches),
+        "mfu": rest["mfu"],
+        "shared": steps.layout == "shared" if run.config.objective.traits.pairs and steps.layout != "padding" else None,
+    }
+    precision, on_gpu = run.prepared.precision, device.type == "cuda"
+    weights, computed = (str(dtype).removeprefix("torch.") for dtype in (precision.weights, precision.autocast))
+    report = {
+        "figures": figures,
+        "step_seconds": seconds / len(measured),
+        "documents": len(data),
+        "mean_tokens": float(data.lengths.mean()),
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"the CPU, {torch.get_num_threads()} threads",
+        "precision": f"{weights} computed in {computed}" if precision.autocast else weights,
+        "attention": summary.to_json("done")["attention"],
+    }
+    write_json(run.folder.summary, report)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes at the peak: of a GPU what torch has allocated, else the resident set of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
