@@ -163,15 +163,11 @@ def test_a_launcher_that_was_killed_or_does_not_answer_is_named(tmp_path: Path) 
     gone = subprocess.Popen(["true"])
     gone.wait()
     found = silent(tmp_path / "killed", pid=gone.pid)
-    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    assert (found.status, found.exit_code) == ("failed", 4)
     found = silent(tmp_path / "another program has its number")
-    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    assert (found.status, found.exit_code) == ("failed", 4)
     found = silent(tmp_path / "elsewhere", host="n7.invalid")
-    assert (
-        found.exit_code == 4
-        and found.lines[0].startswith("n7.invalid (process ")
-        and "does not answer" in found.lines[0]
-    )
+    assert (found.status, found.exit_code) == ("stalled", 4) and found.lines[0].startswith("n7.invalid (process ")
 
 
 def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_words(
@@ -195,22 +191,17 @@ def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_w
     assert found.lines[-1].startswith("it ended before its first step, its config is ")
 
 
-def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run"):
-        examine(RunFolder(tmp_path))
-
-
-def test_a_run_that_waits_in_slurms_queue_has_not_begun(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")
-    with pytest.raises(UserError, match="no run has begun here yet"):
-        examine(RunFolder(tmp_path))
+def test_a_folder_without_a_run_or_with_one_in_slurms_queue_is_the_users_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match="no run has begun here"):
+            examine(RunFolder(tmp_path))
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: Path) -> None:
     found = examine(leave(tmp_path, codes=(130, 143)))
     assert (found.status, found.exit_code) == ("stopped", 0)
-    assert list(found.lines) == ["this run was stopped by SIGINT before its first step"]
 
 
 @pytest.mark.parametrize(
