@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,11 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from packtrain.config.schema import RunConfig
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import GIB, Facts, Run, Status, size, start
+from packtrain.diagnose.facts import GIB, Facts, Load, PlannedRun, Status, size, start
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -56,7 +55,7 @@ Traits = Mapping[Status, Mapping[str, str]]
 """The compared facts of a machine, by what a difference means: name → value in words, "" if it is not known."""
 
 
-def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str], *, as_json: bool) -> int:
+def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     """Meets the other machines of the run whose config `load` returns; machine 0 prints. Returns the exit code of all.
 
     In a Slurm job `packtrain env arguments…` is started on all of its machines. Raises UserError where the config is of
@@ -164,7 +163,7 @@ def compare(
     }
 
 
-def own_report(facts: Facts, run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+def own_report(facts: Facts, run: PlannedRun, config: Mapping[str, Any]) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what is compared, and the settings of NCCL and gloo, under `own`;
     `config` as plain containers."""
     redactor = Redactor(os.environ, run.config.topology.variables)

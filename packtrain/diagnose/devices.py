@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, Run, Torch, ask_python, size
+from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python, size
 from packtrain.wording import first_line, whole
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -117,7 +117,7 @@ def _try_kernels(dtype: str) -> dict[str, str]:
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}
 
 
-def check_driver(facts: Facts, run: Run) -> Iterator[Check]:
+def check_driver(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Whether the driver answers."""
     driver, name = facts.driver, "gpu-driver"
     if driver.gpus:
@@ -129,7 +129,7 @@ def check_driver(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check(name, "fail", f"the driver shows no GPU: {driver.error or 'it does not say why'}", fix)
 
 
-def check_torch(facts: Facts, run: Run) -> Iterator[Check]:
+def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Whether torch works, and can use the GPUs that the machine has."""
     torch, gpus = facts.torch, facts.driver.gpus
     built = f"torch {torch.version}" + (f" for CUDA {torch.cuda}" if torch.cuda else "")
@@ -147,7 +147,7 @@ def check_torch(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check("torch", "ok", f"{built} ({torch.warning})" if torch.warning else built)
 
 
-def check_gpus(facts: Facts, run: Run) -> Iterator[Check]:
+def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """GPUs against the processes of the run: their number, health and memory, and memory that other programs hold."""
     gpus, number = visible_gpus(facts, run), len(facts.driver.gpus)
     if not number:
@@ -169,7 +169,7 @@ def check_gpus(facts: Facts, run: Run) -> Iterator[Check]:
     yield Check("gpu-use", "warn" if used else "ok", words or "all idle", fix)
 
 
-def visible_gpus(facts: Facts, run: Run) -> tuple[Gpu, ...]:
+def visible_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES shows the run; all where it is not set."""
     wanted, gpus = run.variables(facts).get(VISIBLE), facts.driver.gpus
     if wanted is None:
@@ -178,7 +178,7 @@ def visible_gpus(facts: Facts, run: Run) -> tuple[Gpu, ...]:
     return tuple(gpu for name in names for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name))
 
 
-def check_attention(facts: Facts, run: Run) -> Iterator[Check]:
+def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """The backend that model.attention comes to for most models, and why; the loaded model decides."""
     kernel, why = flash_kernel(facts, run)
     asked, mode = run.config.model.attention, run.config.packing.mode
@@ -194,7 +194,7 @@ def check_attention(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check("attention", "ok" if facts.torch.kernels is None else "warn", words, fix)
 
 
-def flash_kernel(facts: Facts, run: Run) -> tuple[str | None, str]:
+def flash_kernel(facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
     """The flash kernel that serves the run's layers and what better ones lack, or None and why there is none."""
     torch, kernels = facts.torch, facts.torch.kernels or {}
     if torch.available is False:
@@ -207,7 +207,7 @@ def flash_kernel(facts: Facts, run: Run) -> tuple[str | None, str]:
     return next((name for name, lack in kernels.items() if not lack), None), lacking
 
 
-def attention_json(facts: Facts, run: Run) -> dict[str, dict[str, object]]:
+def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]]:
     """Each backend with whether it can serve packed rows here, and why."""
     kernel, why = flash_kernel(facts, run)
     flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Run, Status, Torch, size, start
+from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch, size, start
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
@@ -34,7 +34,7 @@ TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> int:
+def show_environment(load: Load, *, as_json: bool) -> int:
     """Prints the report of this machine, for the run whose config `load` returns; returns the exit code."""
     facts, run = gather(load)
     checks = check_all(facts, run)
@@ -46,18 +46,18 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
     return CheckFailed.exit_code if any(check.status == "fail" for check in checks) else 0
 
 
-def check_all(facts: Facts, run: Run) -> list[Check]:
+def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
     """The results of all checks of a machine and a run."""
     return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
 
 
-def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, Run]:
+def gather(load: Load) -> tuple[Facts, PlannedRun]:
     """The facts of this machine and the run whose config `load` returns, as it would be here.
 
     Takes ten seconds at most. Raises what `load` raises.
     """
     config = load()
-    run = Run(config is not None, config or RunConfig())
+    run = PlannedRun(config is not None, config or RunConfig())
     asked = start(partial(devices.ask_torch, TORCH_S, run.dtype, run.config.topology.variables))
     paths = {
         "trainer.output_dir": run.config.trainer.output_dir if config else ".",
@@ -86,18 +86,18 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, Run]:
     return Facts(machine, torch, driver, read_network(None), tuple(folders)), run
 
 
-def plan_run(config: RunConfig, surroundings: Surroundings) -> Run:
+def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
     """The run of a config on a machine with these surroundings."""
     topology = config.topology
     per_node = topology.gpus_per_node or max(surroundings.gpus, 1)
     try:
         launch = plan_launch(config, surroundings, config.objective.kind)
     except PacktrainError as error:
-        return Run(True, config, topology.nodes or 1, per_node, problems=error.problems)
-    return Run(True, config, launch.nodes, launch.gpus_per_node, launch.network, obstacles=launch.obstacles)
+        return PlannedRun(True, config, topology.nodes or 1, per_node, problems=error.problems)
+    return PlannedRun(True, config, launch.nodes, launch.gpus_per_node, launch.network, obstacles=launch.obstacles)
 
 
-def report_json(facts: Facts, run: Run, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
+def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
     """The whole report as plain containers; the keys up to `checks` are a promise to users."""
     torch, machine, driver = facts.torch, facts.host, facts.driver
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": driver.version}
@@ -112,7 +112,7 @@ def report_json(facts: Facts, run: Run, checks: Sequence[Check], redactor: Redac
     return redactor.plain(document)
 
 
-def _print_report(facts: Facts, run: Run, checks: Sequence[Check], redactor: Redactor) -> None:
+def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:
     """Both blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")

@@ -25,6 +25,8 @@ from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30
+Load = Callable[[], RunConfig | None]
+"""Returns the config of the run that was named, if one was; may raise its errors."""
 _Value = TypeVar("_Value")
 
 
@@ -108,7 +110,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
 
     `problems` are why it cannot start here, `obstacles` why it cannot be started in this way.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, Run, size
+from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun, size
 from packtrain.monitor.processes import memory_free
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.network_settings import FIX, LOOPBACK, silence_for
@@ -85,7 +85,7 @@ def read_folder(setting: str, path: str) -> Folder:
     return Folder(setting, str(wanted), usage.free, usage.total, lack)
 
 
-def check_run(facts: Facts, run: Run) -> Iterator[Check]:
+def check_run(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Whether the run can start here as it is configured."""
     for problem in (*run.problems, *run.obstacles):
         what = f"{problem.where}: {problem.what}" if problem.where else problem.what
@@ -95,7 +95,7 @@ def check_run(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check("run", "ok", f"{shape}, strategy={run.config.strategy.name}")
 
 
-def check_packages(facts: Facts, run: Run) -> Iterator[Check]:
+def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Whether packtrain's own requirements are met, and DeepSpeed is there where the run asks for it."""
     host, deepspeed, strategy = facts.host, facts.host.packages.get("deepspeed"), run.config.strategy.name
     words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in host.conflicts)
@@ -108,7 +108,7 @@ def check_packages(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check("deepspeed", "ok", deepspeed or "not installed, and not needed")
 
 
-def check_limits(facts: Facts, run: Run) -> Iterator[Check]:
+def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """/dev/shm, through which NCCL and data workers pass their data, open files and sockets, memory, and a compiler."""
     host = facts.host
     fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
@@ -127,7 +127,7 @@ def check_limits(facts: Facts, run: Run) -> Iterator[Check]:
         yield Check("compiler", "warn" if host.uncompiled else "ok", what, INSTALL)
 
 
-def check_folders(facts: Facts, run: Run) -> Iterator[Check]:
+def check_folders(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """Where the run writes: without the output folder there is no run."""
     for folder in facts.folders:
         name, elsewhere = _FOLDERS[folder.setting], f"{folder.setting} on another disk"
@@ -141,7 +141,7 @@ def check_folders(facts: Facts, run: Run) -> Iterator[Check]:
             yield Check(name, "warn" if little else "ok", space, elsewhere)
 
 
-def check_network(facts: Facts, run: Run) -> Iterator[Check]:
+def check_network(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """What stops runs on several machines or slows them: RDMA ports that are down, a silent name server."""
     ports, silence = facts.network.ports, facts.host.silence
     words = "; ".join(

@@ -122,7 +122,7 @@ def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
         yield
     except PacktrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = f"{type(error).__name__}: "
         said = first_line(error).removeprefix(kind)
         advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()

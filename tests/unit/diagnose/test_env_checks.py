@@ -11,14 +11,14 @@ import pytest
 from packtrain.config.schema import Model, RunConfig, Strategy, Topology, Trainer
 from packtrain.diagnose.devices import attention_json, visible_gpus
 from packtrain.diagnose.env import check_all, plan_run
-from packtrain.diagnose.facts import Check, Driver, Facts, Folder, Gpu, Host, Run, Torch
+from packtrain.diagnose.facts import Check, Driver, Facts, Folder, Gpu, Host, PlannedRun, Torch
 from packtrain.plan.network_settings import HostNetwork, Interface, Port, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30
 MIB = 2**20
-TWO_MACHINES = Run(configured=True, nodes=2, per_node=8)
-ONE_MACHINE = Run(configured=True, per_node=8)
+TWO_MACHINES = PlannedRun(configured=True, nodes=2, per_node=8)
+ONE_MACHINE = PlannedRun(configured=True, per_node=8)
 FULL_PRECISION = Trainer(mixed_precision="no")
 GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB)
 UP, DOWN = Port("mlx5_0", rate=400.0), Port("mlx5_1", active=False, rate=10.0)
@@ -60,24 +60,24 @@ def visible(wanted: str) -> Facts:
     return host(environment={"CUDA_VISIBLE_DEVICES": wanted})
 
 
-def run_of(per_node: int = 1, environment: dict[str, str] | None = None, **config: Any) -> Run:
-    return Run(True, RunConfig(topology=Topology(environment=environment or {}), **config), per_node=per_node)
+def run_of(per_node: int = 1, environment: dict[str, str] | None = None, **config: Any) -> PlannedRun:
+    return PlannedRun(True, RunConfig(topology=Topology(environment=environment or {}), **config), per_node=per_node)
 
 
-def named(facts: Facts, run: Run, name: str) -> list[Check]:
+def named(facts: Facts, run: PlannedRun, name: str) -> list[Check]:
     found = [check for check in check_all(facts, run) if check.name == name]
     assert found, f"no check is named {name}"
     return found
 
 
 def test_a_healthy_machine_passes_every_check_also_for_a_run_on_several() -> None:
-    for run in (Run(), ONE_MACHINE, TWO_MACHINES):
+    for run in (PlannedRun(), ONE_MACHINE, TWO_MACHINES):
         assert {check.status for check in check_all(HEALTHY, run)} == {"ok"}
 
 
 def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
     zero3 = run_of(strategy=Strategy(name="zero3"), model=Model(attention="flash"))
-    for run in (Run(), TWO_MACHINES, zero3):
+    for run in (PlannedRun(), TWO_MACHINES, zero3):
         assert all(check.found for check in check_all(Facts(), run))
 
 
@@ -85,36 +85,36 @@ NO_TORCH = {"version": None, "available": None}
 CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "available": False, "kind": "cpu"}
 KERNELS = {"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}
 FLASH = Model(attention="flash", dtype="float32")
-TROUBLE: list[tuple[str, Facts, Run, str, str, str]] = [
+TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
-    ("packages", host(conflicts=(("torch>=2.10", "2.9"),)), Run(), "fail", "2.9", "pip install 'torch>=2.10'"),
-    ("torch", torch(**CPU_BUILD), Run(), "fail", "without CUDA", "reinstall torch"),
-    ("torch", torch(available=False, kind="cpu", warning="Error 802"), Run(), "fail", "Error 802", "fabric manager"),
-    ("torch", torch(error="ImportError: libcudnn", **NO_TORCH), Run(), "fail", "libcudnn", "reinstall"),
-    ("torch", torch(error="no answer within 8 s", **NO_TORCH), Run(), "warn", "no answer", "import torch"),
-    ("torch", torch(available=None, error="no answer within 8 s"), Run(), "warn", "no answer", "import torch"),
-    ("torch", torch(available=None, error="ends with exit code -11"), Run(), "fail", "-11", "import torch"),
-    ("attention", torch(kernels=KERNELS), Run(), "warn", "wrong by 3", "packtrain[flash]"),
+    ("packages", host(conflicts=(("torch>=2.10", "2.9"),)), PlannedRun(), "fail", "2.9", "pip install 'torch>=2.10'"),
+    ("torch", torch(**CPU_BUILD), PlannedRun(), "fail", "without CUDA", "reinstall torch"),
+    ("torch", torch(available=False, kind="cpu", warning="Error 802"), PlannedRun(), "fail", "Error 802", "fabric manager"),
+    ("torch", torch(error="ImportError: libcudnn", **NO_TORCH), PlannedRun(), "fail", "libcudnn", "reinstall"),
+    ("torch", torch(error="no answer within 8 s", **NO_TORCH), PlannedRun(), "warn", "no answer", "import torch"),
+    ("torch", torch(available=None, error="no answer within 8 s"), PlannedRun(), "warn", "no answer", "import torch"),
+    ("torch", torch(available=None, error="ends with exit code -11"), PlannedRun(), "fail", "-11", "import torch"),
+    ("attention", torch(kernels=KERNELS), PlannedRun(), "warn", "wrong by 3", "packtrain[flash]"),
     ("attention", torch(kernels=KERNELS), run_of(model=FLASH, trainer=FULL_PRECISION), "fail", "float32", "model.attention=auto"),
     ("deepspeed", host(packages={}), run_of(strategy=Strategy(name="zero2")), "fail", "zero2", "packtrain[deepspeed]"),
-    ("gpu-driver", driver(error="no answer", gpus=()), Run(), "fail", "no answer", "nvidia-smi"),
+    ("gpu-driver", driver(error="no answer", gpus=()), PlannedRun(), "fail", "no answer", "nvidia-smi"),
     ("gpu-driver", driver(gpus=()), ONE_MACHINE, "fail", "no GPU", "topology.gpus_per_node"),
     ("gpus", HEALTHY, run_of(9), "fail", "9 processes on this machine, and 8 visible", "topology.gpus_per_node=8"),
-    ("gpus", visible(""), Run(), "warn", "hides all 8", "unset"),
+    ("gpus", visible(""), PlannedRun(), "warn", "hides all 8", "unset"),
     ("gpus", HEALTHY, run_of(environment={"CUDA_VISIBLE_DEVICES": "-1"}), "warn", "hides all 8", "CUDA_VISIBLE_DEVICES"),
     ("gpus", HEALTHY, run_of(4, {"CUDA_VISIBLE_DEVICES": "1,5"}), "fail", "and 2 visible", "topology.gpus_per_node=2"),
-    ("gpu-health", gpu(trouble="3 memory errors"), Run(), "fail", "GPU 0 (NVIDIA H100 80GB HBM3): 3", "--gpu-reset"),
-    ("gpu-use", gpu(memory_used=60 * GIB), Run(), "warn", "60 GiB", "CUDA_VISIBLE_DEVICES"),
+    ("gpu-health", gpu(trouble="3 memory errors"), PlannedRun(), "fail", "GPU 0 (NVIDIA H100 80GB HBM3): 3", "--gpu-reset"),
+    ("gpu-use", gpu(memory_used=60 * GIB), PlannedRun(), "warn", "60 GiB", "CUDA_VISIBLE_DEVICES"),
     ("infiniband", ports(DOWN), TWO_MACHINES, "fail", "mlx5_1:1 (InfiniBand, DOWN, 10.0 Gb/s)", "NCCL_IB_DISABLE=1"),
-    ("infiniband", ports(DOWN), Run(), "warn", "DOWN", "ibstat"),
+    ("infiniband", ports(DOWN), PlannedRun(), "warn", "DOWN", "ibstat"),
     ("infiniband", ports(UP, DOWN), TWO_MACHINES, "warn", "mlx5_0:1 (InfiniBand, ACTIVE, 400.0 Gb/s); mlx5_1", "ibstat"),
-    ("name-server", host(silence="it does not answer for n1"), Run(), "warn", "for n1", "/etc/resolv.conf"),
-    ("shared-memory", host(shm=64 * MIB), Run(), "warn", "64 MiB", "--shm-size"),
+    ("name-server", host(silence="it does not answer for n1"), PlannedRun(), "warn", "for n1", "/etc/resolv.conf"),
+    ("shared-memory", host(shm=64 * MIB), PlannedRun(), "warn", "64 MiB", "--shm-size"),
     ("open-files", host(nofile=1024), ONE_MACHINE, "warn", "1024", "ulimit -n"),
-    ("memory", host(memory_free=GIB), Run(), "warn", "1 GiB free", "end other processes"),
-    ("compiler", host(uncompiled="no C compiler"), Run(), "warn", "no C compiler", "apt-get install gcc"),
+    ("memory", host(memory_free=GIB), PlannedRun(), "warn", "1 GiB free", "end other processes"),
+    ("compiler", host(uncompiled="no C compiler"), PlannedRun(), "warn", "no C compiler", "apt-get install gcc"),
     ("output-folder", folder(lack="cannot be written to"), ONE_MACHINE, "fail", "/data/run", "trainer.output_dir"),
-    ("output-folder", folder(lack="cannot be written to"), Run(), "warn", "/data/run", "trainer.output_dir"),
+    ("output-folder", folder(lack="cannot be written to"), PlannedRun(), "warn", "/data/run", "trainer.output_dir"),
     ("output-folder", folder(free=4 * MIB), ONE_MACHINE, "warn", "4 MiB free", "trainer.output_dir"),
     ("cache-folder", folder(setting="data.cache_dir", lack="no answer"), ONE_MACHINE, "warn", "no answer", "df /data/run"),
 ]  # fmt: skip
@@ -122,7 +122,7 @@ TROUBLE: list[tuple[str, Facts, Run, str, str, str]] = [
 
 @pytest.mark.parametrize(("name", "facts", "run", "status", "found", "fix"), TROUBLE)
 def test_each_trouble_is_named_with_its_fix(
-    name: str, facts: Facts, run: Run, status: str, found: str, fix: str
+    name: str, facts: Facts, run: PlannedRun, status: str, found: str, fix: str
 ) -> None:
     (check,) = named(facts, run, name)
     assert (check.status, found in check.found, fix in check.fix) == (status, True, True), check
@@ -137,13 +137,13 @@ def test_every_check_is_in_the_handbook() -> None:
 def test_only_visible_gpus_are_judged() -> None:
     sick = gpu(trouble="3 memory errors")
     shown = replace(sick, host=visible("2,GPU-3").host)
-    assert [gpu.index for gpu in visible_gpus(shown, Run())] == [2, 3]
-    assert named(shown, Run(), "gpu-health")[0].status == "ok"
+    assert [gpu.index for gpu in visible_gpus(shown, PlannedRun())] == [2, 3]
+    assert named(shown, PlannedRun(), "gpu-health")[0].status == "ok"
     for_the_run = run_of(environment={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert [gpu.index for gpu in visible_gpus(shown, for_the_run)] == [0, 1]
     assert named(shown, for_the_run, "gpu-health")[0].status == "fail"
     hidden = replace(torch(available=False, kind="cpu"), host=visible("").host)
-    assert named(hidden, Run(), "torch")[0].status == "ok"
+    assert named(hidden, PlannedRun(), "torch")[0].status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def test_interfaces_are_chosen_as_nccl_does(wanted: str, names: list[str]) -> No
 
 def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack() -> None:
     found = torch(kernels={"FlashAttention 4": "not installed", "FlashAttention 2": ""})
-    (check,) = named(found, Run(), "attention")
+    (check,) = named(found, PlannedRun(), "attention")
     assert check.found == "flash: FlashAttention 2 (FlashAttention 4: not installed)"
-    backends = attention_json(found, Run())
+    backends = attention_json(found, PlannedRun())
     assert list(backends) == ["flash", "segmented", "per_document", "sdpa_mask"]
     assert backends["flash"]["available"] is True
     for facts, why in ((torch(available=False, kind="cpu"), "cpu"), (torch(error="no answer"), "no answer")):
-        (check,) = named(facts, Run(), "attention")
+        (check,) = named(facts, PlannedRun(), "attention")
         assert check.status == "ok" and why in check.found
 
 
