@@ -13,9 +13,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -49,7 +48,14 @@ app = typer.Typer(
 )
 
 
-class ConfigCommand(TyperCommand):
+class Verb(TyperCommand):
+    """A verb, whose function returns its exit code. It is called outside click, which would turn Ctrl-C into exit code 1."""
+
+    def invoke(self, ctx: Any) -> NoReturn:
+        raise typer.Exit(exit_code_of(partial(super().invoke, ctx)))
+
+
+class ConfigVerb(Verb):
     """A verb that takes a config: its help ends with every config key, or explains those that are named beside -h."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -106,24 +112,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")]
 
 
-def _command(
-    kind: type[TyperCommand] = ConfigCommand, name: str | None = None, about: str | None = None
-) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
-    """Makes a verb of a function that returns its exit code; outside click, which would turn Ctrl-C into exit code 1."""
-
-    def register(work: Callable[..., int]) -> Callable[..., NoReturn]:
-        @wraps(work)
-        def command(**options: Any) -> NoReturn:
-            raise typer.Exit(exit_code_of(partial(work, **options)))
-
-        settings = _VERB_SETTINGS if kind is ConfigCommand else _SETTINGS
-        return app.command(name, help=about, cls=kind, context_settings=settings)(command)
-
-    return register
+_verb = partial(app.command, cls=Verb, context_settings=_SETTINGS)
+_config_verb = partial(app.command, cls=ConfigVerb, context_settings=_VERB_SETTINGS)
 
 
 def _add_training_verb(verb: str, about: str) -> None:
-    @_command(name=verb, about=about)
+    @_config_verb(verb, help=about)
     def train(arguments: Arguments = None, dry_run: DryRun = False) -> int:
         run, launch = _config_and_plan(arguments, verb)
         if dry_run:
@@ -141,7 +135,7 @@ _add_training_verb("kto", "Train on answers that are each labelled good or bad (
 _add_training_verb("reward", "Train a reward model on pairs of a preferred and a rejected answer.")
 
 
-@_command()
+@_config_verb()
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
@@ -164,7 +158,7 @@ def plan(
     return 0
 
 
-@_command()
+@_config_verb()
 def inspect(
     arguments: Arguments = None,
     rows: Annotated[int | None, typer.Option("--rows", metavar="N", help="Show the first N documents.")] = None,
@@ -183,7 +177,7 @@ def inspect(
     return show_data(run, launch.num_processes, title, **how)
 
 
-@_command()
+@_config_verb()
 def verify(
     arguments: Arguments = None,
     collator: Annotated[
@@ -215,7 +209,7 @@ def verify(
     return run_verification(run, partial(_execute, "verify"), as_json=as_json)
 
 
-@_command()
+@_config_verb()
 def bench(
     arguments: Arguments = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure, after loading.")] = 120,
@@ -228,7 +222,7 @@ def bench(
     return run_bench(run, partial(_execute, "bench"), seconds=seconds, as_json=as_json, given=arguments or [])
 
 
-@_command()
+@_config_verb()
 def env(
     arguments: Arguments = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
@@ -251,7 +245,7 @@ def env(
     return show_environment(load, as_json=as_json)
 
 
-@_command()
+@_config_verb()
 def sbatch(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="sft, dpo, kto or reward.")],
     arguments: Arguments = None,
@@ -268,7 +262,7 @@ def sbatch(
     return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
 
-@_command(TyperCommand)
+@_verb()
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
@@ -280,7 +274,7 @@ def doctor(
     return show_run(run, ask=stacks, as_json=as_json)
 
 
-@_command(TyperCommand)
+@_verb()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir).")],
     output: Annotated[

@@ -36,17 +36,16 @@ def ask_driver(limit_s: float) -> Driver:
     """The machine's GPUs; a driver that does not answer is the `error`."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        present = Path("/proc/driver/nvidia").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-        return Driver(present, "there is no nvidia-smi")
+        return Driver("there is no nvidia-smi" if Path("/proc/driver/nvidia").exists() else "")
     query = [command, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return Driver(True, first_line(error))
+        return Driver(first_line(error))
     if done.returncode or not done.stdout.strip():
-        return Driver(True, (done.stdout or done.stderr).strip().partition("\n")[0] or "nvidia-smi shows no GPU")
+        return Driver((done.stdout or done.stderr).strip().partition("\n")[0] or "nvidia-smi shows no GPU")
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
-    return Driver(True, version=rows[0][-1], gpus=tuple(_gpu(row) for row in rows))
+    return Driver(version=rows[0][-1], gpus=tuple(_gpu(row) for row in rows))
 
 
 def _gpu(row: list[str]) -> Gpu:
@@ -69,7 +68,7 @@ def read_torch(output: str, error: str = "") -> Torch:
     for line in output.splitlines():
         with suppress(ValueError):  # the last line may be half a line
             facts |= json.loads(line)
-    return Torch(**{**facts, "devices": tuple(facts.get("devices", ()))})
+    return Torch(**facts)
 
 
 def _print_torch(dtype: str) -> None:
@@ -92,14 +91,11 @@ def _print_torch(dtype: str) -> None:
         report(nccl=".".join(map(str, nccl.version())))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cuda = torch.cuda.is_available()
-        number = torch.cuda.device_count() if cuda else 0
-    mps = not cuda and torch.backends.mps.is_available()
-    names = [torch.cuda.get_device_name(index) for index in range(number)] or ["MPS"] * mps
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        available = torch.cuda.is_available()
     remarks = dict.fromkeys(str(item.message).partition("\n")[0] for item in caught if "CUDA" in str(item.message))
-    kind = "cuda" if cuda else "mps" if mps else "cpu"
-    report(kind=kind, available=cuda, devices=names, warning="; ".join(remarks))
-    if cuda:
+    report(available=available, devices=names, warning="; ".join(remarks))
+    if available:
         report(kernels=_try_kernels(dtype))
 
 
@@ -122,11 +118,11 @@ def check_driver(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     driver, name = facts.driver, "gpu-driver"
     if driver.gpus:
         yield Check(name, "ok", driver.version or "version not known")
-    elif not driver.present:
+    elif not driver.error:
         yield Check(name, "ok", "no NVIDIA driver on this machine: runs are on the CPU")
     else:
         fix = "does nvidia-smi answer? ask Slurm for GPUs (topology.gpus_per_node), start the container with --gpus all, or reboot"
-        yield Check(name, "fail", f"the driver shows no GPU: {driver.error or 'it does not say why'}", fix)
+        yield Check(name, "fail", f"the driver shows no GPU: {driver.error}", fix)
 
 
 def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
@@ -198,7 +194,7 @@ def flash_kernel(facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
     """The flash kernel that serves the run's layers and what better ones lack, or None and why there is none."""
     torch, kernels = facts.torch, facts.torch.kernels or {}
     if torch.available is False:
-        return None, f"the device is {torch.kind}"
+        return None, "the device is no GPU of CUDA"
     if run.dtype not in ("bfloat16", "float16"):
         return None, f"the layers compute in {run.dtype}, the kernels in 16 bits (trainer.mixed_precision=bf16)"
     if torch.kernels is None:

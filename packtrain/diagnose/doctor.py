@@ -94,18 +94,15 @@ def _examine_live(folder: RunFolder, channel: Channel, ask: bool) -> Finding:
         client = Client(address, channel.port, secret=channel.secret)
         answer = client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S)
     except OSError as error:
-        state = life_of(pid) if here else "running"
-        what = f"{channel.host} (process {pid}), which watches this run, does not answer: {error}"
-        if state == "stopped":
-            return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
-        if here and is_locked(folder.root):
-            return Finding("running", [_START]) if state == "gone" else Finding("stalled", [what])
-        if not here:
-            return Finding(
-                "stalled", [what, f"  → check whether it is up, and start packtrain doctor on {channel.host}"]
-            )
-        advice = "  → find out what ended it (dmesg, the scheduler's log), and start the same command again: it resumes"
-        return Finding("failed", [f"the launcher of this run (process {pid}) was killed", advice])
+        state, locked = life_of(pid) if here else "running", is_locked(folder.root)
+        if here and locked and state == "gone":
+            return Finding("running", [_START])
+        if here and not locked and state != "stopped":
+            advice = "  → see what ended it (dmesg, the scheduler's log), and start the same command again: it resumes"
+            return Finding("failed", [f"the launcher of this run (process {pid}) was killed", advice])
+        what = f"{channel.host} (process {pid}, {state}), which watches this run, does not answer: {error}"
+        advice = f"kill -CONT {pid}" if state == "stopped" else f"check whether {channel.host} is up"
+        return Finding("stalled", [what, f"  → {advice}"])
     ranks, diagnosis = as_type(answer["ranks"], tuple[RankState, ...]), answer["diagnosis"]
     silent = [machine for machine in answer["machines"] if (machine["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_describe, ranks), *(_stacks(folder, ranks) if ask else [])]

@@ -76,7 +76,7 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
     machine, folders = host.read_host(), []
     for name, path in paths.items():
         folders.append(answer(disks[name], FOLDER_S, partial(Folder, name, path, None, None)))
-    driver = answer(nvidia, DRIVER_S + 0.5, partial(Driver, True))
+    driver = answer(nvidia, DRIVER_S + 0.5, Driver)
     if config:
         # a silent name server is not asked for the address of the first machine
         network = (lambda main: read_network(None)) if machine.silence else read_network

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,8 +39,7 @@ class Torch:
     cuda: str | None = None
     nccl: str | None = None
     available: bool | None = None
-    kind: str = "cpu"
-    devices: tuple[str, ...] = ()  # names of accelerators
+    devices: Sequence[str] = ()  # names of GPUs
     warning: str = ""
     kernels: Mapping[str, str] | None = None  # flash kernels that were tried, and what each lacks ("": it is right)
 
@@ -59,9 +58,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's driver and its GPUs; `present`: the machine has one at all; `error`: why it shows none."""
+    """NVIDIA's driver and its GPUs; `error`: why it shows none, although it is there."""
 
-    present: bool = False
     error: str = ""
     version: str | None = None
     gpus: tuple[Gpu, ...] = ()

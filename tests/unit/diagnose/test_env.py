@@ -139,7 +139,7 @@ def test_gpus_are_described_and_judged_by_what_the_driver_and_torch_say(tmp_path
     done = env(tmp_path, "run.yaml", "--json", cuda=CUDA)
     report, found = json.loads(done.stdout), checks(done)
     torch = report["facts"]["torch"]
-    assert (torch["nccl"], torch["kind"], len(torch["devices"])) == ("2.27.7", "cuda", 2)
+    assert (torch["nccl"], torch["available"], len(torch["devices"])) == ("2.27.7", True, 2)
     assert torch["warning"] == "CUDA initialization: a remark" and found["torch"]["status"] == "ok"
     assert [gpu["name"] for gpu in report["devices"]] == ["NVIDIA H100 80GB HBM3"] * 2
     assert found["gpu-health"]["status"] == "fail" and "GPU 1" in found["gpu-health"]["found"]

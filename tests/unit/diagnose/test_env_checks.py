@@ -24,8 +24,8 @@ GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB)
 UP, DOWN = Port("mlx5_0", rate=400.0), Port("mlx5_1", active=False, rate=10.0)
 HEALTHY = Facts(
     host=Host("Linux", "3.12", {"deepspeed": "0.19.8"}, (), 2**20, 500 * GIB, 1000 * GIB, 900 * GIB, 96),
-    torch=Torch("", "2.13.0", "12.8", "2.27.7", True, "cuda", ("H100",) * 8),
-    driver=Driver(True, "", "570.133.20", tuple(replace(GPU, index=at, uuid=f"GPU-{at}") for at in range(8))),
+    torch=Torch("", "2.13.0", "12.8", "2.27.7", True, ("H100",) * 8),
+    driver=Driver("", "570.133.20", tuple(replace(GPU, index=at, uuid=f"GPU-{at}") for at in range(8))),
     network=HostNetwork((Interface("eth0", ("10.0.0.1",), default_route=True),), (UP,)),
     folders=(Folder("trainer.output_dir", "/data/run", 500 * GIB, 1000 * GIB),),
 )
@@ -82,14 +82,14 @@ def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
 
 
 NO_TORCH = {"version": None, "available": None}
-CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "available": False, "kind": "cpu"}
+CPU_BUILD = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 KERNELS = {"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}
 FLASH = Model(attention="flash", dtype="float32")
 TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
     ("packages", host(conflicts=(("torch>=2.10", "2.9"),)), PlannedRun(), "fail", "2.9", "pip install 'torch>=2.10'"),
     ("torch", torch(**CPU_BUILD), PlannedRun(), "fail", "without CUDA", "reinstall torch"),
-    ("torch", torch(available=False, kind="cpu", warning="Error 802"), PlannedRun(), "fail", "Error 802", "fabric manager"),
+    ("torch", torch(available=False, warning="Error 802"), PlannedRun(), "fail", "Error 802", "fabric manager"),
     ("torch", torch(error="ImportError: libcudnn", **NO_TORCH), PlannedRun(), "fail", "libcudnn", "reinstall"),
     ("torch", torch(error="no answer within 8 s", **NO_TORCH), PlannedRun(), "warn", "no answer", "import torch"),
     ("torch", torch(available=None, error="no answer within 8 s"), PlannedRun(), "warn", "no answer", "import torch"),
@@ -98,7 +98,7 @@ TROUBLE: list[tuple[str, Facts, PlannedRun, str, str, str]] = [
     ("attention", torch(kernels=KERNELS), run_of(model=FLASH, trainer=FULL_PRECISION), "fail", "float32", "model.attention=auto"),
     ("deepspeed", host(packages={}), run_of(strategy=Strategy(name="zero2")), "fail", "zero2", "packtrain[deepspeed]"),
     ("gpu-driver", driver(error="no answer", gpus=()), PlannedRun(), "fail", "no answer", "nvidia-smi"),
-    ("gpu-driver", driver(gpus=()), ONE_MACHINE, "fail", "no GPU", "topology.gpus_per_node"),
+    ("gpu-driver", driver(error="no GPU", gpus=()), ONE_MACHINE, "fail", "no GPU", "topology.gpus_per_node"),
     ("gpus", HEALTHY, run_of(9), "fail", "9 processes on this machine, and 8 visible", "topology.gpus_per_node=8"),
     ("gpus", visible(""), PlannedRun(), "warn", "hides all 8", "unset"),
     ("gpus", HEALTHY, run_of(environment={"CUDA_VISIBLE_DEVICES": "-1"}), "warn", "hides all 8", "CUDA_VISIBLE_DEVICES"),
@@ -142,7 +142,7 @@ def test_only_visible_gpus_are_judged() -> None:
     for_the_run = run_of(environment={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert [gpu.index for gpu in visible_gpus(shown, for_the_run)] == [0, 1]
     assert named(shown, for_the_run, "gpu-health")[0].status == "fail"
-    hidden = replace(torch(available=False, kind="cpu"), host=visible("").host)
+    hidden = replace(torch(available=False), host=visible("").host)
     assert named(hidden, PlannedRun(), "torch")[0].status == "ok"
 
 
@@ -161,7 +161,7 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
     backends = attention_json(found, PlannedRun())
     assert list(backends) == ["flash", "segmented", "per_document", "sdpa_mask"]
     assert backends["flash"]["available"] is True
-    for facts, why in ((torch(available=False, kind="cpu"), "cpu"), (torch(error="no answer"), "no answer")):
+    for facts, why in ((torch(available=False), "no GPU"), (torch(error="no answer"), "no answer")):
         (check,) = named(facts, PlannedRun(), "attention")
         assert check.status == "ok" and why in check.found
 
