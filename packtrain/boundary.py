@@ -88,6 +88,8 @@ def explain(error: BaseException) -> PacktrainError | None:
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         fix = _FIXES.get(error.errno or 0, f"Check the path, and what is there. {_SHOWS}")
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        return UserError("the current folder is gone", fix="Go to one that exists: cd.")
     frames = list(traceback.walk_tb(error.__traceback__))
     imported = any(frame.f_code.co_name == "<module>" and frame.f_code.co_filename == place for frame, _ in frames)
     if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -247,7 +247,7 @@ def env(
 
 @_config_verb()
 def sbatch(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="sft, dpo, kto or reward.")],
+    verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
     arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
     test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
@@ -350,13 +350,9 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.config.objective import TRAITS
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
 
-    if verb not in TRAITS:
-        fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
-        raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix=fix)
     path, changes = split_arguments(arguments)
     if sweep:
         points, shared = load_points(path, changes, _implied_by(verb), _note)

@@ -89,9 +89,7 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     status = "failed" if words else "ok"
     if not words:
         kib, mib = (max(float(node[key]) for node in nodes.values()) for key in ("kib_ms", "mib_64_ms"))
-        slowest = min(pairs, key=lambda pair: pair["mib_per_s"] or float("inf"))
         words = [f"1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"]
-        words += [f"the slowest pair is {describe_pair(slowest)}"]
     found = f"over {main['backend']}: {'; '.join(words[:4])}"
     return {"status": status, "found": found, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
 

@@ -25,7 +25,7 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import GIB, Facts, Load, PlannedRun, Status, size, start
+from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, size, start
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -111,11 +111,9 @@ def _answer_of(report: Future[dict[str, Any]]) -> dict[str, Any]:
 def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mapping[str, str]) -> dict[str, Any]:
     """This machine's part of the all-reduces, with the network settings that the run's processes would have here."""
     report, nodes, name = own["report"], sorted(group.names), group.names[own["node"]]
-    if "error" in report:
-        return {"skipped": f"{name} could not make its report"}
-    torch = report["facts"]["torch"]
-    if torch["error"].startswith("torch cannot be imported"):
-        return {"skipped": f"{name}: {torch['error']}"}
+    torch = {} if "error" in report else report["facts"]["torch"]
+    if "error" in report or torch["error"].startswith("torch cannot be imported"):
+        return {"skipped": f"{name}: {report.get('error') or torch['error']}"}
     if len(nodes) < 2:
         return {"skipped": "no other machine is here"}
     names, backend = [group.names[node] for node in nodes], "nccl" if torch["available"] else "gloo"
@@ -187,8 +185,8 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         "RDMA ports": _counted(f"{port.layer} {port.rate} Gb/s" for port in facts.network.ports if port.active),
         "platform": host.platform,
         "cores": str(host.cpus),
-        "memory": _rounded(host.memory),
-        "/dev/shm": _rounded(host.shm),
+        "memory": size(host.memory),
+        "/dev/shm": size(host.shm),
         "ulimit -n": str(host.nofile),
         **{name: version or "not installed" for name, version in host.packages.items() if name not in same},
         **{name: value for name, value in variables.items() if not _OWN.search(name)},
@@ -228,11 +226,6 @@ def exit_code_of(document: Mapping[str, Any]) -> int:
 def _counted(texts: Iterable[str]) -> str:
     """ "8 × H100, 1 × A100"."""
     return ", ".join(f"{number} × {text}" for text, number in sorted(Counter(texts).items())) or _NOTHING
-
-
-def _rounded(number: int | None) -> str:
-    """Bytes in GiB without a fraction: two machines of one kind differ by some MiB."""
-    return _NOTHING if number is None else size(number) if number < GIB else f"{number / GIB:.0f} GiB"
 
 
 def show(document: Mapping[str, Any], machines: int) -> None:

@@ -25,11 +25,6 @@ from packtrain.wording import first_line, whole
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = "index,name,uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
 _BUSY_MEMORY = GIB
-_OTHER_BACKENDS = {
-    "segmented": "an attention function once per document; auto proves on the loaded model that it is exact",
-    "per_document": "the model once per document, for any model",
-    "sdpa_mask": "one dense mask, the plain reference; slow for long rows",
-}
 
 
 def ask_driver(limit_s: float) -> Driver:
@@ -207,7 +202,12 @@ def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]
     """Each backend with whether it can serve packed rows here, and why."""
     kernel, why = flash_kernel(facts, run)
     flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}
-    return {"flash": flash, **{name: {"available": True, "why": words} for name, words in _OTHER_BACKENDS.items()}}
+    others = {
+        "segmented": "an attention function once per document; auto proves on the loaded model that it is exact",
+        "per_document": "the model once per document, for any model",
+        "sdpa_mask": "one dense mask, the plain reference; slow for long rows",
+    }
+    return {"flash": flash, **{name: {"available": True, "why": words} for name, words in others.items()}}
 
 
 CHECKS = (check_torch, check_driver, check_gpus, check_attention)

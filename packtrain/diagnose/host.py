@@ -101,11 +101,11 @@ def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in host.conflicts)
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
     yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
-    if strategy in STAGES and deepspeed is None:
-        what = f"strategy={strategy}, and DeepSpeed is not installed"
-        yield Check("deepspeed", "fail", what, "pip install 'packtrain[deepspeed]'")
-    else:
-        yield Check("deepspeed", "ok", deepspeed or "not installed, and not needed")
+    missing = strategy in STAGES and deepspeed is None
+    what = deepspeed or (
+        "not installed, but needed by strategy=" + strategy if missing else "not installed, and not needed"
+    )
+    yield Check("deepspeed", "fail" if missing else "ok", what, "pip install 'packtrain[deepspeed]'")
 
 
 def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:

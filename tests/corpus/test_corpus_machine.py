@@ -75,6 +75,13 @@ HARMLESS = {
 }
 
 
+def leave_the_folder() -> None:
+    """The current folder is deleted."""
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+
+
 def be_nobody() -> None:
     """A user of whom nothing is known, without HOME, as in a container under a foreign number."""
     os.environ.pop("HOME")
@@ -245,6 +252,7 @@ CASES = [
         for what, name in NAMES.items()
         if "'" not in name
     ),
+    Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, expect=(0, 2)),
     Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
     Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
     Case(name="sixteen open files", arguments=PLAN, begin=few_files, expect=(0, 2)),
