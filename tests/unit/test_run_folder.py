@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from packtrain import run_folder
 from packtrain.errors import UserError
 from packtrain.launch.attempt import LOCK
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
-from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json
+from packtrain.run_folder import REPLACED_LOGS, RunFolder, in_time, write_json
 
 
 def finished(root: Path) -> RunFolder:
@@ -226,23 +229,6 @@ def test_what_has_other_names_or_is_only_added_to_is_no_reason_to_refuse(tmp_pat
     assert folder.begin(None) is None and file.read_text() == "the user's\n"
 
 
-@pytest.mark.parametrize("mine", [False, True])
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("run/final", "run/final/adapters", "run/metrics.jsonl", "run/checkpoints/step-000001", "link"),
-        *("other/../run/final", "run/final-merged", "run/logs/rank-00000.log"),
-    ],
-)
-def test_what_a_run_reads_may_not_lie_where_it_writes(tmp_path: Path, path: str, mine: bool) -> None:
-    folder = finished(tmp_path / "run") if mine else RunFolder(tmp_path / "run")
-    (tmp_path / "link").symlink_to(tmp_path / "run" / "final")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=r"data\.train \(.*\) lies where the run writes its own"):
-        folder.open_attempt("auto", [("model.path", "owner/name"), ("data.train", str(tmp_path / path))])
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_what_a_run_reads_may_lie_beside(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     folder.open_attempt(
@@ -259,3 +245,23 @@ def test_the_names_in_logs_are_those_that_are_written_there(tmp_path: Path) -> N
     written = {folder.attempt.root.name, folder.restarted.name, LOCK, PUBLISHED, RANKS, DIAGNOSIS}
     assert written == {name for name in REPLACED_LOGS if "*" not in name}
     assert [name for name in REPLACED_LOGS if stacks_of(tmp_path, 3).match(name)]
+
+
+def fails() -> str:
+    raise OSError
+
+
+def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_it_is_done_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_folder, "DISK_S", 60)
+    assert (in_time(lambda: "read", ""), in_time(fails, "nothing")) == ("read", "nothing")
+    monkeypatch.setattr(run_folder, "DISK_S", 0.05)
+    back, done = threading.Event(), threading.Event()
+    assert in_time(lambda: back.wait(300), None) is None
+    monkeypatch.setattr(run_folder, "DISK_S", 300)
+    begun = time.monotonic()
+    assert in_time(lambda: done.set() or "written", "not yet") == "not yet"
+    assert time.monotonic() - begun < 100 and not done.is_set()
+    back.set()
+    assert done.wait(60)

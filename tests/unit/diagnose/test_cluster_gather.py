@@ -13,7 +13,7 @@ from packtrain.config.schema import RunConfig, Topology
 from packtrain.diagnose import cluster as gather
 from packtrain.diagnose.all_reduce import untried
 from packtrain.diagnose.cluster import show_cluster
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError
+from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.launch import rendezvous
 from packtrain.launch.rendezvous import meet
 from packtrain.monitor.channel import SECRET
@@ -127,12 +127,6 @@ def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypa
     monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # 127.0.0.1 is not
     for end in together(config, 1, 2):
         assert isinstance(end, PeerFailed) and "machine 0 could not be reached" in str(end), end
-
-
-def test_two_machines_of_one_number_are_named_on_all(config: RunConfig) -> None:
-    ends = together(config, 0, 1, 1)
-    assert all(isinstance(one, CheckFailed) for one in ends), ends
-    assert all("two machines are number 1" in str(one) for one in ends)
 
 
 def test_a_machine_of_a_run_that_is_its_own_is_refused_with_the_reason(config: RunConfig) -> None:
