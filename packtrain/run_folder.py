@@ -42,11 +42,12 @@ _REPORTED = (
 )
 
 
+@dataclass(frozen=True)
 class _Entry:
     """A file or folder of a run folder, by its name (a descriptor). A `result` is what a run makes that has begun to train."""
 
-    def __init__(self, name: str, *, result: bool = False) -> None:
-        self.name, self.result = name, result
+    name: str
+    result: bool = False
 
     def __get__(self, folder: RunFolder, owner: type) -> Path:
         return folder.root / self.name
@@ -101,8 +102,7 @@ class RunFolder:
 
     def restarts(self) -> list[dict[str, Any]]:
         """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
-        content = _json_of(self.restarted)
-        return [restart for restart in content if isinstance(restart, dict)] if isinstance(content, list) else []
+        return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""
@@ -154,7 +154,10 @@ class RunFolder:
         self._set_mark()
         if gives_way and self.logs.exists() and not self.logs_before.exists():
             self.logs.rename(self.logs_before)
-            self._take_back_own_log()
+            if job := os.environ.get("SLURM_JOB_ID"):  # Slurm has put the log and script of this job there
+                self.logs.mkdir()
+                for file in [*self.logs_before.glob(f"slurm-{job}.*")]:
+                    file.rename(self.logs / file.name)
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
@@ -197,13 +200,6 @@ class RunFolder:
         if not self.mark.exists():  # without it after a loss of power, the checkpoints would be nobody's
             write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
             sync(Path(os.path.realpath(self.root)).parent)
-
-    def _take_back_own_log(self) -> None:
-        """Slurm opened the log of this job, and put its script there, before the run began: both stay in logs/."""
-        if job := os.environ.get("SLURM_JOB_ID"):
-            self.logs.mkdir()
-            for file in [*self.logs_before.glob(f"slurm-{job}.*")]:
-                file.rename(self.logs / file.name)
 
     def _move(self, entries: Iterable[Path]) -> Path:
         """Moves what is there of `entries` into a new folder, and returns it: beside this one, or in it where nothing can be moved
@@ -267,16 +263,12 @@ def text_of(file: Path) -> str:
     return ""
 
 
-def object_of(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run folder, {} if there is none."""
-    content = _json_of(file)
-    return content if isinstance(content, dict) else {}
-
-
-def _json_of(file: Path) -> Any:
+def object_of(file: Path, kind: type = dict) -> Any:
+    """The JSON object (or another `kind`) in a file of a run folder, an empty one if there is none."""
     with suppress(ValueError, RecursionError):
-        return json.loads(text_of(file))
-    return None
+        if isinstance(content := json.loads(text_of(file)), kind):
+            return content
+    return kind()
 
 
 def _holds_something(path: Path) -> bool:

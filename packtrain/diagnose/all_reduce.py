@@ -15,22 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packtrain.diagnose.facts import ask_python
 from packtrain.wording import first_line, listed
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-TOGETHER_S = 40.0
-"""Seconds for all machines to import torch; a busy one takes half of them."""
-PAIRS_S = 30.0
-"""Seconds after which no further pair begins."""
-LATE_S = 20.0
-"""Seconds for both ends of a pair: gloo tries five times as long to connect as an operation may take."""
+TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them
+PAIRS_S = 30.0  # after which no further pair begins
+LATE_S = 20.0  # for both ends of a pair: gloo tries five times as long to connect as an operation may take
 PROCESS_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
-"""Seconds for the whole process."""
 _PAIR_S, _ALL_S = 3.0, 10.0  # for one operation
 _MIB = 2**20
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
@@ -160,7 +153,7 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
         result(f"end {other}")
 
 
-def _measure_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
+def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
     """The figures of a pair, by this end of it; `found` is why there are none."""
     import torch.distributed as dist
 
@@ -174,7 +167,7 @@ def _measure_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: 
 
 
 @contextmanager
-def _group(backend: str, store: dist.Store, rank: int, world: int, limit_s: float) -> Iterator[None]:
+def _group(backend: str, store: Any, rank: int, world: int, limit_s: float) -> Iterator[None]:
     """torch's default process group inside the block; no operation in it takes longer than `limit_s`."""
     import torch.distributed as dist
 

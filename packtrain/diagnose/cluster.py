@@ -2,8 +2,7 @@
 
 The machines meet as those of a run do (launch/rendezvous.py), but do without one that is missing. Each makes its report and
 takes part in the all-reduces, sends both to machine 0, and is answered with the exit code when all have, or the time is over.
-
-Two kinds of difference: what must be the same (`fail`: the run would stop, or train something else), and what should be (`warn`).
+A difference is a `fail` in what must be the same (the run would stop, or train something else), and a `warn` in what should be.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from packtrain.redact import Redactor
 from packtrain.run_folder import environment
 from packtrain.wording import grouped, listed
 
-GATHER_S = 20.0
-"""Seconds to wait for the machines; topology.join_timeout may shorten them."""
+GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it
 REPORT_S = 15.0
 JOB = "packtrain env"
 _NOTHING = "nothing"
-_OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")
-"""Variables that are a machine's own business."""
+_OWN = re.compile(
+    r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$"
+)  # variables that are a machine's own business
 _FIXES: dict[Status, str] = {
     "fail": "Start every machine with the same config and arguments, from one image or lock file; check nvidia-smi there.",
     "warn": "Take machines that are alike, from one image, with the same limits and variables (topology.environment).",
@@ -81,7 +80,11 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     # only the number of machines has to be the same at the rendezvous: the rest is compared later
     me = Member(processes.node, processes.nodes, 1, 0, around.host, own_addresses(), {}, {})
     with meet(me, place) as group:
-        own: dict[str, Any] = {"node": processes.node, "report": _answer_of(report)}
+        try:
+            made = report.result(REPORT_S)
+        except Exception as error:  # whatever is wrong with one machine must not cost the others
+            made = {"error": str(error) or f"no answer within {REPORT_S:.0f} s"}
+        own: dict[str, Any] = {"node": processes.node, "report": made}
         own["result"] = _reduce(group, own, address, config.topology.variables)
         if group.server is None:
             return _send(group, own)
@@ -99,13 +102,6 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
         code.set_result(exit_code_of(document))
         print(json.dumps(document, indent=2)) if as_json else show(document, processes.nodes)
         return code.result()
-
-
-def _answer_of(report: Future[dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return report.result(REPORT_S)
-    except Exception as error:  # whatever is wrong with one machine must not cost the others
-        return {"error": str(error) or f"no answer within {REPORT_S:.0f} s"}
 
 
 def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -246,5 +242,4 @@ def show(document: Mapping[str, Any], machines: int) -> None:
     for pair in reduced["pairs"]:
         console.print(escape(describe_pair(pair)))
     statuses = Counter(item["status"] for item in (*differ, *checks))
-    missing = len(document["missing"])
-    console.print(f"\n{missing} missing, {statuses['fail']} failed, {statuses['warn']} to look at")
+    console.print(f"\n{len(document['missing'])} missing, {statuses['fail']} failed, {statuses['warn']} to look at")

@@ -1,8 +1,7 @@
 """What only the GPU driver and torch know, and checks of it.
 
-The driver is asked by nvidia-smi, torch in a process that can be killed: `python -m packtrain.diagnose.devices DTYPE`. Importing torch
-may crash, and the first call of CUDA may hang; a report is wanted just then, so each fact is a line of JSON on stdout as soon
-as it is known.
+The driver is asked by nvidia-smi, torch by `python -m packtrain.diagnose.devices DTYPE`: importing torch may crash, and the first call
+of CUDA may hang; a report is wanted just then, so each fact is a line of JSON on stdout as soon as it is known.
 """
 
 from __future__ import annotations
@@ -140,12 +139,12 @@ def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """GPUs against the processes of the run: their number, health and memory, and memory that other programs hold."""
-    gpus, number = visible_gpus(facts, run), len(facts.driver.gpus)
-    if not number:
+    gpus = visible_gpus(facts, run)
+    if not facts.driver.gpus:
         return
     named = ", ".join(f"{count} × {kind}" for kind, count in Counter(gpu.name for gpu in gpus).items())
     if not gpus:
-        yield Check("gpus", "warn", f"{VISIBLE} hides all {number} GPUs", f"unset {VISIBLE}")
+        yield Check("gpus", "warn", f"{VISIBLE} hides all {len(facts.driver.gpus)} GPUs", f"unset {VISIBLE}")
     elif run.configured and run.per_node > len(gpus):
         what = f"{run.per_node} processes on this machine, and {len(gpus)} visible GPUs ({named})"
         yield Check("gpus", "fail", what, f"topology.gpus_per_node={len(gpus)}, or check {VISIBLE} and nvidia-smi")

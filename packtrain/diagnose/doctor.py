@@ -26,8 +26,7 @@ from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder, as_type, object_of, reading, text_of
 from packtrain.wording import ranks_in_words
 
-WATCHDOG_ANSWER_S = 20
-"""Seconds to wait for the watchdog, which may have to ask the ranks for stacks first."""
+WATCHDOG_ANSWER_S = 20  # it may have to ask the ranks for stacks first
 _SILENT_S = 10
 _START = "a run is about to start here, or has just ended"
 
@@ -53,8 +52,7 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The document of --json."""
         diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
-        lists = {"lines": list(self.lines), "ranks": [asdict(state) for state in self.ranks]}
-        return {"status": self.status, **lists, "diagnosis": diagnosis, "silent": list(self.silent)}
+        return {**asdict(self), "diagnosis": diagnosis}
 
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:

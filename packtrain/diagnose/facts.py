@@ -25,8 +25,7 @@ from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30
-Load = Callable[[], RunConfig | None]
-"""Returns the config of the run that was named, if one was; may raise its errors."""
+Load = Callable[[], RunConfig | None]  # returns the config of the run that was named, if one was
 _Value = TypeVar("_Value")
 
 
@@ -67,8 +66,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that a run writes to, by the key or variable that names it; if it does not exist, the facts are its parent's.
-    `lack` is why it cannot be written to."""
+    """A folder that a run writes to, by the key that names it, or its parent; `lack` is why it cannot be written to."""
 
     setting: str
     path: str

@@ -37,8 +37,7 @@ _REPORTED = (
 
 def read_host() -> Host:
     """Packages, limits, memory and cores. Imports nothing; takes two seconds where a name server is silent."""
-    shm = Path("/dev/shm")
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    shm, files = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Host(
         platform=platform.platform(),
         python=platform.python_version(),
