@@ -160,7 +160,11 @@ def _secrets(name: str, value: str) -> Iterable[str]:
 
 def _without_assigned(text: str) -> str:
     """Hides what stands behind `NAME=` and `NAME:` of a secret; the value of another name may be an assignment itself."""
-    for name in reversed([*_ASSIGNMENT.finditer(text)]):
-        if speaks_of_secrets(name[1]) and (value := _VALUE.match(text, name.end())):
-            text = f"{text[: name.end()]}{HIDDEN}{text[value.end() :]}"
-    return text
+    pieces, at = [], 0
+    while name := _ASSIGNMENT.search(text, at):
+        pieces.append(text[at : name.end()])
+        at = name.end()
+        if speaks_of_secrets(name[1]) and (value := _VALUE.match(text, at)):
+            pieces.append(HIDDEN)
+            at = value.end()
+    return "".join([*pieces, text[at:]])
