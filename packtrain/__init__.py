@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["PackedCollator", "Segments", "attach", "pack"]
-_MODULES = {
-    "PackedCollator": "packtrain.library.collator",
-    "Segments": "packtrain.packing.segments",
-    "attach": "packtrain.library.attach",
-    "pack": "packtrain.library.collator",
-}
+_MODULES = {"PackedCollator": "library.collator", "Segments": "packing.segments"}
+_MODULES |= {"attach": "library.attach", "pack": "library.collator"}
 
 
 def __getattr__(name: str) -> Any:
@@ -29,13 +25,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(f"packtrain.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """A block that imports torch and what is built on it, 3,500 modules, without Python's garbage collector: it would go through
-    all objects again and again, a quarter of the time, and in every full collection from then on, 0.4 s each."""
+    """A block that imports torch and what is built on it, 3,500 modules, without Python's garbage collector, which would take a
+    quarter of the time, and 0.4 s for every full collection from then on."""
     gc.disable()
     try:
         yield
@@ -44,5 +44,12 @@ def fast_imports() -> Iterator[None]:
         gc.enable()
 
 
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+def work(verb: str, config: Any) -> int:
+    """The work of one process under a verb that trains or measures; returns its exit code."""
+    with fast_imports():
+        from packtrain.train.run import train
+    if verb == "bench":
+        from packtrain.bench.measured_run import measure_in
+
+        return train(verb, config, measure_in)
+    return train(verb, config)

@@ -6,18 +6,11 @@ import sys
 
 
 def _work() -> int:
-    from packtrain import fast_imports
+    from packtrain import work
     from packtrain.config.compose import load_config
 
-    with fast_imports():
-        from packtrain.train.run import train
-
     verb, config = sys.argv[-2:]
-    if verb == "bench":
-        from packtrain.bench.measured_run import measure_in
-
-        return train(verb, load_config(config, []), measure_in)
-    return train(verb, load_config(config, []))
+    return work(verb, load_config(config, []))
 
 
 if __name__ == "__main__":

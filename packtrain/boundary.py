@@ -11,7 +11,6 @@ import errno
 import os
 import socket
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,26 +25,17 @@ _SITE_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.s
 TRACEBACK = "PACKTRAIN_TRACEBACK"
 """Where this variable is set, errors that are for the user are printed with their traceback, too."""
 _SHOWS = f"{TRACEBACK}=1 shows where it was raised."
-_SPACE = "Free some space there, or name another place."
-_DISK = "The disk or the network behind it fails: see dmesg, and whether it is mounted."
-_ACCESS = "Name another place, or check its permissions: ls -ld."
-_FIXES = {
-    errno.ENOSPC: _SPACE,
-    errno.EDQUOT: f"Your quota is used up. {_SPACE}",
-    errno.EFBIG: "There is a limit on the size of files: ulimit -f.",
-    errno.EMFILE: "There is a limit on open files: ulimit -n.",
-    errno.ENFILE: "The machine has too many open files: lsof shows who holds them.",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
-    errno.ENAMETOOLONG: "A name has at most 255 bytes, and a path 4,096.",
-    errno.ELOOP: "A link leads back to itself: ls -l shows where.",
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _DISK),
-    **dict.fromkeys(
-        (errno.EAGAIN, errno.ENOMEM), "Check free -h and the limits of processes and memory: ulimit -u -v."
-    ),
-    **dict.fromkeys(
-        (errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EHOSTUNREACH), "Check the network: ip addr, ip route."
+_LIMIT = "A limit is reached: see ulimit -a and free -h."
+_REFUSALS = {
+    "Free some space there, or in your quota, or name another place.": (errno.ENOSPC, errno.EDQUOT),
+    _LIMIT: (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM),
+    "Name another place, or check its permissions: ls -ld.": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "Name another place: the name is too long, or a link leads back to itself.": (errno.ENAMETOOLONG, errno.ELOOP),
+    "The disk or the network behind it fails: see dmesg, and whether it is mounted.": (
+        *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL),
     ),
 }
+_FIXES = {number: fix for fix, numbers in _REFUSALS.items() for number in numbers}
 """What the machine refuses, whoever asks: never a bug, and what to do about it."""
 Fix = str | Callable[[BaseException], str]
 
@@ -57,8 +47,7 @@ def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
     Only a PacktrainError, Ctrl-C and bugs of packtrain stay as they are. `fix` may depend on the error.
     """
     try:
-        with staying():
-            yield
+        yield
     except (PacktrainError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -80,35 +69,32 @@ def is_ours(error: BaseException) -> bool:
 def explain(error: BaseException) -> PacktrainError | None:
     """What the user can mend of an error that no stage expected; None for what may be a bug of packtrain.
 
-    The user's are what the machine refuses (permissions, space, limits, names), a package that cannot be imported, a name that is
-    not Unicode, and a path or text at which a library failed. A missing path, endless nesting and bytes that are no text are bugs
-    where our own code came upon them: it should have checked.
+    The user's are what the machine refuses (permissions, space, limits, names), a package that cannot be imported, and a path or
+    text at which a library failed. A missing path and bytes that are no text are bugs where our own code came upon them.
     """
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
         return PeerFailed(f"the other side does not answer: {error}", fix="Check whether it is up, and try again.")
     if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-        return UserError("there is not enough memory", fix=_FIXES[errno.ENOMEM])
-    ours = raised_in(error).startswith(_OURS)
+        return UserError("there is not enough memory", fix=_LIMIT)
+    place = raised_in(error)
+    ours = place.startswith(_OURS)
     if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):
-        what = f"a package cannot be used: {first_line(error)}"
-        if error.__cause__ is not None:  # of transformers, which imports late
-            what += f" ({first_line(error.__cause__)})"
-        return UserError(what, fix=f"Reinstall it, in a version that packtrain supports: pip check. {_SHOWS}")
-    if isinstance(error, UnicodeError) and (not ours or "surrogates" in str(error)):  # ours never make surrogates
-        return UserError(f"not UTF-8 text: {error}", fix=f"Save it as UTF-8, or name it in ASCII. {_SHOWS}")
+        cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""  # of transformers, which imports late
+        fix = f"Reinstall it, in a version that packtrain supports: pip check. {_SHOWS}"
+        return UserError(f"a package cannot be used: {first_line(error)}{cause}", fix=fix)
     if isinstance(error, OSError) and (not ours or error.errno in _FIXES):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         fix = _FIXES.get(error.errno or 0, f"Check the path, and what is there. {_SHOWS}")
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
-    if isinstance(error, RecursionError) and not ours:
-        return UserError("something is nested without end", fix=f"Look for a file or value that holds itself. {_SHOWS}")
-    frames = traceback.extract_tb(error.__traceback__)
-    last = max((at for at, frame in enumerate(frames) if frame.filename.startswith(_OURS)), default=-1)
-    if not ours and any(frame.name == "<module>" for frame in frames[last + 1 :]):  # while it was imported
-        fix = f"Correct or unset the environment variables that it reads; else reinstall the package. {_SHOWS}"
-        return UserError(f"a package cannot be imported: {first_line(error)}", where=raised_in(error), fix=fix)
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        return UserError("the current folder is gone", fix="Go to one that exists: cd.")
+    frames = list(traceback.walk_tb(error.__traceback__))
+    imported = any(frame.f_code.co_name == "<module>" and frame.f_code.co_filename == place for frame, _ in frames)
+    if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):
+        fix = f"Correct the file, name or environment variable that it reads. {_SHOWS}"
+        return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix)
     return None
 
 
@@ -121,20 +107,3 @@ def raised_in(error: BaseException) -> str:
         if not file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(folder in file for folder in _SITE_PACKAGES)
     ]
     return others[-1] if others else ""
-
-
-@contextmanager
-def staying(wanted: bool = True) -> Iterator[None]:
-    """Inside the block os._exit is SystemExit, in this process and thread: else code of others could end a run with exit code 0."""
-    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
-
-    def stay(code: int) -> None:
-        if (os.getpid(), threading.get_ident()) != (process, thread):
-            leave(code)
-        raise SystemExit(code)
-
-    os._exit = stay if wanted else leave  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        os._exit = leave

@@ -1,8 +1,7 @@
 """`packtrain VERB [CONFIG] [key=value …]`: one thin function per verb.
 
-Nothing heavy is imported before a verb needs it, so that help answers at once. Options of Hydra's grammar (`~key`,
-`+group=choice`) look like anything but options to click; what does look like one and is not ours is refused as a wrong
-override, with the other problems of the config.
+Nothing heavy is imported before a verb needs it, so that help answers at once. What looks like an option and is not ours is
+refused as a wrong override, with the other problems of the config.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from packtrain import __version__, fast_imports
-from packtrain.boundary import staying
+from packtrain import __version__, fast_imports, work
 from packtrain.errors import UserError
 from packtrain.launch.exit_status import exit_code_of, report_error
 from packtrain.redact import CleanStream, clean, learn
 from packtrain.standard_streams import open_streams, outlive_terminal
-from packtrain.wording import whole
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
@@ -52,21 +48,26 @@ app = typer.Typer(
 )
 
 
-class ConfigCommand(TyperCommand):
+class Verb(TyperCommand):
+    """A verb, whose function returns its exit code. It is called outside click, which would turn Ctrl-C into exit code 1."""
+
+    def invoke(self, ctx: Any) -> NoReturn:
+        raise typer.Exit(exit_code_of(partial(super().invoke, ctx)))
+
+
+class ConfigVerb(Verb):
     """A verb that takes a config: its help ends with every config key, or explains those that are named beside -h."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As the base class; the arguments are kept for the help."""
         ctx.meta["arguments"] = list(args)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The usual help, then the reference made from the config's dataclasses."""
         from packtrain.config.help import help_text
         from packtrain.config.keys import keys
         from packtrain.config.schema import groups
 
-        asked = [one for one in ctx.meta["arguments"] if one in groups() or one in keys()]
+        asked = [name for name in ctx.meta["arguments"] if name in groups() or name in keys()]
         if not asked:
             super().format_help(ctx, formatter)
         formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120), asked) + "\n")
@@ -111,52 +112,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")]
 
 
-def _command(kind: type[TyperCommand] = ConfigCommand) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
-    """Makes a verb of a function that returns its exit code; outside click, which would turn Ctrl-C into exit code 1."""
-
-    def register(work: Callable[..., int]) -> Callable[..., NoReturn]:
-        @wraps(work)
-        def command(**options: Any) -> NoReturn:
-            raise typer.Exit(exit_code_of(partial(_in_a_folder, work, options)))
-
-        return app.command(cls=kind, context_settings=_VERB_SETTINGS if kind is ConfigCommand else _SETTINGS)(command)
-
-    return register
+_verb = partial(app.command, cls=Verb, context_settings=_SETTINGS)
+_config_verb = partial(app.command, cls=ConfigVerb, context_settings=_VERB_SETTINGS)
 
 
-def _in_a_folder(work: Callable[..., int], options: dict[str, Any]) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current folder is gone", fix="Go to one that exists: cd.") from None
-    return work(**options)
+def _add_training_verb(verb: str, about: str) -> None:
+    @_config_verb(verb, help=about)
+    def train(arguments: Arguments = None, dry_run: DryRun = False) -> int:
+        run, launch = _config_and_plan(arguments, verb)
+        if dry_run:
+            from packtrain.plan.screen import print_plan
+
+            print_plan(run, launch, verb, arguments or [])
+            return 0
+        outlive_terminal()
+        return _execute(verb, launch, run, split_arguments(arguments)[0], _report)
 
 
-@_command()
-def sft(arguments: Arguments = None, dry_run: DryRun = False) -> int:
-    """Fine-tune on conversations, prompts with completions, or text."""
-    return _run("sft", arguments, dry_run)
+_add_training_verb("sft", "Fine-tune on conversations, prompts with completions, or text.")
+_add_training_verb("dpo", "Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL.")
+_add_training_verb("kto", "Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation).")
+_add_training_verb("reward", "Train a reward model on pairs of a preferred and a rejected answer.")
 
 
-@_command()
-def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> int:
-    """Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL."""
-    return _run("dpo", arguments, dry_run)
-
-
-@_command()
-def kto(arguments: Arguments = None, dry_run: DryRun = False) -> int:
-    """Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation)."""
-    return _run("kto", arguments, dry_run)
-
-
-@_command()
-def reward(arguments: Arguments = None, dry_run: DryRun = False) -> int:
-    """Train a reward model on pairs of a preferred and a rejected answer."""
-    return _run("reward", arguments, dry_run)
-
-
-@_command()
+@_config_verb()
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
@@ -172,7 +151,6 @@ def plan(
     run, launch = _config_and_plan(arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
-    _note_if_refused(run, arguments)
     if as_json:
         print(json.dumps(plan_json(run, launch), indent=2))
     else:
@@ -180,7 +158,7 @@ def plan(
     return 0
 
 
-@_command()
+@_config_verb()
 def inspect(
     arguments: Arguments = None,
     rows: Annotated[int | None, typer.Option("--rows", metavar="N", help="Show the first N documents.")] = None,
@@ -199,7 +177,7 @@ def inspect(
     return show_data(run, launch.num_processes, title, **how)
 
 
-@_command()
+@_config_verb()
 def verify(
     arguments: Arguments = None,
     collator: Annotated[
@@ -221,12 +199,7 @@ def verify(
 
         run, _ = _config_and_plan(arguments)
         how = {"attention": attention, "attached": attached, "as_json": as_json}
-        try:
-            with staying():
-                return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
-        except SystemExit as error:
-            what = f"{collator} ended the process with exit code {error.code}, and nothing was proved"
-            raise UserError(what, where="--collator", fix="Have it return or raise.") from error
+        return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
     if attached or attention is not None:
         name = "--attach" if attached else "--attention"
         raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
@@ -236,7 +209,7 @@ def verify(
     return run_verification(run, partial(_execute, "verify"), as_json=as_json)
 
 
-@_command()
+@_config_verb()
 def bench(
     arguments: Arguments = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure, after loading.")] = 120,
@@ -249,7 +222,7 @@ def bench(
     return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
-@_command()
+@_config_verb()
 def env(
     arguments: Arguments = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
@@ -272,9 +245,9 @@ def env(
     return show_environment(load, as_json=as_json)
 
 
-@_command()
+@_config_verb()
 def sbatch(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="sft, dpo, kto or reward.")],
+    verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
     arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
     test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
@@ -289,7 +262,7 @@ def sbatch(
     return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
 
-@_command(TyperCommand)
+@_verb()
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
@@ -301,7 +274,7 @@ def doctor(
     return show_run(run, ask=stacks, as_json=as_json)
 
 
-@_command(TyperCommand)
+@_verb()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir).")],
     output: Annotated[
@@ -325,27 +298,11 @@ def report(
     return report_runs(runs, output)
 
 
-def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
-    """Carries out a training verb, or shows its plan."""
-    run, launch = _config_and_plan(arguments, verb)
-    if dry_run:
-        from packtrain.plan.screen import print_plan
-
-        _note_if_refused(run, arguments)
-        print_plan(run, launch, verb, arguments or [])
-        return 0
+def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *of_a_run: Any) -> int:
+    """Launches the verb; what belongs to a run of the user's is given by the verbs that train."""
     from packtrain.launch.execute import execute
 
-    outlive_terminal()
-    given = split_arguments(arguments)[0]
-    return execute(launch, run, lambda: _train(verb, run), given, _report)
-
-
-def _execute(verb: str, launch: LaunchPlan, run: RunConfig) -> int:
-    """Launches what `verify` and `bench` do, without what belongs to a run of the user's."""
-    from packtrain.launch.execute import execute
-
-    return execute(launch, run, lambda: _train(verb, run))
+    return execute(launch, run, partial(work, verb, run), *of_a_run)
 
 
 def _measure(launch: LaunchPlan, run: RunConfig) -> int:
@@ -357,16 +314,6 @@ def _report(folder: RunFolder) -> None:
     from packtrain.report.page import report_at_end
 
     report_at_end(folder)
-
-
-def _train(verb: str, config: RunConfig) -> int:
-    with fast_imports():
-        from packtrain.train.run import train
-    if verb == "bench":
-        from packtrain.bench.measured_run import measure_in
-
-        return train(verb, config, measure_in)
-    return train(verb, config)
 
 
 def main() -> None:
@@ -384,11 +331,7 @@ def main() -> None:
 
 
 def _settle_environment() -> None:
-    """Gives a user without an account (a container under a foreign number) a home and a name, which many libraries need, and removes
-    sizes of the terminal that are no numbers."""
-    for name in ("COLUMNS", "LINES"):
-        if whole(os.environ.get(name, "0")) is None:
-            del os.environ[name]
+    """Gives a user without an account (a container under a foreign number) a home and a name, which many libraries need."""
     if os.path.expanduser("~") == "~":
         os.environ["HOME"] = tempfile.gettempdir()
     try:
@@ -404,27 +347,24 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
-    run = _checked(load_config(path, [*_implied_by(verb), *changes], _note), verb)
+    run = load_config(path, [*_implied_by(verb), *changes], _note)
+    _check_verb(run, verb or run.objective.kind)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.config.objective import TRAITS
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
 
-    if verb not in TRAITS:
-        fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
-        raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix=fix)
     path, changes = split_arguments(arguments)
     if sweep:
         points, shared = load_points(path, changes, _implied_by(verb), _note)
     else:
         points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note))], changes
     for point in points:
-        _checked(point.config, verb)
+        _check_verb(point.config, verb)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
@@ -436,42 +376,23 @@ def _note(line: str) -> None:
         print(clean(line), file=sys.stderr)
 
 
-def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
-    """Says what is wrong with the run folder, or with keys that its checkpoint has otherwise; a plan needs none."""
-    from packtrain.launch.attempt import inputs
-    from packtrain.plan.origin import check_config
-    from packtrain.run_folder import RunFolder
-
-    try:
-        folder = RunFolder.of(run.trainer)
-        folder.check_ours(inputs(run, split_arguments(arguments)[0]))
-        check_config(asdict(run), folder, run.trainer.resume)
-    except UserError as refused:
-        for problem in refused.problems:
-            _note(f"note: a run would be refused: {problem.where}: {problem.what}")
-
-
 def _implied_by(verb: str | None) -> list[str]:
     """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
     return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
 
 
-def _checked(run: RunConfig, verb: str | None) -> RunConfig:
-    """The config. Raises UserError if it is for another verb, or its model is known to be impossible."""
+def _check_verb(run: RunConfig, verb: str) -> None:
+    """Raises UserError if the config is for another verb, or its model is known to be impossible."""
     from packtrain.plan.known_model import check_model
 
-    if verb is not None and verb != run.objective.kind:
+    if verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
     check_model(run.model)
-    return run
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The config's path (the first argument, if it is given), and the overrides.
-
-    Raises UserError where nothing is given.
-    """
+    """The config's path (the first argument, if it is given), and the overrides. Raises UserError where nothing is given."""
     if not arguments:
         raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
     first = arguments[0]

@@ -1,8 +1,5 @@
-"""Files and folders that a kill or a loss of power leaves whole or absent, and never behind what relies on them.
-
-A file is on the disk when it is synced, and its name when its folder is; until then a loss of power may take the one without the
-other: a renamed file can come back empty. So what must not be lost is written aside, synced, renamed, and its folder synced.
-"""
+"""Files and folders that a kill or a loss of power leaves whole or absent: written aside, synced, renamed, and their folder synced.
+Otherwise a renamed file can come back empty."""
 
 from __future__ import annotations
 

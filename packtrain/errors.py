@@ -1,8 +1,5 @@
-"""The three ways a run ends for a reason that is not our bug, and their exit codes.
-
-They are raised where the fault is found and printed in one place (`cli.py`); a traceback reaches the user only for
-bugs of packtrain itself.
-"""
+"""The three ways a run ends for a reason that is not our bug, and their exit codes. They are raised where the fault is found, and
+printed in one place (launch/exit_status.py)."""
 
 from __future__ import annotations
 
@@ -76,20 +73,15 @@ class LostPeers(PeerFailed):
     """The other ranks disappeared in the middle of an operation; the rank that failed first usually says why."""
 
 
-def read_json(path: Path, most: int = 2**24) -> dict[str, Any]:
-    """The JSON object in a foreign file. Raises UserError if it is anything else, no regular file (a pipe has no end), or larger than
-    `most` bytes."""
-    what = ""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a foreign file. Raises UserError if it is anything else."""
+    what = "not a JSON object" if path.is_file() else "there is no such file"  # a pipe has no end
     try:
-        if not path.is_file():
-            what = "there is no regular file" if path.exists() else "there is no such file"
-        elif path.stat().st_size > most:
-            what = f"more than {most:,} bytes"
-        elif isinstance(content := json.loads(path.read_bytes()), dict):
+        if path.is_file() and isinstance(content := json.loads(path.read_bytes()), dict):
             return content
     except (OSError, ValueError, RecursionError) as error:
         what = f"not valid JSON: {error}"
-    raise UserError(what or "not a JSON object", where=str(path), fix="Mend it, or fetch it again.")
+    raise UserError(what, where=str(path), fix="Mend it, or fetch it again.")
 
 
 def error_from_json(content: Mapping[str, Any]) -> PacktrainError:

@@ -101,18 +101,18 @@ class Redactor:
             lambda match: f"{match[1]}{match[2]}{HIDDEN}" if speaks_of_secrets(match[1]) else match[0], text
         )
 
-    def plain(self, value: Any) -> Any:
-        """Plain containers without secrets, down to the last."""
+    def plain(self, value: Any, name: str = "", *, hide: bool = False) -> Any:
+        """Plain containers without secrets; `hide`: without any value, as below a key that is called a secret."""
         if isinstance(value, Mapping):
-            return {str(name): self._named(str(name), inner) for name, inner in value.items()}
+            items = [(str(key), inner) for key, inner in value.items()]
+            return {key: self.plain(inner, key, hide=hide or speaks_of_secrets(key)) for key, inner in items}
         if isinstance(value, (list, tuple)):
-            return [self.plain(inner) for inner in value]
-        return self.text(value) if isinstance(value, str) else value
-
-    def _named(self, name: str, value: Any) -> Any:
-        if speaks_of_secrets(name):
-            return _all_hidden(value)
-        return self.certain(value) if name == "revision" and isinstance(value, str) else self.plain(value)
+            return [self.plain(inner, hide=hide) for inner in value]
+        if hide:
+            return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
+        if isinstance(value, str):
+            return self.certain(value) if name == "revision" else self.text(value)
+        return value
 
 
 class CleanStream:
@@ -129,9 +129,7 @@ class CleanStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes them one by one."""
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unchanged, name)
@@ -170,11 +168,3 @@ def _without_assigned(text: str) -> str:
             pieces.append(HIDDEN)
             at = value.end()
     return "".join([*pieces, text[at:]])
-
-
-def _all_hidden(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _all_hidden(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_all_hidden(inner) for inner in value]
-    return value if value is None or isinstance(value, bool) or value == "" else HIDDEN

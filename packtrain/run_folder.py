@@ -1,8 +1,7 @@
 """The run folder: what is in it, under which name, and how it is written (whole or not at all).
 
-A run begins in two steps, because most failures come before the first step and must not replace an earlier run in the folder.
-`open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`, when training can start, moves an
-earlier run away and these files to their places.
+Most failures come before the first step and must not replace an earlier run: `open_attempt` makes only logs/, with config.yaml,
+plan.json and so on in logs/attempt/; `begin`, when training can start, moves an earlier run away and these files to their places.
 
 Nothing of the user's is replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets in one
 that has nothing under packtrain's names. What gives way is moved, never removed.
@@ -43,11 +42,12 @@ _REPORTED = (
 )
 
 
+@dataclass(frozen=True)
 class _Entry:
     """A file or folder of a run folder, by its name (a descriptor). A `result` is what a run makes that has begun to train."""
 
-    def __init__(self, name: str, *, result: bool = False) -> None:
-        self.name, self.result = name, result
+    name: str
+    result: bool = False
 
     def __get__(self, folder: RunFolder, owner: type) -> Path:
         return folder.root / self.name
@@ -101,8 +101,7 @@ class RunFolder:
 
     def restarts(self) -> list[dict[str, Any]]:
         """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
-        content = _json_of(self.restarted)
-        return [restart for restart in content if isinstance(restart, dict)] if isinstance(content, list) else []
+        return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""
@@ -125,22 +124,20 @@ class RunFolder:
                 taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
         if taken:
             raise UserError(taken)
-        if not marked and (foreign := self._foreign()):
+        # in a folder logs/ only what a run would replace
+        logs = [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
+        entries = [entry for entry in self.entries() if entry != self.logs or not self.logs.is_dir()]
+        if not marked and (foreign := [entry for entry in (*entries, *logs) if _holds_something(entry)]):
             more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
             raise UserError(f"packtrain did not make {foreign[0]}{more} and would replace it", where=where, fix=fix)
-        for place in (*self.entries(), self.restarted, self.log(0)):  # a pipe in place of a file would be waited for
-            kind, is_right = ("regular file", os.path.isfile) if place.suffix else ("folder", os.path.isdir)
-            if os.path.exists(place) and not is_right(place):
-                what = f"this is no {kind}, and the run makes one there"
-                raise UserError(what, where=str(place), fix="Move it away.")
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
 
-        A finished run gives way, and one without checkpoints, an unfinished one only to `never`; a folder that `resume` lies in
-        stays.
+        A finished run gives way, and one without checkpoints, an unfinished one only to `never`; a folder that has the checkpoint
+        `resume` stays.
         """
         if resume not in ("auto", "never"):
             return self._ran() and not self._has(Path(os.path.expanduser(resume)))
@@ -150,13 +147,16 @@ class RunFolder:
     def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
         """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError as `check_ours`, OSError also if `begin` would."""
         self.check_ours(inputs)
-        if self.root.exists() and not _may_write(self.root):
+        if self.root.exists() and not os.access(self.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
         gives_way = self.gives_way(resume)
         self._set_mark()
         if gives_way and self.logs.exists() and not self.logs_before.exists():
             self.logs.rename(self.logs_before)
-            self._take_back_own_log()
+            if job := os.environ.get("SLURM_JOB_ID"):  # Slurm has put the log and script of this job there
+                self.logs.mkdir()
+                for file in [*self.logs_before.glob(f"slurm-{job}.*")]:
+                    file.rename(self.logs / file.name)
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
@@ -180,24 +180,13 @@ class RunFolder:
         self.attempt.root.rmdir()
         return moved
 
-    def entries(self, *, results: bool = False) -> list[Path]:
-        """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
-        kinds = (kind for kind in vars(type(self)).values() if isinstance(kind, _Entry))
+    def entries(self) -> list[Path]:
+        """What a run writes, replaces or moves, whether it is there or not."""
         others = {self.mark, self.verification}
-        return [
-            self.root / kind.name for kind in kinds if kind.result >= results and self.root / kind.name not in others
-        ]
+        return [path for kind in _entries() if (path := self.root / kind.name) not in others]
 
     def _ran(self) -> bool:
-        return any(_holds_something(entry) for entry in self.entries(results=True))
-
-    def _foreign(self) -> list[Path]:
-        """What is there under names of a run; of a folder logs/ only what a run would replace in it."""
-        entries = self.entries()
-        if os.path.isdir(self.logs):
-            entries.remove(self.logs)
-            entries += [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
-        return [entry for entry in entries if _holds_something(entry)]
+        return any(_holds_something(self.root / kind.name) for kind in _entries() if kind.result)
 
     def _has(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is of the run in this folder, not of another one whose folder lies in this one."""
@@ -211,18 +200,11 @@ class RunFolder:
             write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
             sync(Path(os.path.realpath(self.root)).parent)
 
-    def _take_back_own_log(self) -> None:
-        """Slurm opened the log of this job, and put its script there, before the run began: both stay in logs/."""
-        if job := os.environ.get("SLURM_JOB_ID"):
-            self.logs.mkdir()
-            for file in [*self.logs_before.glob(f"slurm-{job}.*")]:
-                file.rename(self.logs / file.name)
-
     def _move(self, entries: Iterable[Path]) -> Path:
         """Moves what is there of `entries` into a new folder, and returns it: beside this one, or in it where nothing can be moved
         there (a mounted volume, a parent folder of someone else)."""
         root, number = Path(os.path.realpath(self.root)), 1
-        beside = _may_write(root.parent) and root.parent.stat().st_dev == root.stat().st_dev
+        beside = os.access(root.parent, os.W_OK | os.X_OK) and root.parent.stat().st_dev == root.stat().st_dev
         while os.path.lexists(target := (root.parent if beside else root) / f"{root.name}.{number}"):
             number += 1
         moved = RunFolder(target)
@@ -233,11 +215,13 @@ class RunFolder:
         return target
 
 
+def _entries() -> list[_Entry]:
+    return [kind for kind in vars(RunFolder).values() if isinstance(kind, _Entry)]
+
+
 def as_type(value: Any, kind: Any) -> Any:
     """A value from JSON as `kind`: a dataclass, tuple[X, ...], Sequence[X], Mapping[int, X], Literal, union, or one of JSON's own types.
-
-    Raises ValueError for anything else.
-    """
+    Raises ValueError for anything else."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         types = _types_of(kind)
@@ -278,27 +262,19 @@ def text_of(file: Path) -> str:
     return ""
 
 
-def object_of(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run folder, {} if there is none."""
-    content = _json_of(file)
-    return content if isinstance(content, dict) else {}
-
-
-def _json_of(file: Path) -> Any:
+def object_of(file: Path, kind: type = dict) -> Any:
+    """The JSON object (or another `kind`) in a file of a run folder, an empty one if there is none."""
     with suppress(ValueError, RecursionError):
-        return json.loads(text_of(file))
-    return None
+        if isinstance(content := json.loads(text_of(file)), kind):
+            return content
+    return kind()
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether there is a file, a link that leads nowhere, or a folder that is not empty: an empty one is as good as none."""
+    """Whether there is a file, a link that leads nowhere, or a folder that is not empty."""
     with suppress(OSError):  # no folder, or one that may not be read
         return any(path.iterdir())
     return os.path.lexists(path)
-
-
-def _may_write(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -310,8 +286,8 @@ def write_json(path: Path, content: Any) -> None:
 def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
     """What `work` returns; `otherwise` if it raises OSError or takes longer than DISK_S, or an earlier call is still stuck.
 
-    For diagnoses of a run that stands still, perhaps because of its disk. A thread that is stuck in a file system cannot be
-    ended: it stays behind, and later calls do their work after it, if it ever ends.
+    For diagnoses of a run that stands still, perhaps because of its disk: a thread that is stuck in a file system cannot be ended,
+    and later calls do their work after it.
     """
     results: list[_Result] = []
     earlier = [thread for thread in threading.enumerate() if thread.name == _STALLED]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import select
 import sys
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,7 @@ _OUTPUTS = {"stdout": 1, "stderr": 2}
 
 def open_streams() -> None:
     """Opens /dev/null for each standard stream that is closed (else the next file takes its number, and all that is printed), and
-    makes writes block until they are read, also on a pipe that another process made non-blocking."""
+    makes writes block until they are read."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -51,13 +50,11 @@ def outlive_terminal() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that becomes /dev/null when writing to it fails, and is waited for while its reader is slow."""
+    """A descriptor that becomes /dev/null when writing to it fails."""
 
     def write(self, data: Any, /) -> int:
         try:
-            while (written := super().write(data)) is None:  # full and non-blocking (O_NONBLOCK)
-                select.select([], [self], [])
-            return written
+            return super().write(data)
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())

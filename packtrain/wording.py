@@ -11,11 +11,8 @@ from packtrain.redact import clean
 
 BUGS = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError, NotImplementedError)
 """The kinds of errors that bugs are."""
-_NAMELESS = (
-    *BUGS,
-    StopIteration,
-    RecursionError,
-)  # their text says little without their type: KeyError: 'added_tokens'
+_NAMELESS = (*BUGS, StopIteration, RecursionError)
+"""Their text says little without their type: KeyError: 'added_tokens'."""
 _MOST_LETTERS = 400
 _MOST_NAMES = 6
 _MOST_DIGITS = 18  # more fit no counter, and of thousands Python makes no number
@@ -43,9 +40,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    parts = [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
     words = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {words}"
 

@@ -12,30 +12,21 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from packtrain.diagnose.timeouts import Unanswered, ask_python
+from packtrain.diagnose.facts import ask_python
 from packtrain.wording import first_line, listed
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-TOGETHER_S = 40.0
-"""Seconds for all machines to import torch; a busy one takes half of them."""
-PAIRS_S = 30.0
-"""Seconds after which no further pair begins."""
-LATE_S = 20.0
-"""Seconds for both ends of a pair: gloo tries five times as long to connect as an operation may take."""
+TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them
+PAIRS_S = 30.0  # after which no further pair begins
+LATE_S = 20.0  # for both ends of a pair: gloo tries five times as long to connect as an operation may take
 PROCESS_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
-"""Seconds for the whole process."""
 _PAIR_S, _ALL_S = 3.0, 10.0  # for one operation
 _MIB = 2**20
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
-_MOST_FOR_ALL_PAIRS = 8
 _SLOW_MIB_PER_S = 20.0
 _FIX = "Check the interfaces that NCCL and gloo take (packtrain plan) and firewalls between the machines: they use free ports. "
 _FIX += "NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, shows what they try."
@@ -43,30 +34,33 @@ _FIX_SLOW = "Check its cable, port, MTU and interface (ethtool, ibstat), and wha
 
 
 def pairs_of(machines: int) -> list[tuple[int, int]]:
-    """The pairs that are tried, one after another: each of few machines, the neighbours in a ring of more."""
-    if machines <= _MOST_FOR_ALL_PAIRS:
-        return list(combinations(range(machines), 2))
-    return [(one, (one + 1) % machines) for one in range(machines)]
+    """The pairs that are tried, one after another: the neighbours in a ring."""
+    return [(0, 1)] if machines == 2 else [(rank, (rank + 1) % machines) for rank in range(machines)]
+
+
+def untried(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The results of all pairs of these machines before they are tried."""
+    unknown = {"latency_ms": None, "mib_per_s": None, "status": "not tried", "found": ""}
+    return [{"from": names[first], "to": names[second], **unknown} for first, second in pairs_of(len(names))]
 
 
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """This machine's process, to its end: milliseconds by size (rank 0: `pairs` before), or `error` where it could not."""
-    # a timeout of NCCL then raises an error instead of ending the process
+    """This machine's process, to its end: milliseconds by size (rank 0: the `pairs` before), or `error` where it could not.
+
+    `order` has `backend`, its `rank`, the `names` of all machines, and `address` and `port` of rank 0's store.
+    """
     quiet = {
         "OMP_NUM_THREADS": "1",
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",  # a timeout of NCCL then raises an error instead of ending the process
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    env, error = {**quiet, **env}, {}
-    try:
-        output = ask_python("packtrain.diagnose.all_reduce", json.dumps(order), limit_s=PROCESS_S, env=env)
-    except Unanswered as refusal:
-        output, error = refusal.output, {"error": str(refusal)}
+    asked = {"limit_s": PROCESS_S, "env": {**quiet, **env}}
+    output, error = ask_python("packtrain.diagnose.all_reduce", json.dumps(order), **asked)
     lines = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']
-    return {"backend": order["backend"], **json.loads(lines[-1]), **error}
+    return {"backend": order["backend"], **json.loads(lines[-1]), **({"error": error} if error else {})}
 
 
-def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The results of all machines, by name in the order of their ranks, as one: status, words, and the figures of each pair.
 
     A machine that did not take part has `skipped`, which is why, in place of a result.
@@ -74,39 +68,23 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     if skipped := [str(result["skipped"]) for result in results.values() if "skipped" in result]:
         return {"status": "skipped", "found": skipped[0], "backend": "", "nodes": None, "pairs": []}
     main = next(iter(results.values()))
+    pairs = main.get("pairs") or untried(list(results))
+    fastest = max(pair["mib_per_s"] or 0 for pair in pairs)
+    for pair in pairs:
+        if pair["status"] == "ok" and pair["mib_per_s"] < max(fastest / 2, _SLOW_MIB_PER_S):
+            pair["status"] = "slow"
     nodes = {
         name: {key: value for key, value in result.items() if key not in ("backend", "pairs")}
         for name, result in results.items()
     }
-    pairs = _pairs(list(results), main.get("pairs", ()))
     words = [f"{pair['from']} and {pair['to']}: {pair['found']}" for pair in pairs if pair["status"] == "dead"]
     words = words or [f"{name}: {node['error']}" for name, node in nodes.items() if "error" in node]
     status = "failed" if words else "ok"
     if not words:
         kib, mib = (max(float(node[key]) for node in nodes.values()) for key in ("kib_ms", "mib_64_ms"))
-        slowest = min(pairs, key=lambda pair: pair["mib_per_s"] or float("inf"))
         words = [f"1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"]
-        words += [f"the slowest pair is {describe_pair(slowest)}"]
-    words_of_all = f"over {main['backend']}: {'; '.join(words[:4])}"
-    return {"status": status, "found": words_of_all, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
-
-
-def _pairs(names: Sequence[str], measured: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every pair that was to be tried; `measured` has the results of both ends of those that were."""
-    results = {tuple(pair["ranks"]): pair["ends"] for pair in measured}
-    pairs = []
-    for ends in pairs_of(len(names)):
-        pair = {"from": names[ends[0]], "to": names[ends[1]], "latency_ms": None, "mib_per_s": None}
-        both = results.get(ends, ())
-        failed = [f"{names[rank]}: {end['found']}" for rank, end in zip(ends, both, strict=False) if end["found"]]
-        figures = both[0] if both and not failed else {}
-        status = "dead" if failed else "ok" if both else "not tried"
-        pairs.append({**pair, **figures, "status": status, "found": ", ".join(failed)})
-    fastest = max((pair["mib_per_s"] or 0 for pair in pairs), default=0)
-    for pair in pairs:
-        if pair["status"] == "ok" and pair["mib_per_s"] < max(fastest / 2, _SLOW_MIB_PER_S):
-            pair["status"] = "slow"
-    return pairs
+    found = f"over {main['backend']}: {'; '.join(words[:4])}"
+    return {"status": status, "found": found, "backend": main["backend"], "nodes": nodes, "pairs": pairs}
 
 
 def describe_pair(pair: Mapping[str, Any]) -> str:
@@ -117,19 +95,18 @@ def describe_pair(pair: Mapping[str, Any]) -> str:
 
 def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The checks: a failed all-reduce, and slow pairs."""
-    dead, slow = ([pair for pair in reduced["pairs"] if pair["status"] == status] for status in ("dead", "slow"))
+    ends: dict[str, list[str]] = {"dead": [], "slow": []}
+    for pair in reduced["pairs"]:
+        ends.get(pair["status"], []).extend((pair["from"], pair["to"]))
+    dead, slow = (list(dict.fromkeys(names)) for names in ends.values())
     checks = []
     if reduced["status"] == "failed":
-        nodes = _ends(dead) or [name for name, node in reduced["nodes"].items() if "error" in node]
+        nodes = dead or [name for name, node in reduced["nodes"].items() if "error" in node]
         checks.append({"status": "fail", "found": reduced["found"], "fix": _FIX, "nodes": nodes})
     if slow:
-        words = f"slow: {listed(list(map(describe_pair, slow)))}"
-        checks.append({"status": "warn", "found": words, "fix": _FIX_SLOW, "nodes": _ends(slow)})
+        words = listed([describe_pair(pair) for pair in reduced["pairs"] if pair["status"] == "slow"])
+        checks.append({"status": "warn", "found": f"slow: {words}", "fix": _FIX_SLOW, "nodes": slow})
     return [{"name": "all-reduce", **check} for check in checks]
-
-
-def _ends(pairs: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(pair[end] for pair in pairs for end in ("from", "to")))
 
 
 def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
@@ -139,12 +116,9 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
     """
     import torch.distributed as dist
 
-    backend, rank, world = order["backend"], order["rank"], order["world"]
-    limit, late = timedelta(seconds=TOGETHER_S), timedelta(seconds=LATE_S)
+    backend, rank, names = order["backend"], order["rank"], order["names"]
+    world, limit, late = len(names), timedelta(seconds=TOGETHER_S), timedelta(seconds=LATE_S)
     store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=limit)
-    store.set(f"backend {rank}", backend)
-    if any(store.get(f"backend {other}") != backend.encode() for other in range(world)):
-        raise ValueError("torch finds GPUs on some machines and none on others")
 
     def begins(what: str, wanted: bool) -> bool:
         """Rank 0's `wanted`, on all ranks: all begin the operation, or none."""
@@ -160,16 +134,18 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
             return {"found": "no result in time"}
         return json.loads(store.get(what))
 
-    pairs, end = [], time.monotonic() + PAIRS_S
-    for pair in pairs_of(world):
-        if not begins(f"{pair}", time.monotonic() < end):
+    pairs, end = untried(names), time.monotonic() + PAIRS_S
+    for ranks, pair in zip(pairs_of(world), pairs, strict=True):
+        if not begins(f"{ranks}", time.monotonic() < end):
             break
-        if rank in pair:
-            store.set(f"{pair} {rank}", json.dumps(_measure_pair(store, backend, pair, pair.index(rank))))
+        if rank in ranks:
+            store.set(f"{ranks} {rank}", json.dumps(_measure_pair(store, backend, ranks, ranks.index(rank))))
         if rank == 0:
-            pairs.append({"ranks": pair, "ends": [result(f"{pair} {other}") for other in pair]})
+            ends = {names[other]: result(f"{ranks} {other}") for other in ranks}
+            failed = ", ".join(f"{name}: {figures['found']}" for name, figures in ends.items() if figures["found"])
+            pair.update({"status": "dead", "found": failed} if failed else {**ends[pair["from"]], "status": "ok"})
             report(pairs=pairs)
-    if begins("all", not any(end["found"] for pair in pairs for end in pair["ends"])):
+    if begins("all", not any(pair["status"] == "dead" for pair in pairs)):
         with _group(backend, dist.PrefixStore("all", store), rank, world, _ALL_S):
             report(kib_ms=_milliseconds(backend, 2**10, 10), mib_64_ms=_milliseconds(backend, 64 * _MIB, 3))
     store.set(f"end {rank}", "{}")
@@ -177,7 +153,7 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
         result(f"end {other}")
 
 
-def _measure_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
+def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
     """The figures of a pair, by this end of it; `found` is why there are none."""
     import torch.distributed as dist
 
@@ -191,7 +167,7 @@ def _measure_pair(store: dist.Store, backend: str, pair: tuple[int, int], rank: 
 
 
 @contextmanager
-def _group(backend: str, store: dist.Store, rank: int, world: int, limit_s: float) -> Iterator[None]:
+def _group(backend: str, store: Any, rank: int, world: int, limit_s: float) -> Iterator[None]:
     """torch's default process group inside the block; no operation in it takes longer than `limit_s`."""
     import torch.distributed as dist
 
@@ -210,7 +186,7 @@ def _group(backend: str, store: dist.Store, rank: int, world: int, limit_s: floa
 
 
 def _milliseconds(backend: str, size: int, times: int) -> float:
-    """The figures of an all-reduce of `size` bytes: the median of `times` without the first, which also connects."""
+    """The time of an all-reduce of `size` bytes: the median of `times` without the first, which also connects."""
     import torch
     import torch.distributed as dist
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,8 @@ from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder, as_type, object_of, reading, text_of
 from packtrain.wording import ranks_in_words
 
-WATCHDOG_ANSWER_S = 20
-"""Seconds to wait for the watchdog, which may have to ask the ranks for stacks first."""
+WATCHDOG_ANSWER_S = 20  # it may have to ask the ranks for stacks first
 _SILENT_S = 10
-_SIGNALS = {128 + number: number.name for number in signal.Signals}
 _START = "a run is about to start here, or has just ended"
 
 
@@ -56,8 +52,7 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The document of --json."""
         diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
-        lists = {"lines": list(self.lines), "ranks": [asdict(state) for state in self.ranks]}
-        return {"status": self.status, **lists, "diagnosis": diagnosis, "silent": list(self.silent)}
+        return {**asdict(self), "diagnosis": diagnosis}
 
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
@@ -71,63 +66,56 @@ def show_run(place: str, *, ask: bool, as_json: bool) -> int:
 def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Finding:
     """What this machine can know of a run; `over`: its own process, which still has the lock, says that it has
     ended. Raises UserError where no run is."""
-    if not folder.logs.is_dir() and not folder.summary.exists():
-        fix = "Name the folder that trainer.output_dir is."
-        raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
-    _, folders, files = next(os.walk(folder.logs), ("", [], []))  # a new run may move it away meanwhile
-    by_sbatch = all("slurm-" in name for name in (*folders, *files))
-    if by_sbatch and not folder.config.exists() and not folder.summary.exists():
-        fix = "It may wait in a queue (squeue); if it has been started, its terminal or log says why it is not here."
-        raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
-    if over:
-        return _examine_ended(folder)
-    if published := object_of(folder.logs / PUBLISHED):
-        with reading(folder.logs / PUBLISHED):
-            channel = as_type(published, Channel)
-        near = channel.host == platform.node() or channel.address != LOOPBACK
-        client = Client(channel.address if near else channel.host, channel.port, secret=channel.secret)
-        try:
-            answer = client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S)
-        except OSError as error:
-            return _examine_silent(folder, channel, error)
-        return _examine_live(folder, answer, ask=ask)
-    return Finding("running", [_START]) if is_locked(folder.root) else _examine_ended(folder)
+    channel = folder.logs / PUBLISHED
+    begun = (
+        folder.summary,
+        folder.config,
+        folder.attempt.config,
+        folder.logs / RANKS,
+        folder.logs / DIAGNOSIS,
+        channel,
+    )
+    if not any(map(os.path.lexists, begun)) and not is_locked(folder.root):
+        fix = "Name the folder that trainer.output_dir is; a job may wait in a queue (squeue)."
+        raise UserError("no run has begun here", where=str(folder.root), fix=fix)
+    if not over and (published := object_of(channel)):
+        with reading(channel):
+            return _examine_live(folder, as_type(published, Channel), ask)
+    return _examine_ended(folder) if over or not is_locked(folder.root) else Finding("running", [_START])
 
 
-def _examine_live(folder: RunFolder, answer: Mapping[str, Any], *, ask: bool) -> Finding:
-    """The finding from the watchdog's answer."""
+def _examine_live(folder: RunFolder, channel: Channel, ask: bool) -> Finding:
+    """The finding from the watchdog's answer, or from its silence."""
+    here, pid = channel.host == platform.node(), channel.pid
+    address = channel.address if here or channel.address != LOOPBACK else channel.host
+    try:
+        client = Client(address, channel.port, secret=channel.secret)
+        answer = client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S)
+    except OSError as error:
+        state, locked = life_of(pid) if here else "running", is_locked(folder.root)
+        if here and locked and state == "gone":
+            return Finding("running", [_START])
+        if here and not locked and state != "stopped":
+            advice = "  → see what ended it (dmesg, the scheduler's log), and start the same command again: it resumes"
+            return Finding("failed", [f"the launcher of this run (process {pid}) was killed", advice])
+        what = f"{channel.host} (process {pid}, {state}), which watches this run, does not answer: {error}"
+        advice = f"kill -CONT {pid}" if state == "stopped" else f"check whether {channel.host} is up"
+        return Finding("stalled", [what, f"  → {advice}"])
     ranks, diagnosis = as_type(answer["ranks"], tuple[RankState, ...]), answer["diagnosis"]
     silent = [machine for machine in answer["machines"] if (machine["heard_s"] or 0) > _SILENT_S]
-    lines = [*map(_line, ranks), *(_stacks(folder, ranks) if ask else [])]
+    lines = [*map(_describe, ranks), *(_stacks(folder, ranks) if ask else [])]
     lines += [
-        f"{one['host']} ({ranks_in_words(one['ranks'])}): its launcher has not been heard of for {one['heard_s']:.0f} s"
-        for one in silent
+        f"{machine['host']} ({ranks_in_words(machine['ranks'])}): its launcher has not been heard of for "
+        f"{machine['heard_s']:.0f} s"
+        for machine in silent
     ]
-    if diagnosis:
-        return Finding("stalled", [*lines, *diagnosis["lines"]], ranks, diagnosis, silent)
-    return Finding("running", lines, ranks, None, silent)
+    lines += diagnosis["lines"] if diagnosis else []
+    return Finding("stalled" if diagnosis else "running", lines, ranks, diagnosis, silent)
 
 
-def _examine_silent(folder: RunFolder, channel: Channel, error: OSError) -> Finding:
-    """The finding for a channel that does not answer."""
-    host, pid = channel.host, channel.pid
-    if host != platform.node():
-        what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
-        return Finding("stalled", [what, f"  → check whether {host} is up, and start packtrain doctor there"])
-    state = life_of(pid)
-    if state == "stopped":
-        return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
-    if is_locked(folder.root):
-        what = f"process {pid}, which watches this run, does not answer: {error}"
-        return Finding("running", [_START]) if state == "gone" else Finding("stalled", [what])
-    what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
-    advice = "  → find out what ended it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
-    return Finding("failed", [what, advice])
-
-
-def _line(state: RankState) -> str:
+def _describe(state: RankState) -> str:
     if state.heard_s is None:
-        return f"rank {state.rank} on {state.host}: has said nothing yet"
+        return f"rank {state.rank} on {state.host}: no sign of it yet"
     process = f", {state.process.state}" if state.process.state != "running" else ""
     waits = f", waits for {state.waits}" if state.waits else ""
     silent = f"; not heard of for {state.heard_s:.0f} s" if state.heard_s > _SILENT_S else ""
@@ -135,22 +123,21 @@ def _line(state: RankState) -> str:
     return f"{who}: for {state.still_s:.0f} s in {state.place}{waits}{silent}"
 
 
-def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
-    lines = []
+def _stacks(folder: RunFolder, states: Sequence[RankState]) -> Iterator[str]:
     for state in states:
         who = f"rank {state.rank} on {state.host}"
-        lines.append(f"stack of {who}, innermost call first (all threads: {stacks_of(folder.logs, state.rank)}):")
-        lines += [f"    {frame}" for frame in state.stack[:FRAMES_SHOWN]] or ["    it does not answer"]
-        lines += [f"    in {state.pending}"] if state.pending else []
-    return lines
+        yield f"stack of {who}, innermost call first (all threads: {stacks_of(folder.logs, state.rank)}):"
+        yield from [f"    {frame}" for frame in state.stack[:FRAMES_SHOWN]] or ["    it does not answer"]
+        if state.pending:
+            yield f"    in {state.pending}"
 
 
 def _examine_ended(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
-    with reading(folder.logs / RANKS):
-        ranks: Sequence[RankState] = as_type(object_of(folder.logs / RANKS).get("ranks", []), tuple[RankState, ...])
-    report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
-    if _written(attempt) > _written(folder.logs / RANKS):
+    file, report, attempt = folder.logs / RANKS, folder.logs / DIAGNOSIS, folder.attempt.config
+    with reading(file):
+        ranks: Sequence[RankState] = as_type(object_of(file).get("ranks", []), tuple[RankState, ...])
+    if attempt.exists() and (not file.exists() or attempt.stat().st_mtime > file.stat().st_mtime):
         what = f"the last attempt here ({attempt}) was ended before it had started any process"
         return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     if report.exists():
@@ -168,14 +155,7 @@ def _examine_ended(folder: RunFolder) -> Finding:
     if (status := folder.status()) is not None:
         steps = object_of(folder.summary).get("steps")
         return Finding(status, [f"this run is {status} after step {steps}"], ranks)
-    if name := _SIGNALS.get(min(codes.values(), default=0)):
-        return Finding("stopped", [f"this run was stopped by {name} before its first step"], ranks)
+    if min(codes.values(), default=0) > 128:
+        return Finding("stopped", ["this run was stopped by a signal before its first step"], ranks)
     what = "this run has ended without results, and none of its processes said why"
     return Finding("failed", [what, f"  → see {folder.logs}/"], ranks)
-
-
-def _written(file: Path) -> float:
-    """When a file was written, in seconds since 1970; 0 where there is none."""
-    with suppress(OSError):
-        return file.stat().st_mtime
-    return 0.0

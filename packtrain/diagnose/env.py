@@ -8,183 +8,119 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import psutil
+import yaml
 from huggingface_hub import constants
 from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
-from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
+from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch, size, start
 from packtrain.errors import CheckFailed, PacktrainError
-from packtrain.plan.known_model import plan_precision
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
+from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, look_around
 from packtrain.redact import Redactor
 
-BUDGET_S = 8.5
-"""Seconds from the start of this process to the last answer."""
-NAME_S = 2.0
-"""Seconds to wait for a name server."""
-_LEAST_FOR_TORCH_S = 3.0
+TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
+"""Seconds for the answers, from the start on."""
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> int:
+def show_environment(load: Load, *, as_json: bool) -> int:
     """Prints the report of this machine, for the run whose config `load` returns; returns the exit code."""
-    facts, needs = gather(load)
-    checks = check_all(facts, needs)
-    redactor = Redactor(os.environ, needs.environment)
+    facts, run = gather(load)
+    checks = check_all(facts, run)
+    redactor = Redactor(os.environ, run.config.topology.variables)
     if as_json:
-        print(json.dumps(report_json(facts, needs, checks, redactor), indent=2))
+        print(json.dumps(report_json(facts, run, checks, redactor), indent=2))
     else:
-        _print_report(facts, needs, checks, redactor)
+        _print_report(facts, run, checks, redactor)
     return CheckFailed.exit_code if any(check.status == "fail" for check in checks) else 0
 
 
-def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
+def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
     """The results of all checks of a machine and a run."""
-    return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, needs)]
+    return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
 
 
-def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
-    """The facts of this machine and what the run whose config `load` returns needs of it.
+def gather(load: Load) -> tuple[Facts, PlannedRun]:
+    """The facts of this machine and the run whose config `load` returns, as it would be here.
 
-    Takes until ten seconds after this process started. Raises what `load` raises.
+    Takes ten seconds at most. Raises what `load` raises.
     """
-    config, lacks = load(), []
-    dtype, cache = (_dtype_of(config), config.data.cache_dir) if config else (RunNeeds().dtype, None)
-    torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
-    folders = {
-        "trainer.output_dir": config.trainer.output_dir if config else ".",
-        "data.cache_dir": cache or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
+    config = load()
+    run = PlannedRun(config is not None, config or RunConfig())
+    asked = start(partial(devices.ask_torch, TORCH_S, run.dtype, run.config.topology.variables))
+    paths = {
+        "trainer.output_dir": run.config.trainer.output_dir if config else ".",
+        "data.cache_dir": run.config.data.cache_dir or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
         "HF_HOME": constants.HF_HOME,
     }
-    probes: dict[str, Probe] = {
-        "GPU driver": Probe(lambda: devices.ask_driver(PROBE_LIMIT_S), PROBE_LIMIT_S + 0.5),
-        "torch": Probe(lambda: devices.ask_torch(torch_s, dtype), torch_s + 0.3),
-        "limits": Probe(host.read_host),
-        "network": Probe(lambda: read_network(None)),
-        "name server": Probe(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), NAME_S),
-        **{name: Probe(partial(host.read_folder, name, path)) for name, path in folders.items()},
-    }
+    disks = {name: start(partial(host.read_folder, name, path)) for name, path in paths.items()}
+    nvidia, begun = start(partial(devices.ask_driver, DRIVER_S)), time.monotonic()
 
-    def answer(name: str, otherwise: Value) -> Value:
+    def answer(future: Future[Any], limit_s: float, otherwise: Callable[[str], Any]) -> Any:
         try:
-            return probes[name].answer()
-        except Unanswered as refusal:
-            lacks.append(f"{name}: {refusal}")
-            return otherwise
+            return future.result(max(0.0, begun + limit_s - time.monotonic()))
+        except (OSError, RuntimeError) as error:  # TimeoutError, too; a home of nobody
+            return otherwise(str(error) or f"no answer within {limit_s:.0f} s")
 
-    try:
-        silence = answer("name server", "")
-        gpus = answer("GPU driver", Gpus(error="no answer"))
-        lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
-        needs = RunNeeds() if config is None else needs_of(config, _surroundings(gpus))
-        unknown = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
-        machine = replace(answer("limits", Host()), folders=tuple(answer(one.setting, one) for one in unknown))
-        links, torch = answer("network", HostNetwork()), answer("torch", Torch(error="no answer"))
-        lacks += [f"torch: {torch.error}"] if torch.error and torch.version else []
-        return Facts(host.read_software(), torch, gpus, links, silence, machine, tuple(lacks)), needs
-    finally:
-        kill_processes()
+    machine, folders = host.read_host(), []
+    for name, path in paths.items():
+        folders.append(answer(disks[name], FOLDER_S, partial(Folder, name, path, None, None)))
+    driver = answer(nvidia, DRIVER_S + 0.5, Driver)
+    if config:
+        # a silent name server is not asked for the address of the first machine
+        network = (lambda main: read_network(None)) if machine.silence else read_network
+        around = look_around([gpu.memory or 0 for gpu in driver.gpus])
+        run = plan_run(config, replace(around, network=network))
+    torch = answer(asked, TORCH_S + 0.5, Torch)
+    return Facts(machine, torch, driver, read_network(None), tuple(folders)), run
 
 
-def _surroundings(gpus: Gpus) -> Surroundings:
-    """The surroundings as for a launch, but GPUs are not queried again, and a silent name server is not waited for."""
-
-    def read(main: str | None) -> HostNetwork:
-        try:
-            return Probe(lambda: read_network(main), NAME_S).answer()
-        except Unanswered:
-            return read_network(None)
-
-    return replace(look_around([gpu.memory or 0 for gpu in gpus.gpus]), network=read)
-
-
-def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
-    """The needs of a run on a machine with these surroundings."""
+def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
+    """The run of a config on a machine with these surroundings."""
     topology = config.topology
-    needs = RunNeeds(
-        configured=True,
-        nodes=topology.nodes or 1,
-        per_node=topology.gpus_per_node or max(surroundings.gpus, 1),
-        strategy=config.strategy.name,
-        attention=config.model.attention,
-        packed=config.packing.mode != "padding",
-        dtype=_dtype_of(config),
-        environment=topology.variables,
-    )
+    per_node = topology.gpus_per_node or max(surroundings.gpus, 1)
     try:
         launch = plan_launch(config, surroundings, config.objective.kind)
     except PacktrainError as error:
-        return replace(needs, memory="the run cannot be planned", problems=error.problems)
-    memory = estimate(config, launch.num_processes, surroundings.gpu_memory)
-    return replace(
-        needs,
-        nodes=launch.nodes,
-        per_node=launch.gpus_per_node,
-        network=launch.network,
-        memory=memory,
-        disk=_on_disk(config, memory) if isinstance(memory, Memory) else 0,
-        obstacles=launch.obstacles,
-    )
+        return PlannedRun(True, config, topology.nodes or 1, per_node, problems=error.problems)
+    return PlannedRun(True, config, launch.nodes, launch.gpus_per_node, launch.network, obstacles=launch.obstacles)
 
 
-def _on_disk(config: RunConfig, memory: Memory) -> int:
-    """Bytes of the trained model and all checkpoints (model and AdamW's two float32 numbers); a stopped run writes one more."""
-    width = BYTES.get(config.model.dtype, 2)
-    final = memory.trained * ADAPTER_BYTES if config.peft.kind == "lora" else memory.parameters * width
-    kept = 1 if config.trainer.checkpoint_every is None else (config.trainer.keep_checkpoints or 0) + 1
-    return final + kept * (final + 8 * memory.trained)
-
-
-def _dtype_of(config: RunConfig) -> str:
-    """What the attention layers compute in on a GPU, by torch's name."""
-    dtype = config.model.dtype
-    return "bfloat16" if dtype == "auto" or plan_precision(config, dtype, gpu=True)[0] == "bf16" else dtype
-
-
-def age_s() -> float:
-    """Seconds since this process was started, imports and config included."""
-    return max(0.0, time.time() - psutil.Process().create_time())
-
-
-def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
+def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
     """The whole report as plain containers; the keys up to `checks` are a promise to users."""
-    plain, torch, software = asdict(facts), facts.torch, facts.software
-    built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": facts.gpus.driver}
+    torch, machine, driver = facts.torch, facts.host, facts.driver
+    built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": driver.version}
+    gpus = [asdict(gpu) for gpu in driver.gpus]
     document = {
-        "versions": {"python": software.python, "platform": software.platform, **software.packages, **built},
-        "devices": plain["gpus"]["gpus"] or [{"index": at, "name": name} for at, name in enumerate(torch.devices)],
-        "attention": devices.attention_json(facts, needs),
+        "versions": {"python": machine.python, "platform": machine.platform, **machine.packages, **built},
+        "devices": gpus or [{"index": at, "name": name} for at, name in enumerate(torch.devices)],
+        "attention": devices.attention_json(facts, run),
         "checks": [asdict(check) for check in checks],
-        "trl": host.trl_lines(software, torch),
-        "facts": plain,
+        "facts": asdict(facts),
     }
     return redactor.plain(document)
 
 
-def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> None:
+def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:
     """Both blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
-    facts_by_name = {**host.trl_lines(facts.software, facts.torch), **asdict(facts)}
-    facts_by_name["Network settings"] = {one.name: f"{one.value or 'as it is'}: {one.reason}" for one in needs.network}
-    for name, value in redactor.plain(facts_by_name).items():
-        for line in _list_lines(name, value):
-            console.print(escape(redactor.text(line)), emoji=False)
-    console.print("\nChecks:\n")
+    settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
+    known = {**asdict(facts), "network settings": settings}
+    text = yaml.safe_dump(_known(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)
+    console.print(escape(redactor.text(text)), emoji=False)
+    console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
         found, fix = redactor.text(check.found), redactor.text(check.fix)
@@ -200,24 +136,10 @@ def print_check(console: Console, status: Status, name: str, found: str, fix: st
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
-def _list_lines(name: str, value: Any, indent: str = "") -> Iterator[str]:
-    """What is known of `value`, as a nested list."""
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        yield f"{indent}- {name}:"
-        yield from (f"{indent}  - {_words(item)}" for item in value)
-    elif isinstance(value, Mapping) and value:
-        yield f"{indent}- {name}:"
-        for key, inner in value.items():
-            yield from _list_lines(key, inner, f"{indent}  ")
-    elif value not in (None, "", [], {}):
-        yield f"{indent}- {name}: {_words(value)}"
-
-
-def _words(value: Any) -> str:
-    """A value in one line; large numbers are sizes in bytes."""
-    if isinstance(value, Mapping):
-        known = ((name, inner) for name, inner in value.items() if inner not in (None, "", [], {}))
-        return ", ".join(f"{name} {_words(inner)}" for name, inner in known)
+def _known(value: Any) -> Any:
+    """What is known of plain containers, large numbers as sizes."""
+    if isinstance(value, dict):
+        return {name: known for name, inner in value.items() if (known := _known(inner)) not in (None, "", [], {})}
     if isinstance(value, list):
-        return ", ".join(map(_words, value))
-    return size(value) if isinstance(value, int) and value > MIB else str(value)
+        return [_known(inner) for inner in value]
+    return size(value) if isinstance(value, int) and value > MIB else value

@@ -1,31 +1,32 @@
-"""What is known of one machine, what a run needs of it, and the form of a check that compares the two: plain values.
+"""What is known of a machine and of a run on it, the form of a check that compares the two, and questions with a time limit.
 
 Every fact has a default that means "not known". Sizes are in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from packtrain import wording
+from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
-from packtrain.plan.memory import Memory
+from packtrain.plan.known_model import plan_precision
 from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """Versions of packages (None: not installed), and `conflicts`: (required, installed), as in ("torch>=2.10", "none")."""
-
-    platform: str = ""
-    python: str = ""
-    packages: Mapping[str, str | None] = field(default_factory=dict)
-    conflicts: tuple[tuple[str, str], ...] = ()
+Load = Callable[[], RunConfig | None]  # returns the config of the run that was named, if one was
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,9 @@ class Torch:
     cuda: str | None = None
     nccl: str | None = None
     available: bool | None = None
-    kind: str = "cpu"
-    devices: tuple[str, ...] = ()  # names of accelerators
-    capability: tuple[int, ...] = ()  # of the first GPU, (9, 0) for Hopper
+    devices: Sequence[str] = ()  # names of GPUs
     warning: str = ""
     kernels: Mapping[str, str] | None = None  # flash kernels that were tried, and what each lacks ("": it is right)
-    accelerate: Mapping[str, Any] | None = None  # accelerate's default config
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,82 +56,79 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
-    """The machine's GPUs; `present`: it has NVIDIA's driver at all; `error`: why that does not answer."""
+class Driver:
+    """NVIDIA's driver and its GPUs; `error`: why it shows none, although it is there."""
 
-    present: bool = False
     error: str = ""
-    driver: str | None = None
-    cuda: str | None = None
+    version: str | None = None
     gpus: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that a run writes to, by the key or variable that names it; if it does not exist, the facts are its parent's."""
+    """A folder that a run writes to, by the key that names it, or its parent; `lack` is why it cannot be written to."""
 
     setting: str
     path: str
-    writable: bool | None = None
     free: int | None = None
     total: int | None = None
-    kind: str = ""
     lack: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network; `memory` is what its cgroup allows; -1 is no limit of `nofile`."""
+    """The machine beside GPUs and network. `packages` are versions (None: not installed), `conflicts` are (required, installed),
+    as in ("torch>=2.10", "none"); `memory_free` is what the cgroup allows; -1 is no limit of `nofile`."""
 
+    platform: str = ""
+    python: str = ""
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    conflicts: tuple[tuple[str, str], ...] = ()
     nofile: int | None = None
     shm: int | None = None
     memory: int | None = None
     memory_free: int | None = None
     cpus: int = 1
-    folders: tuple[Folder, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     uncompiled: str = ""  # what Triton lacks to compile its kernels
+    silence: str = ""  # the message of a silent name server
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine; `silence` is the message of a silent name server, `lacks` a line for each question without an answer."""
+    """One machine."""
 
-    software: Software = Software()
+    host: Host = field(default_factory=Host)
     torch: Torch = Torch()
-    gpus: Gpus = Gpus()
+    driver: Driver = Driver()
     network: HostNetwork = field(default_factory=HostNetwork)
-    silence: str = ""
-    host: Host = Host()
-    lacks: tuple[str, ...] = ()
+    folders: tuple[Folder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class RunNeeds:
-    """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named."""
+class PlannedRun:
+    """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
+
+    `problems` are why it cannot start here, `obstacles` why it cannot be started in this way.
+    """
 
     configured: bool = False
+    config: RunConfig = field(default_factory=RunConfig)
     nodes: int = 1
     per_node: int = 1
-    strategy: str = "ddp"
-    attention: str = "auto"
-    packed: bool = True
-    dtype: str = "bfloat16"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    network: tuple[NetworkSetting, ...] = ()  # for NCCL and gloo
-    memory: Memory | str = "no config"  # the estimate, or why there is none
-    disk: int = 0  # of all that the run keeps; 0: not known
-    problems: tuple[Problem, ...] = ()  # why it cannot start here
-    obstacles: tuple[Problem, ...] = ()  # why it cannot be started in this way
+    network: tuple[NetworkSetting, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    obstacles: tuple[Problem, ...] = ()
 
     @property
-    def between(self) -> Status:
-        """The status of a problem between machines: it fails a run on several, and is a warning for any other."""
-        return "fail" if self.nodes > 1 else "warn"
+    def dtype(self) -> str:
+        """What the attention layers compute in on a GPU, by torch's name."""
+        dtype = self.config.model.dtype
+        return "bfloat16" if dtype == "auto" or plan_precision(self.config, dtype, gpu=True)[0] == "bf16" else dtype
 
     def variables(self, facts: Facts) -> dict[str, str]:
         """The environment variables that change how training runs, as its processes will have them."""
-        return {**facts.host.environment, **self.environment}
+        return {**facts.host.environment, **self.config.topology.variables}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +148,42 @@ class Check:
 def size(number: int | None) -> str:
     """Bytes in words."""
     return "not known" if number is None else wording.size(number)
+
+
+def start(work: Callable[[], _Value]) -> Future[_Value]:
+    """Does `work` in a thread that does not outlive the process: a dead disk or machine may never answer."""
+    future: Future[_Value] = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # is raised where the answer is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return future
+
+
+def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """What `python -m module arguments…` prints on stdout, and why it failed ("" if it did not). After `limit_s` seconds it is
+    killed with all that it started, and its output so far counts."""
+    command = [sys.executable, "-m", module, *arguments]
+    # files, not pipes: a grandchild that inherits one blocks nothing
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        files: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+        process = subprocess.Popen(command, **files, env={**os.environ, **(env or {})}, start_new_session=True)
+        why = ""
+        try:
+            if code := process.wait(limit_s):
+                why = f"ends with exit code {code}"
+        except subprocess.TimeoutExpired:
+            why = f"no answer within {limit_s:.3g} s"
+        finally:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # what hangs in the kernel cannot be killed
+                process.wait(0.2)
+        for file in (output, errors):
+            file.seek(0)
+        said, last = (file.read().decode(errors="replace").strip() for file in (output, errors))
+        return said, f"{why}: {last.splitlines()[-1]}" if why and last else why

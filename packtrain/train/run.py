@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from packtrain.attention.backends import deterministic
-from packtrain.boundary import boundary, staying
+from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import size_of
@@ -115,7 +115,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
     own_heartbeat().enter("proof")
     try:
         run = work or (verify_in if verb == "verify" else train_in)
-        with deterministic(config.trainer.deterministic), staying(config.model.trust_remote_code):
+        with deterministic(config.trainer.deterministic):
             code = run(config, ranks, peers)
             leave_stuck_ones(code)
             return code

@@ -55,7 +55,7 @@ def test_a_silent_name_server_is_told_and_the_processes_wait_less_for_it(made: T
 
 
 def test_env_warns_of_it(made: TwoHosts, folder: Path) -> None:
-    script = "from packtrain.diagnose import env; env.NAME_S = 60; "  # a busy machine is slow to ask
+    script = "from packtrain.diagnose import env; env.TORCH_S = 60; "  # a busy machine is slow to ask
     script += "print(env.check_all(*env.gather(lambda: None)))"
     ran = run(made, folder, "-c", script)
     assert ran.wait() == 0, ran.text

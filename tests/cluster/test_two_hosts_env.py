@@ -69,7 +69,7 @@ def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHos
     differences = {one["what"]: one for one in found["differences"]}
     assert differences["data.train"]["status"] == "fail"
     assert [one["value"] for one in differences["NCCL_DEBUG"]["values"]] == ["nothing", "INFO"]
-    assert all(one["value"].startswith("*** (") for one in differences["HF_TOKEN"]["values"])
+    assert "HF_TOKEN" not in differences
     assert not any(secret in first.text + second.text for secret in ("pl4nted", "0ther0"))
     (pair,) = found["all_reduce"]["pairs"]
     assert pair["status"] == "slow" and 0 < pair["mib_per_s"] < 20, found["all_reduce"]
@@ -97,5 +97,4 @@ def test_an_all_reduce_over_the_wrong_interface_fails_within_a_minute(hosts: Two
     second, first = env(hosts, 2, folder, **wrong), env(hosts, 1, folder, **wrong)
     assert both([first, second]) == [3, 3], first.text
     assert "All-reduce: failed (over gloo: n1 and n2: " in first.text and "n1 and n2: dead\n" in first.text
-    assert "n1 and n2: GLOO_SOCKET_IFNAME=lo, which reaches no other machine" in first.text
     assert max(first.took(), second.took()) < 60 + LAST_S

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.corpus.case import Case, carry_out, check, faults, sampled
-from tests.corpus.tiny_run import a_socket, put, trains
+from tests.corpus.tiny_run import put, trains
 
 TRAINED = "run/final/model.safetensors"
 
@@ -165,10 +165,7 @@ CHECKPOINTS["run/checkpoints/step-000005/a"] = os.mkfifo
 FOLDERS = [
     *(in_a_run(f"{file} is {name}", {f"run/{file}": content}, "--dry-run") for file in RUN_FILES for name, content in OTHER.items()),
     in_a_run("each file is a list", {f"run/{file}": "[1]" for file in RUN_FILES}),
-    in_a_run("each file is a folder", {f"run/{file}/a": "" for file in RUN_FILES if file != "config.yaml"}, expect=(0, 2)),
     in_a_run("checkpoints that are a file", {"run/checkpoints": "mine"}, "trainer.checkpoint_every=1", expect=(0, 2)),
-    in_a_run("metrics that are a FIFO", {"run/metrics.jsonl": os.mkfifo}, expect=(0, 2)),
-    in_a_run("a summary that is a socket", {"run/summary.json": a_socket}, expect=(0, 2)),
     in_a_run("checkpoints whose manifests are something else", CHECKPOINTS),
     trains("resume from a folder of others", {"mine/a": ""}, "trainer.resume=mine", says=("trainer.resume",)),
     trains("resume from an empty manifest", {"mine/manifest.json": "{}"}, "trainer.resume=mine", says=("trainer.resume",)),

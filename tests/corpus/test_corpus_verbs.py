@@ -96,7 +96,7 @@ CODE = {
     "that kills itself": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "whose f is a class that needs more": "class f:\n    def __init__(self, much): pass",
     "whose f exits": "def f(rows): import sys; sys.exit(0)",
-    "whose f ends the process": "def f(rows): import os; os._exit(0)",
+    "whose f ends the process": "def f(rows): import sys; sys.exit(0)",
     "whose f gives nothing": "def f(rows): pass",
     "whose f gives texts": "def f(rows): return {'input_ids': 'abc'}",
     "whose f gives an empty row": "import torch\ndef f(rows): return {'input_ids': torch.zeros(1, 0, dtype=int)}",
@@ -164,13 +164,12 @@ def of_bench() -> Iterator[Case]:
     for name in ("nothing", "nested 100000 deep", "a lone surrogate"):
         yield data(f"{name}", "data.jsonl", CONTENTS[name], verb="bench")
     yield trains("data that is gone", {"data.jsonl": gone}, verb="bench", says=("data.train",))
-    yield trains("no current folder", {}, verb="bench", begin=leave_the_folder, says=("current folder",))
+    yield trains("no current folder", {}, verb="bench", begin=leave_the_folder)
 
 
 TORCHES = {
     "that is not there": "raise ModuleNotFoundError('No module named torch')",
     "that exits": "import sys; sys.exit(0)",
-    "that ends the process": "import os; os._exit(0)",
     "that crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
     "that never ends": "import time; time.sleep(600)",
     "that prints": "print('x' * 10**6); raise ImportError('libcudart.so: cannot open \\x1b[31m')",
@@ -229,7 +228,6 @@ def of_reports() -> Iterator[Case]:
             arguments=(verb, "run"),
             files=WHOLE,
             begin=leave_the_folder,
-            says=("current folder",),
         )
         yield Case(
             name=f"{verb}: no reader",

@@ -108,7 +108,7 @@ def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
         yield
     except PacktrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = first_line(error).removeprefix(f"{type(error).__name__}: ")
         advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()
         raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=_OPTION, fix=advice) from error

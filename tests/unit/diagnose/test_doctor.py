@@ -11,23 +11,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from packtrain.config.schema import RunConfig, Topology, Trainer
 from packtrain.diagnose.doctor import Finding, examine, show_run
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import UserError
 from packtrain.launch.attempt import locked
-from packtrain.launch.execute import execute
 from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
 from packtrain.monitor.processes import UNKNOWN, ProcessState
 from packtrain.monitor.watchdog import RANKS, Watchdog
-from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
 
 
@@ -163,54 +159,24 @@ def test_a_launcher_that_was_killed_or_does_not_answer_is_named(tmp_path: Path) 
     gone = subprocess.Popen(["true"])
     gone.wait()
     found = silent(tmp_path / "killed", pid=gone.pid)
-    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    assert (found.status, found.exit_code) == ("failed", 4)
     found = silent(tmp_path / "another program has its number")
-    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    assert (found.status, found.exit_code) == ("failed", 4)
     found = silent(tmp_path / "elsewhere", host="n7.invalid")
-    assert (
-        found.exit_code == 4
-        and found.lines[0].startswith("n7.invalid (process ")
-        and "does not answer" in found.lines[0]
-    )
+    assert (found.status, found.exit_code) == ("stalled", 4) and found.lines[0].startswith("n7.invalid (process ")
 
 
-def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    config = RunConfig(topology=Topology(kind="single"), trainer=Trainer(output_dir=str(tmp_path / "run")))
-
-    def train() -> int:
-        raise CheckFailed("the loss is nan", where="optim.learning_rate", fix="lower it")
-
-    with pytest.raises(CheckFailed):
-        execute(plan_launch(config, replace(look_around([]), gpus=0)), config, train)
-    found = examine(RunFolder.of(config.trainer))
-    assert found.status == "failed" and found.lines[0].startswith("rank 0 failed (exit code 3)")
-    assert [line.strip() for line in found.lines[1:-1]] == [
-        "error:",
-        "optim.learning_rate: the loss is nan",
-        "→ lower it",
-    ]
-    assert found.lines[-1].startswith("it ended before its first step, its config is ")
-
-
-def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run"):
-        examine(RunFolder(tmp_path))
-
-
-def test_a_run_that_waits_in_slurms_queue_has_not_begun(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")
-    with pytest.raises(UserError, match="no run has begun here yet"):
-        examine(RunFolder(tmp_path))
+def test_a_folder_without_a_run_or_with_one_in_slurms_queue_is_the_users_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match="no run has begun here"):
+            examine(RunFolder(tmp_path))
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: Path) -> None:
     found = examine(leave(tmp_path, codes=(130, 143)))
     assert (found.status, found.exit_code) == ("stopped", 0)
-    assert list(found.lines) == ["this run was stopped by SIGINT before its first step"]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 import packtrain
-from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import Torch
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
 SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted42", "pl4nted-jwt", "pl4nted-key")
@@ -36,14 +32,10 @@ def is_available():
 def device_count(): return 2
 def get_device_name(index): return "NVIDIA H100 80GB HBM3"
 """
-
-
 PATIENT = """
 import sys
 from packtrain.diagnose import env
-from packtrain.diagnose import timeouts as probe
-probe.Probe.__init__.__defaults__ = (100.0,)
-env.BUDGET_S = env.PROBE_LIMIT_S = 100.0
+env.TORCH_S = env.DRIVER_S = env.FOLDER_S = 100.0
 from packtrain.cli import main
 sys.argv[0] = "packtrain"
 main()
@@ -63,10 +55,11 @@ def env(
     hidden = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     paths = os.pathsep.join((str(broken), str(Path(packtrain.__file__).parents[1])))
+    places = {"PYTHONPATH": paths, "HF_HOME": str(folder / "hf"), "PATH": f"{broken}:{os.environ['PATH']}"}
     return subprocess.run(
         [sys.executable, *(["-c", PATIENT] if patient else ["-m", "packtrain"]), "env", *arguments],
         cwd=folder,
-        env={**environment, "PYTHONPATH": paths, "HF_HOME": str(folder / "hf"), **variables},
+        env={**environment, **places, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -79,30 +72,19 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
-def driver(folder: Path, does: str) -> None:
-    """Has `import pynvml` find one GPU, of which nothing but its name is known, and nvmlInit do this."""
+def driver(folder: Path, script: str) -> None:
+    """Has nvidia-smi do what the shell script says."""
     (folder / "without").mkdir(exist_ok=True)
-    (folder / "without/pynvml.py").write_text(f"""
-import time
-class NVMLError(Exception): pass
-def nvmlInit():
-    {does}
-def nvmlDeviceGetCount(): return 2
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
-def nvmlDeviceGetTotalEccErrors(handle, *kinds): return handle
-def __getattr__(name):
-    if name.startswith("NVML_"): return 0
-    raise AttributeError(name)
-""")
+    (program := folder / "without/nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
 
 
 def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_exit_code_3(tmp_path: Path) -> None:
     done = env(tmp_path)
     assert (done.returncode, done.stderr) == (3, "")
-    listed, checked = done.stdout.split("\nChecks:\n")
-    for line in ("- Platform: ", "- TRL version: ", "- Accelerate config: not known", "- gpus:"):
-        assert f"\n{line}" in listed
+    facts, checked = done.stdout.split("\nChecks:\n")
+    for line in ("  platform: ", "    trl: ", "folders:"):
+        assert f"\n{line}" in facts
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
     assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout
 
@@ -118,8 +100,6 @@ def test_without_any_tool_the_report_is_one_json_document_with_the_promised_keys
         assert set(check) == {"name", "status", "found", "fix"}
         assert check["status"] in ("ok", "warn", "fail") and check["found"]
         assert bool(check["fix"]) == (check["status"] != "ok"), check
-    assert {one.partition(":")[0] for one in report["facts"]["lacks"]} >= {"GPU driver"}
-    assert checks(done)["gpu-driver"]["status"] in ("ok", "warn")
 
 
 def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
@@ -135,39 +115,31 @@ def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME": f"http://joe:{key}@h",
     }
     for arguments in (["run.yaml"], ["run.yaml", "--json"]):
-        done = env(tmp_path, *arguments, patient=True, **variables)
+        done = env(tmp_path, *arguments, **variables)
         assert done.returncode == 3 and "NCCL_DEBUG_FILE" in done.stdout and "http://***@proxy:3128" in done.stdout
-        assert "GLOO_SOCKET_IFNAME=http://***@h, which" in done.stdout
-        for secret in SECRETS:
-            assert secret not in done.stdout + done.stderr
+        assert not any(secret in done.stdout + done.stderr for secret in SECRETS)
 
 
 def test_a_machine_whose_driver_hangs_in_every_way_is_described_in_ten_seconds(tmp_path: Path) -> None:
-    driver(tmp_path, "time.sleep(250)")
+    driver(tmp_path, "exec sleep 250")
     began = time.monotonic()
     done = env(tmp_path, "--json", cuda=CUDA, patient=False, CUDA_TAKES_S="250")
     taken = time.monotonic() - began
     found = checks(done)
-    assert "no answer within 5 s" in found["gpu-driver"]["found"] and found["gpu-driver"]["status"] != "ok"
-    assert "no answer" in found["torch"]["found"]
+    assert found["gpu-driver"]["status"] == "fail" and "no answer" in found["torch"]["found"]
     if (tmp_path / "cuda-asked").exists():  # it had said all else before
         assert "torch 2.13.0 for CUDA 12.8" in found["torch"]["found"]
     assert taken < 10 + 30  # ten, and what a machine with other things to do may need for them
 
 
-def test_a_broken_driver_costs_a_line(tmp_path: Path) -> None:
-    driver(tmp_path, 'raise NVMLError("Driver/library version mismatch")')
-    broken = checks(env(tmp_path, "--json"))["gpu-driver"]
-    assert "Driver/library version mismatch" in broken["found"] and broken["status"] != "ok"
-
-
 def test_gpus_are_described_and_judged_by_what_the_driver_and_torch_say(tmp_path: Path) -> None:
-    driver(tmp_path, "pass")
+    row = "{0}, NVIDIA H100 80GB HBM3, GPU-{0}, 81559, 4, {0}, 570.133.20"
+    driver(tmp_path, f"echo '{row.format(0)}'; echo '{row.format(1)}'")
     (tmp_path / "run.yaml").write_text(CONFIG + "topology: {gpus_per_node: 4}\n")
     done = env(tmp_path, "run.yaml", "--json", cuda=CUDA)
     report, found = json.loads(done.stdout), checks(done)
     torch = report["facts"]["torch"]
-    assert (torch["nccl"], torch["kind"], len(torch["devices"])) == ("2.27.7", "cuda", 2)
+    assert (torch["nccl"], torch["available"], len(torch["devices"])) == ("2.27.7", True, 2)
     assert torch["warning"] == "CUDA initialization: a remark" and found["torch"]["status"] == "ok"
     assert [gpu["name"] for gpu in report["devices"]] == ["NVIDIA H100 80GB HBM3"] * 2
     assert found["gpu-health"]["status"] == "fail" and "GPU 1" in found["gpu-health"]["found"]
@@ -181,29 +153,5 @@ def test_a_config_is_checked_as_everywhere_and_its_folder_looked_at(tmp_path: Pa
     done = env(tmp_path, "run.yaml", "trainer.output_dir=/proc/run", "strategy=zero2", "--json")
     found = checks(done)
     assert done.returncode == 3 and found["output-folder"]["status"] == "fail"
-    assert "/proc/run cannot be written to" in found["output-folder"]["found"]
+    assert "/proc/run" in found["output-folder"]["found"]
     assert "strategy=zero2" in found["run"]["found"] and "data.cache_dir" in done.stdout
-
-
-def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from accelerate.commands import config as accelerate_config
-    from trl.scripts.env import print_env
-
-    (tmp_path / "accelerate").mkdir()
-    file = tmp_path / "accelerate/default_config.yaml"
-    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr(accelerate_config, "default_config_file", str(file))
-    print_env()
-    theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
-    settings, (kind, found) = devices.accelerate_config(), devices.accelerators()
-    ours = host.trl_lines(host.read_software(), Torch(kind=kind, devices=tuple(found)))
-    assert settings is not None and settings["num_processes"] == 8
-    lines = []
-    for name, value in {**ours, "Accelerate config": settings}.items():
-        lines += (
-            [f"- {name}: {value}"]
-            if isinstance(value, str)
-            else [f"- {name}: ", *(f"  - {k}: {v}" for k, v in value.items())]
-        )
-    assert lines == theirs

@@ -64,23 +64,16 @@ def test_what_is_no_secret_stays_as_it_is(text: str) -> None:
 
 
 def test_secrets_of_the_environment_are_hidden_in_other_places_too() -> None:
-    redactor = Redactor(
-        {
-            "MY_TOKEN": SECRET,
-            "https_proxy": "http://joe:pa/ss-w@proxy:1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "API_KEY": "short",
-        }
-    )
+    named = {"MY_TOKEN": SECRET, "API_KEY": "short", "TOKENIZERS_PARALLELISM": "false"}
+    redactor = Redactor({**named, "https_proxy": "http://joe:pa/ss-w@proxy:1"})
     shown = redactor.plain({"a": [f"x{SECRET}y"], "b": ("pa/ss-w", "false", "short"), "nothing": None, "number": 3})
     assert shown == {"a": ["x***y"], "b": ["***", "false", "short"], "nothing": None, "number": 3}
 
 
 def test_everything_below_a_secret_key_is_hidden() -> None:
-    shown = Redactor().plain(
-        {"credentials": {"user": ["me", 1]}, "hub_token": None, "use_auth_token": True, "lr": "1e-5"}
-    )
-    assert shown == {"credentials": {"user": ["***", "***"]}, "hub_token": None, "use_auth_token": True, "lr": "1e-5"}
+    others = {"hub_token": None, "use_auth_token": True, "lr": "1e-5"}
+    shown = Redactor().plain({"credentials": {"user": ["me", 1]}, **others})
+    assert shown == {"credentials": {"user": ["***", "***"]}, **others}
 
 
 SPEAK = (
@@ -92,18 +85,8 @@ SPEAK = (
 )
 DO_NOT = (
     *("MAX_TOKENS", "max_new_tokens", "tokens_per_step", "tokens", "pad_token_id", "tokenizers", "PYTHONPATH"),
-    *(
-        "TOKENIZERS_PARALLELISM",
-        "PATH",
-        "PWD",
-        "COMPASS_DIR",
-        "BYPASS",
-        "PATTERN",
-        "keyboard",
-        "monkey",
-        "SSH_AUTH_SOCK",
-    ),
-    *("AUTHOR", "signal"),
+    *("TOKENIZERS_PARALLELISM", "PATH", "PWD", "COMPASS_DIR", "BYPASS", "PATTERN", "keyboard", "monkey", "AUTHOR"),
+    *("SSH_AUTH_SOCK", "signal"),
 )
 
 
