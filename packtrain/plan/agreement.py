@@ -56,9 +56,8 @@ def differences(
     `facts_of` is machine or rank → fact → value in words, `in_words` names several machines or ranks, `fixes` is fact → what to
     do about it. Of many problems only the first are shown with their values.
     """
-    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
     everyone, problems = list(facts_of), list[Problem]()
-    for name in names:
+    for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
         groups: dict[str, list[_Peer]] = defaultdict(list)
         for member, facts in facts_of.items():
             groups[facts.get(name, "no such thing")].append(member)
@@ -67,12 +66,11 @@ def differences(
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
             problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
-    shown, rest = problems[:_MOST_SHOWN], problems[_MOST_SHOWN:]
-    if rest:
-        shown.append(Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}"))
-    following = [*(item.fix for item in shown[1:]), ""]
-    return [
-        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(shown, following, strict=False)
+    if rest := problems[_MOST_SHOWN:]:
+        problems[_MOST_SHOWN:] = [Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}")]
+    following = [*(item.fix for item in problems[1:]), ""]
+    return [  # what is to be done is said once, below all that it mends
+        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
     ]
 
 
@@ -123,28 +121,27 @@ def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
     names = names_of(members)
 
-    def counts(name: str, some: Sequence[Member] = members) -> dict[str, str]:
+    def by_machine(name: str, some: Sequence[Member] = members) -> dict[str, str]:
         return {names[item.node]: str(getattr(item, name)) for item in some}
 
     def each(numbers: Mapping[str, str]) -> str:
         return ", ".join(f"{name}: {number}" for name, number in numbers.items())
 
-    short = [item for item in members if 0 < item.gpus < item.per_node]
     where = "topology.gpus_per_node"
     fix = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
-    if len({*counts("nodes").values()}) > 1:
+    if len({item.nodes for item in members}) > 1:
         where, fix = "topology.nodes", "Start every machine with the same topology.nodes."
-        what = f"the machines do not agree on how many they are: {by_value(counts('nodes'))}"
-    elif len({*(per_node := counts("per_node")).values()}) > 1:
-        things = "GPUs" if per_node == counts("gpus") else "processes"
-        what = f"the machines do not have the same number of {things} ({each(per_node)})"
+        what = f"the machines do not agree on how many they are: {by_value(by_machine('nodes'))}"
+    elif len({item.per_node for item in members}) > 1:
+        things = "GPUs" if by_machine("per_node") == by_machine("gpus") else "processes"
+        what = f"the machines do not have the same number of {things} ({each(by_machine('per_node'))})"
         fix = fix.format(min(item.per_node for item in members))
-    elif short:
-        what = f"{members[0].per_node} GPUs on each machine are needed, but some have fewer ({each(counts('gpus', short))})"
+    elif short := [item for item in members if 0 < item.gpus < item.per_node]:
+        what = f"{members[0].per_node} GPUs on each machine are needed, but some have fewer ({each(by_machine('gpus', short))})"
         fix = fix.format(min(item.gpus for item in short))
     elif len({item.gpus > 0 for item in members}) > 1:
         where, fix = "topology", "Look at nvidia-smi and CUDA_VISIBLE_DEVICES there."
-        what = f"some machines have GPUs and others none ({by_value(counts('gpus'))})"
+        what = f"some machines have GPUs and others none ({by_value(by_machine('gpus'))})"
     else:
         return None
     return CheckFailed(what, where=where, fix=fix)
@@ -156,8 +153,8 @@ def unlike(members: Sequence[Member]) -> PacktrainError | None:
         return counts
     names = names_of(members)
     facts_of = {item.node: {**item.config, **item.versions} for item in members}
-    fixes = dict.fromkeys((key for item in members for key in item.config), SAME_CONFIG)
-    fixes |= dict.fromkeys((key for item in members for key in item.versions), SAME_VERSIONS)
+    fixes = {key: SAME_CONFIG for item in members for key in item.config}
+    fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}
     problems = differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
 

@@ -79,7 +79,7 @@ def launch_config(
     on several machines: without a hostfile DeepSpeed's own launcher (pdsh) starts independent trainings, with exit code 0,
     and it writes the whole environment to ~/.deepspeed_env.
     """
-    alone = processes.total == 1 or processes.joins
+    alone = processes.num_processes == 1 or processes.joins
     if alone:
         kind_settings: dict[str, Any] = {"distributed_type": "NO"}
     elif strategy in STAGES:
@@ -97,7 +97,7 @@ def launch_config(
         "compute_environment": "LOCAL_MACHINE",
         **kind_settings,
         "num_machines": 1 if alone else processes.nodes,
-        "num_processes": 1 if alone else processes.total,  # over all machines, as accelerate counts them
+        "num_processes": 1 if alone else processes.num_processes,  # over all machines, as accelerate counts them
         "machine_rank": node,
         "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
         "use_cpu": not gpus and alone,

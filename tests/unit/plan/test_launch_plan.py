@@ -74,7 +74,7 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
         trainer=Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5),
     )
     around = Surroundings(cpus=16, free_port=4321)
-    whole, fewer = plan_launch(config, around), plan_launch(config, around, left=(0, 3))
+    whole, fewer = plan_launch(config, around), plan_launch(config, around, machines=(0, 3))
     assert (fewer.nodes, fewer.node, fewer.num_processes, fewer.least_nodes) == (2, 1, 4, 2)
     assert fewer.batch.examples_per_step == whole.batch.examples_per_step
     assert whole.makes_do and whole.restarts == 1

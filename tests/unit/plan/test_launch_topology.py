@@ -12,7 +12,8 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.screen import print_plan
-from packtrain.plan.surroundings import Surroundings, expand
+from packtrain.plan.launchers import expand
+from packtrain.plan.surroundings import Surroundings
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}

@@ -358,6 +358,6 @@ def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
     room = found.total + found.outside
     assert replace(found, device=room).fits and not replace(found, device=room - 1).fits
-    bars = [str(row) for row in memory_bars(found, 100, plain=True)]
+    bars = [str(row) for row in memory_bars(found, 100)]
     name = "CUDA, NCCL" if communicators else "CUDA"
     assert any(row.startswith(f"{name:<11}{found.outside / GIB:>8.2f} ") for row in bars)
