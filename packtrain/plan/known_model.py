@@ -25,7 +25,9 @@ from packtrain.wording import shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_COUNT = re.compile(r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)")
+_COUNT = re.compile(
+    r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
+)
 _HEADER_LIMIT = 100 * 2**20
 _MOST_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
 FAST_ENOUGH = 1.5

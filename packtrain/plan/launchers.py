@@ -118,7 +118,9 @@ def read_process(
             rank, total, local, per_node = (read_number(env, name, 0) for name in names)
             address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
             if address is None:
-                what = f"mpirun has started {total} processes on several machines, and the first one's name is not known"
+                what = (
+                    f"mpirun has started {total} processes on several machines, and the first one's name is not known"
+                )
                 fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
                 raise UserError(what, where="topology.main_address", fix=fix)
             by, port = f"mpirun has started it ({names[0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
@@ -132,7 +134,13 @@ def read_process(
         total, per_node = allocation.tasks * len(allocation.hosts), allocation.tasks
         by, address = f"srun has started {per_node} tasks on each machine", allocation.hosts[0]
         port = port or allocation.port
-    numbers = {"RANK": rank, "WORLD_SIZE": total, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": port}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": total,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": per_node,
+        "MASTER_PORT": port,
+    }
     return by, {"MASTER_ADDR": address, **{name: str(number) for name, number in numbers.items()}}
 
 

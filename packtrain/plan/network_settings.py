@@ -163,7 +163,9 @@ def choose_network(
     Raises CheckFailed if a setting of the user names an interface that this machine does not have.
     """
     given = {**env, **(asked or {})}
-    sources = {name: f"{'topology.environment.' if name in (asked or {}) else 'environment variable '}{name}" for name in given}
+    sources = {
+        name: f"{'topology.environment.' if name in (asked or {}) else 'environment variable '}{name}" for name in given
+    }
     up = {item.name: item.addresses[0] for item in network.interfaces if item.up and item.addresses}
     interface, reason = _choose_interface(network, main_address)
     settings, problems = [], []

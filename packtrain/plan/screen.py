@@ -20,10 +20,9 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan.known_model import precision_in_words
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
-from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib
 from packtrain.run_folder import RunFolder
-from packtrain.wording import counted, visible
+from packtrain.wording import visible
 
 _INDENT = 11
 _WIDEST, _NARROWEST = 100, 40
@@ -78,7 +77,9 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple
         "data": _data(config.data),
         "processes": f"{launch.num_processes}{strategy}: {launch.reason}",
         "batch": launch.batch.sentence(),
-        "steps": f"{trainer.max_steps:,}" if trainer.max_steps else f"{epochs} (packtrain inspect counts the documents)",
+        "steps": f"{trainer.max_steps:,}"
+        if trainer.max_steps
+        else f"{epochs} (packtrain inspect counts the documents)",
         "precision": precision_in_words(config, gpu=gpu),
         "memory": memory if isinstance(memory, str) else memory.sentence(),
     }
@@ -148,19 +149,11 @@ def _oddities(config: RunConfig, launch: LaunchPlan) -> Iterator[str]:
     if steps is not None:
         if optim.warmup_steps >= max(steps, 1):
             yield f"optim.warmup_steps={optim.warmup_steps:g} of {steps:,} steps: the learning rate never reaches its peak"
-        for key in ("eval_every", "checkpoint_every"):
-            if (every := getattr(trainer, key)) is not None and every > steps:
-                yield f"trainer.{key}={every} is more than the run's {steps:,} steps"
         if trainer.checkpoint_every is None and steps >= _MANY_STEPS:
             yield f"no checkpoints in {steps:,} steps (trainer.checkpoint_every): a run that is killed starts anew"
     rate, adam = optim.learning_rate, optim.name.startswith(("adam", "paged_adam"))
-    if rate == 0:
-        yield "optim.learning_rate=0 trains nothing"
-    elif rate >= _LARGE_RATE[config.peft.kind] and config.model.init == "pretrained" and adam:
+    if rate >= _LARGE_RATE[config.peft.kind] and config.model.init == "pretrained" and adam:
         yield f"optim.learning_rate={rate:g} is large for a trained model; 1e-5 to 1e-4 is usual, with adapters ten times that"
-    plain = optim.bf16_rounding == "nearest" and config.model.dtype == "bfloat16" and config.peft.kind == "none"
-    if plain and config.strategy.name not in STAGES:
-        yield "bfloat16 weights without masters lose most updates in rounding (optim.bf16_rounding=auto)"
     if launch.gpus > launch.gpus_per_node and launch.role != "srun" and (not launch.in_process or processes == 1):
         yield f"{launch.gpus - launch.gpus_per_node} of {launch.gpus} visible GPUs are not used"
 

@@ -23,7 +23,10 @@ from packtrain.plan.network_settings import HostNetwork, read_network
 from packtrain.wording import whole
 
 _SMI_TIMEOUT_S = 20
-_FIRST_PORT, _PORTS = 20_000, 10_000  # these and Slurm's (launchers.py) are below Linux's range for outgoing connections
+_FIRST_PORT, _PORTS = (
+    20_000,
+    10_000,
+)  # these and Slurm's (launchers.py) are below Linux's range for outgoing connections
 INSTALL_CXX = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), or name one in CXX"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"

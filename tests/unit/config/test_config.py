@@ -12,8 +12,7 @@ import yaml
 
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, load_points, to_yaml
-from packtrain.config.keys import ADVICE, FOREIGN, keys
-from packtrain.config.removed_keys import REMOVED
+from packtrain.config.keys import REMOVED, keys
 from packtrain.config.rules import check
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
@@ -492,11 +491,6 @@ def test_open_limits_have_their_defaults(mode: str, batch: Batch, limits: tuple[
     assert batch.limits(mode) == limits
 
 
-def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
-    assert {target for target in FOREIGN.values() if target not in keys()} == {"model.config.model_type"}
-    assert not (set(FOREIGN) | set(ADVICE)) & {path.rpartition(".")[2] for path in keys()}
-
-
 @pytest.mark.parametrize(("path", "advice"), REMOVED.items())
 def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, advice: str) -> None:
     group, _, name = path.partition(".")
@@ -504,22 +498,6 @@ def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, adv
     assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "this key was removed", advice)
     named = re.findall(rf"\b(?:{'|'.join(groups())})\.\w+", advice)
     assert path not in keys() and set(named) <= keys().keys()
-
-
-def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
-    old: dict[str, dict[str, Any]] = {"objective": {"kind": "dpo", "loss": "nll"}}
-    for path in REMOVED:
-        group, _, name = path.partition(".")
-        old.setdefault(group, {})[name] = None
-    old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis", "checkpoint_timeout": 1800}
-    old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest", "largest_first": "auto"}
-    old["trainer"] |= {"save_dtype": "auto"}
-    old["optim"] |= {"epsilon": 1e-8, "master_weights": "auto", "rounding": "nearest"}
-    old["objective"] |= {"loss_type": "sigmoid", "kto_loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0}
-    old["objective"] |= {"label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5}
-    old["objective"] |= {"discopop_tau": 0.05, "use_weighting": False}
-    new = load_config(None, [*COMPLETE, "objective.kind=dpo"])
-    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == new
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:
