@@ -114,7 +114,8 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
     start = "" if len(incomplete) < len(word) else f"{sign}{name}="
     key = keys().get(name)
     known = options(name) if key is None else choices(key.type) or (("true", "false") if key.type is bool else ())
-    return [(f"{start}{item}", key.doc if key else name) for item in known if item.startswith(value)]
+    doc = key.doc if key else (groups()[name].__doc__ or "" if name in groups() else "")
+    return [(f"{start}{item}", doc) for item in known if item.startswith(value)]
 
 
 def _word_at_cursor(incomplete: str) -> str:

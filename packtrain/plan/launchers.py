@@ -76,6 +76,8 @@ def expand(hosts: str) -> tuple[str, ...]:
             parts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second part is a list of ranges
             choices = (_numbers(part) if at % 2 else [part] for at, part in enumerate(parts))
             names += map("".join, itertools.product(*choices))
+        if not names or hosts.count("[") != hosts.count("]"):
+            raise ValueError("no list")
     except ValueError as error:
         what = f"cannot read {shortened(hosts)} as a list of hosts: {error}"
         raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix="Slurm sets it.") from error

@@ -27,8 +27,7 @@ GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
 """Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
-"""Beside it for each communicator of several ranks: 12 MiB for each of two neighbours and 24 channels, and 256 MiB for NVLink SHARP,
-are 832 MiB (its issue 1685, transport/nvls.cc). Reported: 1.06 GB on 8 H100 (1685), 544 MB on 2 A100 (964)."""
+"""Beside it for each communicator of several ranks (docs/planning.md has the sources)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32

@@ -1,8 +1,8 @@
 """The network of a machine, and the settings of NCCL and gloo that it needs: one interface for both, towards the first machine.
 
 By default gloo takes the address to which the machine's own name resolves, often 127.0.0.1, which no other machine can reach.
-NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines, and
-all active RDMA ports, including slow ones and those of storage. The user's own settings are checked and left unchanged.
+NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines. The user's
+own settings are checked and left unchanged.
 """
 
 from __future__ import annotations
@@ -181,15 +181,7 @@ def choose_network(
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:
         raise CheckFailed(problems)
-    # InfiniBand alone: of RoCE's ports NCCL chooses those near a GPU
-    fabric = [item for item in network.ports if item.active and item.layer == "InfiniBand"]
-    if not gpus or not fabric or given.get("NCCL_IB_DISABLE") == "1":
-        return settings
-    if hca := given.get("NCCL_IB_HCA"):
-        return [*settings, NetworkSetting("NCCL_IB_HCA", None, f"{hca}, by {sources['NCCL_IB_HCA']}")]
-    rate = max(item.rate or 0 for item in fabric)
-    best = ",".join(f"{item.device}:{item.number}" for item in fabric if (item.rate or 0) == rate)
-    return [*settings, NetworkSetting("NCCL_IB_HCA", f"={best}", f"the active InfiniBand ports of {rate:g} Gbit/s")]
+    return settings
 
 
 def _choose_interface(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:

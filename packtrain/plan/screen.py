@@ -87,7 +87,9 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple
         fails = name == "memory" and isinstance(memory, Memory) and memory.fits is False
         yield from _wrapped(name, text, width, "bold red" if fails else "")
     if isinstance(memory, Memory):
-        yield from (("", row) for row in memory_bars(memory, width - _INDENT))
+        parts = {name: getattr(memory, name) or 0 for name in PARTS}
+        parts |= {"CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA": memory.outside} if memory.device else {}
+        yield from _wrapped("", " + ".join(f"{name} {in_gib(size)}" for name, size in parts.items() if size), width)
     if launch.network:
         chosen = ", ".join(f"{item.name}={item.value}" if item.value else item.name for item in launch.network)
         yield from _wrapped("network", f"{chosen} (--full says why)", width)
@@ -113,21 +115,6 @@ def _data(data: Data) -> str:
     held_out = held_out or (f"{data.eval:g} of it" if data.eval else "")
     text += f"; held out: {held_out}" if held_out else ""
     return f"{text}; cut at {data.max_length:,} tokens" if data.max_length else text
-
-
-def memory_bars(memory: Memory, width: int) -> Iterator[Text]:
-    """A row for each part, and one for the sum against the device, each with a bar, at most `width` cells wide."""
-    parts = {name: getattr(memory, name) or 0 for name in PARTS}
-    if memory.device is not None:
-        parts["CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA"] = memory.outside
-    total, cells = sum(parts.values()), max(width - 21, 8)
-    scale = max(total, memory.device or 0, 1)
-    for name, size in parts.items():
-        if size:
-            yield Text(f"{name:<11}{in_gib(size):>8} {'#' * max(cells * size // scale, 1)}")
-    free = "." * (cells * max((memory.device or 0) - total, 0) // scale)
-    style = "bold red" if memory.fits is False else "bold"
-    yield Text(f"{'sum':<11}{in_gib(total):>8} {'#' * (cells * total // scale)}{free}", style)
 
 
 def _folder(config: RunConfig) -> str:

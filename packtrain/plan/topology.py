@@ -12,6 +12,7 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
+from packtrain.plan.agreement import GPUS_PER_NODE
 from packtrain.plan.launchers import (
     DEFAULT_PORT,
     TORCH,
@@ -27,7 +28,6 @@ from packtrain.plan.surroundings import Surroundings
 from packtrain.wording import counted
 
 Role = Literal["train", "launch", "srun"]
-GPUS_PER_NODE = "topology.gpus_per_node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
 
 
 def _in_pod(topology: Topology, by: str, pod: Topology, surroundings: Surroundings) -> Processes:
+    _check_number("machine", pod.node_rank or 0, pod.nodes or 1, by)
     names = ("nodes", "node_rank", "gpus_per_node", "main_address")
     _agree(topology, by, **{name: getattr(pod, name) for name in names})
     _check_gpus(pod.gpus_per_node or 1, surroundings, GPUS_PER_NODE)

@@ -82,7 +82,7 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
     assert (alone.role, alone.num_processes) == ("launch", 1)
     assert "verify" not in alone.command.argv and plan_launch(config, around, "verify").restarts == 0
     joined = plan_launch(replace(config, topology=Topology()), replace(around, env=TORCHRUN))
-    assert [one.where for one in joined.obstacles] == ["trainer.restarts"]
+    assert [item.where for item in joined.obstacles] == ["trainer.restarts"]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,7 @@ def test_batch_arithmetic_is_exact_where_it_can_be(
     assert ("as many micro-batches as" in made.sentence()) == (micro_batches is None)
 
 
-@pytest.mark.parametrize(
-    ("examples", "per_device", "processes"), [(32, 8, 1), (33, 8, 2), (5, 2, 4), (7, 3, 2), (1, 8, 3), (64, 5, 3)]
-)
+@pytest.mark.parametrize(("examples", "per_device", "processes"), [(33, 8, 2), (5, 2, 4), (64, 5, 3)])
 @pytest.mark.parametrize("mode", ["padding", "padding_free"])
 def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
     mode: Any, examples: int, per_device: int, processes: int
@@ -246,18 +244,16 @@ def test_looking_around_finds_cores_and_a_port_that_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "max_steps", "known", "said"),
+    ("batch", "max_steps", "known"),
     [
-        ({"examples_per_step": 32}, 500, (500, 16000, None), "; the run is 500 steps, 16,000 documents at most"),
-        ({"tokens_per_step": 65536}, 500, (500, None, 32768000), "; the run is 500 steps, 32,768,000 tokens at most"),
-        ({"examples_per_step": 32}, None, (None, None, None), ""),
+        ({"examples_per_step": 32}, 500, (500, 16000, None)),
+        ({"tokens_per_step": 65536}, 500, (500, None, 32768000)),
+        ({"examples_per_step": 32}, None, (None, None, None)),
     ],
 )
-def test_steps_and_tokens_of_the_run_are_said_where_they_need_no_data(
-    batch: dict[str, int], max_steps: int | None, known: tuple[int | None, ...], said: str
+def test_steps_and_tokens_of_the_run_are_in_the_json_where_they_need_no_data(
+    batch: dict[str, int], max_steps: int | None, known: tuple[int | None, ...]
 ) -> None:
     config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
-    made = plan_launch(config, Surroundings()).batch
-    assert (made.steps, made.examples, made.tokens) == known
-    assert said in made.sentence() and ("the run is" in made.sentence()) == bool(said)
-    assert {"steps", "examples", "tokens", "summary"} < set(made.to_json())
+    document = plan_launch(config, Surroundings()).batch.to_json()
+    assert tuple(document[name] for name in ("steps", "examples", "tokens")) == known

@@ -14,7 +14,6 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
-from packtrain.plan.screen import memory_bars
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
@@ -250,7 +249,6 @@ def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
     assert found.buffers == 2 * (3 * layer + rest) + 2 * (layer + rest) + 4 * layer
-    assert known([*sized("llama"), "model.dtype=bfloat16"], 64, strategy="fsdp2").buffers == found.buffers
 
 
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
@@ -356,8 +354,5 @@ def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
 ) -> None:
     found = known(sized("llama"), processes, 80 * GIB, strategy)
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
-    room = found.total + found.outside
-    assert replace(found, device=room).fits and not replace(found, device=room - 1).fits
-    bars = [str(row) for row in memory_bars(found, 100)]
-    name = "CUDA, NCCL" if communicators else "CUDA"
-    assert any(row.startswith(f"{name:<11}{found.outside / GIB:>8.2f} ") for row in bars)
+    needed = found.total + found.outside
+    assert replace(found, device=needed).fits and not replace(found, device=needed - 1).fits

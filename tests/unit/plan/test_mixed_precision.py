@@ -47,7 +47,7 @@ def test_mixed_precision_is_decided_by_weights_and_device(
             "no mixed precision (unless the start finds bfloat16 1.5 times as fast",
         ),
         (["model.dtype=bfloat16"], True, "bfloat16 weights, no mixed precision (the weights are bfloat16 already)"),
-        (["model.dtype=auto"], True, "computed in bfloat16 (on GPUs that have it; on a CPU no; if they are float32)"),
+        (["model.dtype=auto"], True, "if they are float32, computed in bfloat16 (on GPUs that have it; on a CPU no)"),
         (["trainer.mixed_precision=bf16"], False, "float32 weights, computed in bfloat16 (asked for)"),
     ],
 )
