@@ -453,12 +453,12 @@ def _implied_by(verb: str | None) -> list[str]:
 
 def _checked(run: RunConfig, verb: str | None) -> RunConfig:
     """The config. Raises UserError if it is for another verb, or its model is known to be impossible."""
-    from packtrain.plan.known_model import check_model
+    from packtrain.plan.known_model import check_model_config
 
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
-    check_model(run.model)
+    check_model_config(run.model)
     return run
 
 

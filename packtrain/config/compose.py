@@ -67,7 +67,7 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in (*slurm.note_secrets(config.topology.setup), *rules.notes(config)):
+    for note in slurm.note_secrets(config.topology.setup):
         say(f"note: {note}")
     return config
 

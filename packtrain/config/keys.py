@@ -179,13 +179,16 @@ def advice_for(path: str) -> str:
         return advice
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
-    leaves = {item.rpartition(".")[2]: item for item in known}
     of_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
     meant = [item for item in known if item.rpartition(".")[2] == leaf]
-    if not meant and leaf in _OTHER_NAMES:
-        meant = [_OTHER_NAMES[leaf]]
+    meant = meant or ([_OTHER_NAMES[leaf]] if leaf in _OTHER_NAMES else [])
     meant = meant or [f"{group}.{name}" for name in near(rest, of_group) if rest] or near(path, [*known, *groups()])
-    meant = meant or [leaves[name] for name in near(leaf, leaves)]
+    meant = meant or [
+        item
+        for name in near(leaf, [item.rpartition(".")[2] for item in known])
+        for item in known
+        if item.endswith(f".{name}")
+    ]
     if meant:
         return f"Did you mean {' or '.join(meant)}?"
     if of_group:

@@ -25,7 +25,7 @@ from packtrain.redact import learn
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
 _MOST, _DEEPEST = 10_000, 40  # values and levels, aliases written out; OmegaConf recurses several times as deep
-_OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_MISREAD_NUMBER = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 takes for something else: 010 (8) and 1:30 (90)."""
 
 
@@ -105,7 +105,7 @@ def read_config(path: Path) -> ConfigFile:
             if len(lines) > _MOST or key.count(".") + key.count("[") > _DEEPEST:
                 what = f"more than {_MOST} values or {_DEEPEST} levels, with aliases (*) written out"
                 raise UserError(what, where=where, fix="Write less, or name a file with the data.")
-            if value.tag.endswith((":int", ":float")) and _OF_YAML_1_1.fullmatch(value.value):
+            if value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
                 what = f"YAML takes {value.value} for another number (octal or base 60)"
                 raise UserError(what, where=where, fix="Write the number in full digits, or in quotes if it is text.")
             lines.setdefault(key, first.start_mark.line + 1)

@@ -62,7 +62,7 @@ class Layers:
     vocabulary: int
 
 
-def check_model(model: Model) -> None:
+def check_model_config(model: Model) -> None:
     """Raises UserError with the values of model.config that no model can have."""
     problems = []
     for name, value in model.config.items():
@@ -109,7 +109,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
-def layers_of(sizes: Mapping[str, Any]) -> Layers:
+def read_layers(sizes: Mapping[str, Any]) -> Layers:
     """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
@@ -241,26 +241,28 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
-    of = layers_of(sizes)
-    bias = of.kind == "qwen2" or (of.kind != "mistral" and sizes.get("attention_bias", False))
-    parts = {"input_layernorm": (of.hidden,), "post_attention_layernorm": (of.hidden,)}
-    parts |= {f"mlp.{name}": (of.inner, of.hidden) for name in ("gate_proj", "up_proj")}
-    parts |= {"mlp.down_proj": (of.hidden, of.inner), "self_attn.o_proj": (of.hidden, of.query)}
-    parts |= {f"self_attn.{name}": (rows, of.hidden) for name, rows in _rows(of)}
-    if of.kind == "qwen3":
-        parts |= {f"self_attn.{name}": (of.head,) for name in ("q_norm", "k_norm")}
+    layers = read_layers(sizes)
+    bias = layers.kind == "qwen2" or (layers.kind != "mistral" and sizes.get("attention_bias", False))
+    parts = {"input_layernorm": (layers.hidden,), "post_attention_layernorm": (layers.hidden,)}
+    parts |= {f"mlp.{name}": (layers.inner, layers.hidden) for name in ("gate_proj", "up_proj")}
+    parts |= {"mlp.down_proj": (layers.hidden, layers.inner), "self_attn.o_proj": (layers.hidden, layers.query)}
+    parts |= {f"self_attn.{name}": (rows, layers.hidden) for name, rows in _rows(layers)}
+    if layers.kind == "qwen3":
+        parts |= {f"self_attn.{name}": (layers.head,) for name in ("q_norm", "k_norm")}
     layer = {f"{name}.weight": shape for name, shape in parts.items()}
     if bias:
-        layer |= {f"self_attn.{name}.bias": (rows,) for name, rows in _rows(of)}
-        layer |= {"self_attn.o_proj.bias": (of.hidden,)} if of.kind != "qwen2" else {}
-    outside = {"model.embed_tokens.weight": (of.vocabulary, of.hidden), "model.norm.weight": (of.hidden,)}
+        layer |= {f"self_attn.{name}.bias": (rows,) for name, rows in _rows(layers)}
+        layer |= {"self_attn.o_proj.bias": (layers.hidden,)} if layers.kind != "qwen2" else {}
+    outside = {"model.embed_tokens.weight": (layers.vocabulary, layers.hidden), "model.norm.weight": (layers.hidden,)}
     if not sizes.get("tie_word_embeddings", False):
-        outside["lm_head.weight"] = (of.vocabulary, of.hidden)
-    return outside | {f"model.layers.{at}.{name}": shape for at in range(of.number) for name, shape in layer.items()}
+        outside["lm_head.weight"] = (layers.vocabulary, layers.hidden)
+    return outside | {
+        f"model.layers.{at}.{name}": shape for at in range(layers.number) for name, shape in layer.items()
+    }
 
 
-def _rows(of: Layers) -> tuple[tuple[str, int], ...]:
-    return ("q_proj", of.query), ("k_proj", of.key), ("v_proj", of.key)
+def _rows(layers: Layers) -> tuple[tuple[str, int], ...]:
+    return ("q_proj", layers.query), ("k_proj", layers.key), ("v_proj", layers.key)
 
 
 def _endings(layer: str) -> Iterator[str]:

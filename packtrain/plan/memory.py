@@ -19,7 +19,7 @@ from typing import Any
 from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.known_model import Layers, adapter_shapes, is_adapted, layers_of, plan_precision, weights_of
+from packtrain.plan.known_model import Layers, adapter_shapes, is_adapted, plan_precision, read_layers, weights_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.reference_choice import reference_of
 
@@ -209,12 +209,12 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
     batch = _fullest(config, model.width)
     try:
-        layers = layers_of(model.sizes)
+        layers = read_layers(model.sizes)
     except UserError as error:
         return None, f"not known: {error}"
     if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
-    waiting, working = of_the_layers(config, layers, batch)
+    waiting, working = count_layers(config, layers, batch)
     # the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight
     head = batch.tokens * layers.hidden * (batch.compute + 4)
     if not config.objective.traits.scores:  # else it is one number a token
@@ -336,28 +336,28 @@ def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     return FullestBatch(most, masked, width, 2 if config.trainer.mixed_precision == "bf16" else width)
 
 
-def of_the_layers(config: RunConfig, of: Layers, batch: FullestBatch) -> tuple[int, int]:
+def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    layer = batch.tokens * _of_a_layer(config, of, batch)
-    gradients = batch.tokens * 2 * of.inner * batch.compute  # of the tensors inside the MLP
-    last_norm = batch.tokens * of.hidden * (4 + batch.weight)
+    layer = batch.tokens * _count_layer(config, layers, batch)
+    gradients = batch.tokens * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    last_norm = batch.tokens * layers.hidden * (4 + batch.weight)
     if config.trainer.gradient_checkpointing:
-        return of.number * batch.tokens * of.hidden * batch.weight + last_norm, layer + gradients
-    return of.number * layer + last_norm, gradients
+        return layers.number * batch.tokens * layers.hidden * batch.weight + last_norm, layer + gradients
+    return layers.number * layer + last_norm, gradients
 
 
-def _of_a_layer(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
+def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
-    norms = 2 * of.hidden * (4 + (batch.weight if full else 0)) + 8
-    if of.kind == "qwen3":
-        norms += (of.query + of.key) * (4 + (compute if full else 0))
-    keys = of.query if batch.masked else of.key  # a mask makes sdpa repeat them for every head
-    attention = compute * (2 * of.query + 2 * keys + (batch.masked or 0)) + 4 * of.heads
-    return norms + attention + 3 * of.inner * compute + _of_inputs(config, of, batch)
+    norms = 2 * layers.hidden * (4 + (batch.weight if full else 0)) + 8
+    if layers.kind == "qwen3":
+        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    keys = layers.query if batch.masked else layers.key  # a mask makes sdpa repeat them for every head
+    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads
+    return norms + attention + 3 * layers.inner * compute + _count_inputs(config, layers, batch)
 
 
-def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
+def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Bytes per token that the linear layers of one layer keep of their inputs, if their weights or adapters are trained.
 
     Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
@@ -373,5 +373,5 @@ def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     width = batch.compute if full else 2 if autocast else 4
     shared = (reading("self_attn", "q_proj", "k_proj", "v_proj"), reading("mlp", "gate_proj", "up_proj"))
     hidden = sum(number if copied else min(number, 1) for number in shared)
-    query = of.query if copied and not full and reading("self_attn", "o_proj") else 0
-    return width * (hidden * of.hidden + query + of.inner * reading("mlp", "down_proj"))
+    query = layers.query if copied and not full and reading("self_attn", "o_proj") else 0
+    return width * (hidden * layers.hidden + query + layers.inner * reading("mlp", "down_proj"))

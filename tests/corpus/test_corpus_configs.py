@@ -129,11 +129,6 @@ def _has(text: str | bytes, key: str) -> bool:
 TAKEN = {
     "nothing": ("", "owner/model"),
     "a learning rate of 10": ("optim: {learning_rate: 10}\n", "is large for a trained model"),
-    "eval equal to train": ("data: {eval: owner/data}\n", "data.eval: owner/data is trained on too"),
-    "eval among train": (
-        "data: {train: [owner/data, owner/b], eval: [owner/b]}\n",
-        "data.eval: owner/b is trained on too",
-    ),
     "9,000 names of layers that only loading can check": (
         "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
         "    num_attention_heads: 1}\n"

@@ -124,7 +124,11 @@ KINDS: dict[str, Make] = {
     "a link to itself": lambda at: at.symlink_to(at.name),
     "1 GB": sparse,
 }
-AS_CONFIG = {f"a config that is {kind}": (("plan", "c.yaml"), "c.yaml", make) for kind, make in KINDS.items()}
+AS_CONFIG = {
+    f"a config that is {kind}": (("plan", "c.yaml"), "c.yaml", make)
+    for kind, make in KINDS.items()
+    if make is not sparse
+}
 PLACES = {
     "model.path": "m",
     "model.tokenizer": "m",

@@ -16,7 +16,9 @@ from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
+_LAUNCH_VARIABLE = (
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
+)
 _COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
 _POSITIVE = ("num_cycles", "power")
 _RATES, _RATIOS = ("min_lr", "lr_end"), ("min_lr_rate", "min_lr_ratio")
@@ -47,14 +49,6 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_topology(config.topology),
         *check_strategy(config),
     ]
-
-
-def notes(config: RunConfig) -> Iterator[str]:
-    """What is possible, and mostly not meant."""
-    trained = {(source.path, source.split, source.subset) for source in sources(config.data.train)}
-    for source in sources(config.data.eval, "eval"):
-        if (source.path, source.split, source.subset) in trained:
-            yield f"data.eval: {source.path} is trained on too, so its loss says nothing about other documents"
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -262,7 +256,7 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         path = (f"topology.environment.{name}",)
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield Fault(path, f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
-        elif re.fullmatch(_OF_LAUNCH, name):
+        elif re.fullmatch(_LAUNCH_VARIABLE, name):
             yield Fault(path, "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
         elif speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
