@@ -259,11 +259,6 @@ def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> Non
         assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
 
 
-def test_a_reference_model_is_spread_where_weights_are() -> None:
-    dpo = [*sized("llama"), "objective.kind=dpo"]
-    assert known(dpo, 8, strategy="zero2").reference == 8 * known(dpo, 8, strategy="zero3").reference
-
-
 def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
     lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
     ddp, zero2 = known(lora), known(lora, strategy="zero2")
@@ -304,11 +299,6 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
     assert known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=1).fits is False
 
 
-def test_a_model_of_the_hub_is_counted_from_sizes_that_are_given() -> None:
-    given = ["model.init=pretrained", "model.path=owner/model", "model.dtype=auto", *sized("llama")]
-    assert known(given).weights == 2 * known(sized("llama")).parameters
-
-
 @pytest.mark.parametrize(
     ("processes", "overrides", "strategy", "tries"),
     [
@@ -330,11 +320,6 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
     assert "of the 1.00 GiB of each GPU: DOES NOT FIT" in found.sentence() and found.advice in found.sentence()
     assert found.to_json()["fits"] is False
     assert known([*model, *overrides], processes, 500 * GIB, strategy).fits
-
-
-def test_whether_a_run_fits_is_known_where_the_size_of_the_gpus_is() -> None:
-    assert known(sized("llama"), device=40 * GIB).fits
-    assert known(sized("llama")).fits is None
 
 
 @pytest.mark.parametrize(

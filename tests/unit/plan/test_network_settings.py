@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from packtrain.config.schema import Batch, RunConfig, Topology
 from packtrain.errors import CheckFailed
-from packtrain.launch.rendezvous import own_addresses
 from packtrain.plan import network_settings as interfaces
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network_settings import HostNetwork, Interface, Port, choose_network, read_network
@@ -117,21 +115,6 @@ def test_rdma_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
         Port("mlx5_10", active=False, rate=10, layer="Ethernet"),
         Port("mlx5_2", rate=400),
     )
-
-
-@pytest.mark.parametrize("error", [OSError(1, "no"), RuntimeError("no"), psutil.AccessDenied()])
-def test_a_machine_that_hides_its_addresses_can_still_be_planned_for(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise error
-
-    monkeypatch.setattr(psutil, "net_if_addrs", refuse)
-    seen = read_network("127.0.0.1")
-    assert (seen.interfaces, seen.own_address) == ((), "127.0.0.1")
-    assert own_addresses() == ()
-    chosen = choose_network(seen, {"GLOO_SOCKET_IFNAME": "eth7"}, main_address="10.0.0.1", gpus=False)
-    assert [one.value for one in chosen] == [None]
 
 
 def test_the_interface_that_leads_far_away_has_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
