@@ -383,12 +383,12 @@ def _implied_by(verb: str | None) -> list[str]:
 
 def _check_verb(run: RunConfig, verb: str) -> None:
     """Raises UserError if the config is for another verb, or its model is known to be impossible."""
-    from packtrain.plan.known_model import check_model
+    from packtrain.plan.known_model import check_model_config
 
     if verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
-    check_model(run.model)
+    check_model_config(run.model)
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:

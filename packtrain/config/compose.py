@@ -4,8 +4,8 @@ Files are composed by Hydra's rules (defaults lists, groups, interpolation) and 
 it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
 (validate.py): that is what allows more than one error per start.
 
-A key of a file that has nothing to act on any more, because the command line changed another one, is dropped: `data.eval=null`
-takes `trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
+A key of a file that has nothing to act on any more, because the command line sets another one, is dropped: `data.eval=null` takes
+`trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from packtrain.config import rules
 from packtrain.config.keys import Fault, keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
-from packtrain.config.rules import paths_and_packages as missing
-from packtrain.config.rules import secrets, slurm
+from packtrain.config.rules import paths_and_packages, slurm
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
@@ -68,7 +67,7 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in (*secrets.notes(config.topology.setup), *rules.notes(config)):
+    for note in slurm.note_secrets(config.topology.setup):
         say(f"note: {note}")
     return config
 
@@ -97,9 +96,7 @@ def load_points(
     swept = {text: values for text in overrides if (values := values_of_sweep(text, MOST_POINTS)) is not None}
     shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
     if not swept or number > MOST_POINTS:
-        what = (
-            "there is nothing to sweep: no key has several values" if not swept else f"more than {MOST_POINTS:,} runs"
-        )
+        what = f"more than {MOST_POINTS:,} runs" if swept else "there is nothing to sweep: no key has several values"
         fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit mostly is 1,000 (MaxArraySize)."
         raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
     notes: dict[str, None] = {}  # in order
@@ -113,9 +110,11 @@ def load_points(
         return points, shared
     names = [re.sub(r"[^\w.=-]+", "-", "_".join(item.lstrip("+") for item in point.chosen)) for point in points]
     names = [name[:_LONGEST_NAME] for name in names]
-    unique, named = len(set(names)) == number, []
-    for at, (point, name) in enumerate(zip(points, names, strict=True)):
-        folder = f"{point.config.trainer.output_dir}/{name if unique else f'{at}-{name}'}"
+    if len(set(names)) < number:
+        names = [f"{at}-{name}" for at, name in enumerate(names)]
+    named = []
+    for point, name in zip(points, names, strict=True):
+        folder = f"{point.config.trainer.output_dir}/{name}"
         config = replace(point.config, trainer=replace(point.config.trainer, output_dir=folder))
         named.append(Point(config, (*point.chosen, assignment("trainer.output_dir", folder))))
     return named, shared
@@ -147,7 +146,6 @@ class _Composition:
         self._file, self._beside = file, file.parent if file else None
         self._chosen = {key: (str(item.choice), item.where) for key, item in chosen.items()}
         self._places: dict[str, str] = {}
-        self._changed: set[str] = set()
         self._used: set[str] = set()
         self._open: list[Path] = []
 
@@ -163,25 +161,24 @@ class _Composition:
 
     def change(self, argument: Argument) -> list[Problem]:
         """Carries out an argument that sets or takes away a key."""
-        before = self._value(argument.key)
         problem = carry_out(argument, self.values)
         if problem is None:
-            if self._value(argument.key) != before:
-                self._changed.add(argument.key)
             inside = (f"{argument.key}.", f"{argument.key}[")
             self._places = {key: place for key, place in self._places.items() if not key.startswith(inside)}
             self._places[argument.key] = COMMAND_LINE
         return [problem] if problem else []
 
     def made_idle(self, fault: Fault) -> bool:
-        """Whether a key that a file sets has nothing to act on, because the command line changed another one."""
+        """Whether a key that a file sets has nothing to act on, because the command line sets another one."""
         place = self._places.get(fault.keys[0], COMMAND_LINE)
-        return fault.because in self._changed and not place.startswith(COMMAND_LINE)
+        by_command = fault.because.partition(".")[0] in self._chosen
+        by_command |= self._places.get(fault.because, "") == COMMAND_LINE
+        return by_command and not place.startswith(COMMAND_LINE)
 
     def drop(self, fault: Fault) -> str:
         """Gives the idle key its default; returns what is said about it."""
         idle = fault.keys[0]
-        text = f"{self._where(idle)}={self._value(idle)}: dropped, as {fault.because} was changed on the command line"
+        text = f"{self._where(idle)}={OmegaConf.select(self.values, idle)}: dropped, as the command line sets {fault.because}"
         OmegaConf.update(self.values, idle, keys()[idle].default, merge=False)
         del self._places[idle]  # no key is dropped twice
         return f"{text} ({fault.what})"
@@ -199,10 +196,6 @@ class _Composition:
             if item in self._places:
                 return f"{self._places[item]}, {key}"
         return f"{shown(self._file)}, {key}" if self._file else key
-
-    def _value(self, key: str) -> Any:
-        with suppress(OmegaConfBaseException):  # an interpolation that leads nowhere
-            return OmegaConf.select(self.values, key, default=keys()[key].default if key in keys() else None)
 
     def _add(self, file: ConfigFile, group: str, place: str) -> None:
         """Merges what a file names in its defaults list and, where that says `_self_` (or last), its own keys into `group`.
@@ -244,8 +237,6 @@ class _Composition:
             self.values = cast(DictConfig, OmegaConf.merge(self.values, {group: own} if group else own))
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(str(error).split("\n")[0], where=shown(file.path)) from error
-        if group in self._chosen:
-            self._changed.update(f"{group}.{key}" for key in file.lines)
         for key in file.lines:
             self._places[f"{group}.{key}" if group else key] = place or file.place(key)
 
@@ -286,8 +277,8 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     impossible = [
         *rules.check(config, given),
         *slurm.check(config.topology, config.trainer.resume),
-        *secrets.check(asdict(config)),
-        *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),
+        *slurm.check_secrets(asdict(config)),
+        *paths_and_packages.check(config),
     ]
     return config, faults + _new(impossible, faults, spoilt)
 

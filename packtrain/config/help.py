@@ -1,27 +1,22 @@
 """Every key in words, from schema.py alone: the text of `packtrain sft -h`, the page docs/config.md, and completion in the shell.
 
-`python -m packtrain.config.help > docs/config.md` writes the page anew. Completion reads names only (schema.py, folders), so
-that a tab is answered at once. bash cuts words at `=` and replaces only what follows it, so there a value is offered without
-its key.
+`python -m packtrain.config.help > docs/config.md` writes the page anew. bash cuts words at `=` and replaces only what follows it, so
+there a value is offered without its key.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
-from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import DataSource, groups
 from packtrain.config.yaml_files import SUFFIX, options, shipped
 
 PREFIXES = "+~"
-_PATHS = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "trainer.resume")
-
 INTRODUCTION = """\
 # Config keys
 
@@ -100,65 +95,35 @@ def _default(value: Any) -> str:
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
     """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
-    if "=" in _word(incomplete) or incomplete[:1] in tuple(PREFIXES):
-        return complete_override(incomplete)
-    recipes = (f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}"))
-    files = {name for name in recipes if name.startswith(incomplete)}
-    for deeper in ("*", "*/*"):  # what begins so, and what lies in folders that do
-        files.update(glob.glob(f"{glob.escape(incomplete)}{deeper}{SUFFIX}"))
+    files = {f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")}
+    files = {name for name in files if name.startswith(incomplete)} | set(
+        glob.glob(f"{glob.escape(incomplete)}*{SUFFIX}")
+    )
     return [(file, "config") for file in sorted(files)] or complete_override(incomplete)
 
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
-    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value.
-
-    A key that is the only one is offered with its values as well: two candidates keep the shell from closing the word.
-    """
-    word = _word(incomplete)
-    name = word.lstrip(PREFIXES)
-    sign = word[: len(word) - len(name)]
-    name, given, value = name.partition("=")
-    if given:
-        start = "" if len(incomplete) < len(word) else f"{sign}{name}="
-        return [(f"{start}{item}", doc) for item, doc in _values(name, value) if item.startswith(value)]
-    docs = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
-    docs |= {path: key.doc for path, key in keys().items()}
-    known = [path for path in docs if path.startswith(name)]
-    if sign == "~":
-        return [(f"~{path}", docs[path]) for path in known]
-    offered = [(f"{sign}{path}=", docs[path]) for path in known]
-    alone = _values(known[0], "") if len(known) == 1 else ()
-    return offered + [(f"{sign}{known[0]}={item}", doc) for item, doc in alone if item]
+    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value."""
+    word = _word_at_cursor(incomplete)
+    sign = word[: len(word) - len(word.lstrip(PREFIXES))]
+    name, given, value = word.removeprefix(sign).partition("=")
+    if not given:
+        docs = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
+        docs |= {path: key.doc for path, key in keys().items()}
+        return [(f"{sign}{path}{'' if sign == '~' else '='}", docs[path]) for path in docs if path.startswith(name)]
+    start = "" if len(incomplete) < len(word) else f"{sign}{name}="
+    key = keys().get(name)
+    known = options(name) if key is None else choices(key.type) or (("true", "false") if key.type is bool else ())
+    doc = key.doc if key else (groups()[name].__doc__ or "" if name in groups() else "")
+    return [(f"{start}{item}", doc) for item in known if item.startswith(value)]
 
 
-def _word(incomplete: str) -> str:
-    """The whole word at the cursor: in bash, `incomplete` may be only what follows its `=`."""
-    words, at = os.environ.get("COMP_WORDS"), os.environ.get("COMP_CWORD", "")
-    if words is None or not at.isdigit():
-        return incomplete
-    try:
-        split = shlex.split(words)
-    except ValueError:  # a quote that is still open
-        return incomplete
-    before, cursor = split[: int(at)], split[int(at) :][:1]
-    if cursor == ["="]:  # the cursor is at the `=` of `key=`
-        return f"{before[-1]}="
-    return f"{before[-2]}={incomplete}" if len(before) > 1 and before[-1] == "=" else incomplete
-
-
-def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
-    """Values of a key or choices of a group."""
-    if name in groups():
-        yield from ((choice, f"configs/{name}/{choice}{SUFFIX}") for choice in options(name))
-    if (key := keys().get(name)) is None:
-        return
-    known = choices(key.type) or (("true", "false") if key.type is bool else ())
-    known += template_names() if name == "data.chat_template" else ()
-    yield from ((f"[{value}]" if isinstance(key.default, list) else value, key.doc) for value in known)
-    for path in glob.glob(f"{glob.escape(start)}*") if name in _PATHS else ():
-        yield (f"{path}{os.sep}" if os.path.isdir(path) else path), "file"
-    if not known and not isinstance(key.default, (list, dict)):
-        yield _default(key.default), "default"
+def _word_at_cursor(incomplete: str) -> str:
+    """The whole word: in bash, `incomplete` may be only what follows its `=`."""
+    before = os.environ.get("COMP_WORDS", "").split()[: int(os.environ.get("COMP_CWORD") or 0) + 1]
+    if before[-1:] == ["="]:  # the cursor is behind the `=` of `key=`
+        return "".join(before[-2:])
+    return "".join(before[-3:-1]) + incomplete if before[-2:-1] == ["="] else incomplete
 
 
 if __name__ == "__main__":

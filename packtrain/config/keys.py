@@ -1,7 +1,7 @@
 """The dataclasses of schema.py as a flat list of keys: their types in words, which key was meant, which may change on resuming.
 
-From a key that does not exist to the one that was meant there are three ways, in this order: the same name in another group,
-the names of other trainers (TRL, transformers, axolotl), and close spelling.
+From a key that does not exist to the one that was meant there are these ways: keys that packtrain once had, the same name in another
+group, a few names of other trainers, and close spelling.
 """
 
 from __future__ import annotations
@@ -15,45 +15,60 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.removed_keys import REMOVED
+from packtrain.config.objective import OPTIONS
 from packtrain.config.schema import groups
 
-# The words of TRL, transformers, peft and axolotl for what we have under another name, where spelling does not lead to it.
-_OTHER_NAMES = {
-    "model.path": ("base_model", "model_id", "model_name", "model_name_or_path"),
-    "batch.examples_per_step": ("batch_size", "global_batch_size", "train_batch_size"),
-    "trainer.mixed_precision": ("bf16",),
-    "data.loss_on": ("assistant_only_loss", "completion_only_loss"),
-    "data.max_length": ("cutoff_len", "max_seq_length", "sequence_len"),
-    "data.train": ("dataset", "dataset_name", "dataset_path", "datasets", "train_dataset"),
-    "data.eval": ("eval_dataset", "val_set_size"),
-    "trainer.eval_every": ("eval_steps",),
-    "topology.gpus_per_node": ("gpus", "nproc_per_node", "num_gpus", "num_processes"),
-    "optim.max_grad_norm": ("grad_clip", "gradient_clipping"),
-    "trainer.log_every": ("logging_steps",),
-    "peft.alpha": ("lora_alpha",),
-    "peft.r": ("lora_r",),
-    "optim.learning_rate": ("lr",),
-    "optim.schedule": ("lr_scheduler", "lr_scheduler_type"),
-    "optim.schedule_options": ("lr_scheduler_kwargs",),
-    "batch.examples_per_device": ("micro_batch_size", "per_device_train_batch_size"),
-    "model.config.model_type": ("model_type",),
-    "topology.nodes": ("nnodes", "num_machines", "num_nodes"),
-    "topology.sbatch": ("account", "constraint", "gres", "job_name", "mem", "partition", "qos"),
-    "optim.name": ("optimizer",),
-    "packing.mode": ("padding_free", "sample_packing"),
-    "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
-    "objective.beta": ("pref_beta", "rl_beta"),
-    "objective.loss": ("loss_type", "pref_loss"),
-    "trainer.resume": ("resume_from_checkpoint",),
-    "trainer.checkpoint_every": ("save_steps",),
-    "trainer.keep_checkpoints": ("save_total_limit",),
-    "model.tokenizer": ("tokenizer_name_or_path",),
-    "data.overlong": ("truncation_mode",),
-    "data.split_text": ("sample_by",),
-    "topology.kind": ("use_cpu",),
+_OPTION = "It is now an entry of objective.options, by TRL's name: {}."
+REMOVED = {
+    "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
+    "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
+    **{f"objective.{name}": _OPTION.format(name) for options in OPTIONS.values() for name in options},
+    "objective.kto_loss": "It is now objective.loss.",
+    "objective.loss_type": "It is now objective.loss.",
+    "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
+    "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
+    "optim.master_weights": "true is the default of optim.bf16_rounding; false is optim.bf16_rounding=nearest.",
+    "optim.rounding": "It is now optim.bf16_rounding=stochastic.",
+    **{
+        f"topology.{name}": f"It is now a line of topology.sbatch: --{option}=…"
+        for name, option in {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}.items()
+    },
+    **{
+        f"topology.{name}": f"It is now a line of topology.sbatch: --{name}=…"
+        for name in ("account", "constraint", "gres", "partition", "qos")
+    },
+    "topology.checkpoint_timeout": "A checkpoint may take three times topology.step_timeout, and the others wait so long.",
+    "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
+    "topology.container_mounts": "They are now options of the container that topology.command starts: docs/slurm.md.",
+    "topology.container_runtime": "It is now named in topology.command: docs/slurm.md has the lines.",
+    "topology.gpu_memory": "It is now an option: packtrain plan --gpu-memory 80.",
+    "topology.modules": "They are now lines of topology.setup: module load NAME.",
+    "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
+    "trainer.float32_matmul": "float32 products are IEEE's. Any GPU with TF32 has bfloat16, which is faster: trainer.mixed_precision.",
+    "trainer.largest_first": "The largest micro-batch runs before step 1 on GPUs, except with trainer.torch_compile.",
+    "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
+    "trainer.save_dtype": "It is now optim.bf16_rounding=never (final/ in float32) or final (in bfloat16).",
+    "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
-FOREIGN = {name: key for key, names in _OTHER_NAMES.items() for name in names}
+"""The path of a removed key → what to write in its place."""
+_OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not lead to ours
+    "base_model": "model.path",
+    "batch_size": "batch.examples_per_step",
+    "bf16": "trainer.mixed_precision",
+    "dataset": "data.train",
+    "eval_steps": "trainer.eval_every",
+    "gpus": "topology.gpus_per_node",
+    "lr": "optim.learning_rate",
+    "lr_scheduler_type": "optim.schedule",
+    "model_name_or_path": "model.path",
+    "nnodes": "topology.nodes",
+    "partition": "topology.sbatch",
+    "per_device_train_batch_size": "batch.examples_per_device",
+    "ref_model": "objective.reference",
+    "resume_from_checkpoint": "trainer.resume",
+    "save_steps": "trainer.checkpoint_every",
+    "sequence_len": "data.max_length",
+}
 RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
 """The groups that a checkpoint records. A key of theirs that is changed is decisive unless it is free or fixed: one that is forgotten
 here is refused on resuming, and no run takes another course without a word."""
@@ -73,9 +88,6 @@ ADVICE = {
     "lora": "Choose peft=lora; r, alpha and the others are keys of peft.",
     "gradient_accumulation_steps": "Accumulation is derived: set batch.examples_per_step, and what fits a device "
     "with batch.examples_per_device or batch.tokens_per_device.",
-    "dataloader_num_workers": REMOVED["trainer.loader_workers"],
-    "dataset_num_proc": REMOVED["data.workers"],
-    "per_device_eval_batch_size": "Evaluation uses the same limits: batch.examples_per_device, batch.tokens_per_device.",
     "warmup_ratio": "Set optim.warmup_steps; a value below 1 is a fraction of all steps.",
 }
 
@@ -167,14 +179,16 @@ def advice_for(path: str) -> str:
         return advice
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
-    leaves = {item.rpartition(".")[2]: item for item in known}
     of_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
     meant = [item for item in known if item.rpartition(".")[2] == leaf]
-    if not meant and leaf in FOREIGN:
-        meant = [FOREIGN[leaf]]
+    meant = meant or ([_OTHER_NAMES[leaf]] if leaf in _OTHER_NAMES else [])
     meant = meant or [f"{group}.{name}" for name in near(rest, of_group) if rest] or near(path, [*known, *groups()])
-    meant = meant or [leaves[name] for name in near(leaf, leaves)]
-    meant = meant or [FOREIGN[name] for name in near(leaf, FOREIGN, 1, 0.8)]
+    meant = meant or [
+        item
+        for name in near(leaf, [item.rpartition(".")[2] for item in known])
+        for item in known
+        if item.endswith(f".{name}")
+    ]
     if meant:
         return f"Did you mean {' or '.join(meant)}?"
     if of_group:
@@ -200,10 +214,7 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
             what = f"{name} cannot change: what the checkpoint holds would not fit"
             yield Fault(where, what, "Start over with trainer.resume=never.")
         elif name not in known and not name.startswith("model.config."):
-            leaf = name.rpartition(".")[2]
-            fix = suggest(name, known, "Name keys as the refusal does.")
-            fix = f"Did you mean {FOREIGN[leaf]}?" if leaf in FOREIGN else fix
-            yield Fault(where, f"there is no key {name!r}", fix)
+            yield Fault(where, f"there is no key {name!r}", suggest(name, known, "Name keys as the refusal does."))
 
 
 def _key(item: Field[Any], kind: Any, path: str) -> Key:

@@ -1,7 +1,7 @@
 """The command line's `key=value` arguments, in Hydra's grammar: read, and carried out on the values that the files gave.
 
-As in Hydra, `key=value` sets, `~key` takes away, and `group=choice` selects a file. Unlike there, a key or group need not be
-mentioned in any file, since every key of ours exists (schema.py): so `+key` and `++key` set, too.
+As in Hydra, `key=value` sets, `~key` takes away, and `group=choice` selects a file. Unlike there, `+key` and `++key` set, too, since
+every key of ours exists (schema.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from packtrain.errors import Problem, UserError
 
 COMMAND_LINE = "command line"
 _NO_SWEEP = "sweeps over several values are not supported"
-_SWEEP_FIX = (
-    "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], a text with "
-    "commas \"'a,b'\"."
-)
+_SWEEP_FIX = "Start one run per value, or a Slurm job array (packtrain sbatch VERB CONFIG -m …); a list is [a,b]."
 _KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*", re.ASCII)
 
 
@@ -56,8 +53,6 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
     """One argument, or what is wrong with it."""
     where = f"{COMMAND_LINE}, {text}"
     key, equals, value = text.partition("=")
-    if text in ("-m", "--multirun"):
-        return Problem(_NO_SWEEP, where, _SWEEP_FIX)
     if text.startswith("-"):
         advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
         fix = "Config keys are written key=value, without dashes; -h lists them."

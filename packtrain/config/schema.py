@@ -18,31 +18,6 @@ Split = Literal["train", "eval"]
 Format = Literal[
     "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "xlam", "tokenised"
 ]
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-    "ranked": ("answers",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "xlam": ("query", "answers", "tools"),
-    "tokenised": ("input_ids",),
-}
-"""The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
-PROMPTS = ("prompt", "conversations", "instruction")
-"""Columns that may hold the prompt of a preference."""
-READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "ranks", "margin")}
-"""Columns beside the required ones and OPTIONAL that only this format reads."""
-MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
-_OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
-LABEL = "label"
-"""The column of packtrain kto that says whether an answer is desirable."""
-LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
-"""The formats that it may be beside."""
-COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL, LABEL)))
-"""All of packtrain's names of columns."""
 Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")

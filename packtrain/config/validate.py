@@ -1,12 +1,8 @@
 """Composed values → the groups of a config, and everything about them that the types and bounds of schema.py forbid.
 
-Interpolations see the defaults of schema.py too; what cannot be resolved becomes a fault, so that one broken value does not
-hide the next.
-
-Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as
-"2e-5" is a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
-The walk is our own rather than pydantic's: its errors for `float | str | DataSource | list[…]` come once per branch, and
-every message would be rewritten here anyway.
+Interpolations see the defaults of schema.py too; what cannot be resolved becomes a fault, so that one broken value does not hide the
+next. Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as "2e-5" is
+a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys_of, members, suggest, words
-from packtrain.config.removed_keys import REMOVED, without_old_defaults
+from packtrain.config.keys import REMOVED, Fault, Key, advice_for, choices, describe, keys_of, members, suggest, words
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -86,7 +81,7 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list
 def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault]) -> Any:
     known = keys_of(cls, prefix)
     made: dict[str, Any] = {}
-    for name, value in without_old_defaults(prefix.rstrip("."), values).items():
+    for name, value in values.items():
         path, before = f"{prefix}{name}", len(faults)
         if name not in known and cls in groups().values():
             what = "this key was removed" if path in REMOVED else "there is no such key"
@@ -133,10 +128,8 @@ def _as_one(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
             before = len(faults)
             taken.append(_as(item, inside, f"{path}[{at}]", faults))
             if taken[-1] is _REFUSED and len(faults) == before:
-                hint = (
-                    suggest(item, [name for part in inside for name in choices(part)]) if isinstance(item, str) else ""
-                )
-                fix = f"Allowed: {words(inside)}. {hint}".strip()
+                known = [name for part in inside for name in choices(part)]
+                fix = f"Allowed: {words(inside)}. {suggest(str(item), known)}".strip()
                 faults.append(Fault((f"{path}[{at}]",), f"found {_in_words(item)}", fix))
         fits, value = _REFUSED not in taken, taken
     elif outer is dict and isinstance(value, Mapping):

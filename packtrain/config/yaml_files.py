@@ -1,7 +1,7 @@
 """The YAML files of a config: where they are, what they hold, and on which line.
 
-Choices are looked for in the folder of the user's YAML, then in packtrain's own configs/. The folders that travel with
-packtrain are beside the package in a source checkout; the wheel holds them inside it, under `_shipped/`.
+Choices are looked for in the folder of the user's YAML, then in packtrain's own configs/. The folders that travel with packtrain are
+beside the package in a source checkout; the wheel holds them inside it, under `_shipped/`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import near
-from packtrain.errors import Problem, UserError
+from packtrain.errors import UserError
 from packtrain.redact import learn
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
 _MOST, _DEEPEST = 10_000, 40  # values and levels, aliases written out; OmegaConf recurses several times as deep
-_OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_MISREAD_NUMBER = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 takes for something else: 010 (8) and 1:30 (90)."""
 
 
@@ -49,16 +49,20 @@ def shipped(folder: Literal["configs", "recipes", "slurm"]) -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / folder
 
 
+def _folders(beside: Path | None) -> list[Path]:
+    """The folders of choices, the user's own first."""
+    return [*([beside] if beside else []), shipped("configs")]
+
+
 def options(group: str, beside: Path | None = None) -> list[str]:
     """The choices of a group, sorted: names of files in the folder GROUP of configs/, and of the one `beside` the user's."""
-    folders = [*([beside] if beside else []), shipped("configs")]
-    return sorted({file.stem for folder in folders for file in (folder / group).glob(f"*{SUFFIX}")})
+    return sorted({file.stem for folder in _folders(beside) for file in (folder / group).glob(f"*{SUFFIX}")})
 
 
 def find_choice(group: str, choice: str, beside: Path | None = None) -> Path | None:
-    """The file of a choice ("" is the group of files that lie in no folder); the user's own comes before ours."""
-    folders = [*([beside] if beside else []), shipped("configs")]
-    return next((path for item in folders if os.path.isfile(path := item / group / f"{choice}{SUFFIX}")), None)
+    """The file of a choice ("" is the group of files that lie in no folder)."""
+    files = (folder / group / f"{choice}{SUFFIX}" for folder in _folders(beside))
+    return next((file for file in files if os.path.isfile(file)), None)
 
 
 def find_config(name: str) -> Path:
@@ -90,7 +94,6 @@ def shown(path: Path) -> str:
 def read_config(path: Path) -> ConfigFile:
     """The file at `path`; raises UserError with all that keeps it from being read, and the lines."""
     lines: dict[str, int] = {}
-    problems: list[Problem] = []
     try:
         text = path.read_text(encoding="utf-8")
         learn(text)
@@ -102,15 +105,10 @@ def read_config(path: Path) -> ConfigFile:
             if len(lines) > _MOST or key.count(".") + key.count("[") > _DEEPEST:
                 what = f"more than {_MOST} values or {_DEEPEST} levels, with aliases (*) written out"
                 raise UserError(what, where=where, fix="Write less, or name a file with the data.")
-            if first is not value and key in lines and "<<" not in key:
-                what = f"the key is written twice, on lines {lines[key]} and {first.start_mark.line + 1}"
-                problems.append(Problem(what, where, "Keep one of them."))
-            elif value.tag.endswith((":int", ":float")) and _OF_YAML_1_1.fullmatch(value.value):
-                fix = "Write the number in full digits, or in quotes if it is text."
-                problems.append(Problem(f"YAML takes {value.value} for another number (octal or base 60)", where, fix))
+            if value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
+                what = f"YAML takes {value.value} for another number (octal or base 60)"
+                raise UserError(what, where=where, fix="Write the number in full digits, or in quotes if it is text.")
             lines.setdefault(key, first.start_mark.line + 1)
-        if problems:
-            raise UserError(problems)
         values = cast(DictConfig, OmegaConf.load(io.StringIO(text)))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: {error.reason} at byte {error.start}"
@@ -128,8 +126,9 @@ def read_config(path: Path) -> ConfigFile:
         what = f"not valid YAML: {getattr(error, 'problem', None) or error}"
         fix = "Check indentation, colons, quotes and tags (!!) there and above; YAML indents with spaces, not tabs."
         raise UserError(what, where=f"{shown(path)}:{mark.line + 1}" if mark else shown(path), fix=fix) from error
-    listed = values.pop("defaults", [])
-    return ConfigFile(path, OmegaConf.to_container(listed) if OmegaConf.is_config(listed) else listed, values, lines)
+    defaults = values.pop("defaults", [])
+    defaults = OmegaConf.to_container(defaults) if OmegaConf.is_config(defaults) else defaults
+    return ConfigFile(path, defaults, values, lines)
 
 
 def _nodes(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:

@@ -18,7 +18,6 @@ from packtrain.config.schema import DataSource
 from packtrain.data.row_counts import DataReport, LabelFigures, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
-from packtrain.plan.data_size import DataSize
 
 LEAST_PROMPT = 2
 """Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
@@ -124,12 +123,6 @@ class UnpairedDataset:
 
 def _hash(fingerprint: bytes, values: np.ndarray) -> str:
     return hashlib.blake2b(fingerprint + values.tobytes(), digest_size=16).hexdigest()
-
-
-def size_of(data: TokenDataset | PairDataset | UnpairedDataset) -> DataSize:
-    """How much that is, for plans."""
-    documents = data if isinstance(data, TokenDataset) else data.documents
-    return DataSize(len(data), int(data.lengths.sum(dtype=np.int64)), int(documents.lengths.max(initial=0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from packtrain.launch.slurm.srun import run_srun
 from packtrain.monitor.channel import Refused
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import DEFAULT_PORT, look_around
+from packtrain.plan.launchers import DEFAULT_PORT
+from packtrain.plan.surroundings import look_around
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.redact import Redactor
 from packtrain.run_folder import environment

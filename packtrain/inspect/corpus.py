@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.config.objective import Traits
 from packtrain.config.schema import RunConfig, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset, size_of
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PREPARE, PreparedData
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
@@ -19,7 +19,6 @@ from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
-from packtrain.plan.data_size import remember
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +133,6 @@ def open_corpus(
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
         prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
-        remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
     unknown, control = tokenizer.unk_token_id, {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}

@@ -40,7 +40,6 @@ from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.network_settings import short_waits
 from packtrain.plan.surroundings import INSTALL, INSTALL_CXX, free_port, lack_of_compiler, lack_of_cxx, look_around
 from packtrain.run_folder import RunFolder, environment
 
@@ -129,7 +128,7 @@ def _launch_and_restart(
     def plan_for(*machines: int) -> LaunchPlan:  # numbered from 0 in their order
         if machines == tuple(range(plan.nodes)):
             return plan
-        return plan_launch(config, look_around(), config.objective.kind, left=machines)
+        return plan_launch(config, look_around(), config.objective.kind, machines=machines)
 
     def prepare(names: Mapping[int, str]) -> str:
         resume = restarts.resume(config.trainer.resume)
@@ -238,7 +237,6 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         PARENT: str(os.getpid()),
         ADDRESS: f"{group.address}:{group.port}",
         SECRET: group.secret,
-        **short_waits(_main_address(plan)),
     }
 
 

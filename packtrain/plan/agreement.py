@@ -1,8 +1,6 @@
-"""Comparison of facts that must be the same on all machines and ranks: used before a run by the launchers
-(launch/rendezvous.py), and in it by the ranks (train/sync). Pure.
+"""Comparison of facts that must be the same on all machines (launch/rendezvous.py) and ranks (train/sync/checks.py). Pure.
 
-Values are compared as text. Those that may be secret (environment variables, tokens, addresses with a password) are replaced by
-a short digest, enough to see that two differ.
+Values are compared as text; of those that may be secret a short digest, enough to see that two differ.
 """
 
 from __future__ import annotations
@@ -15,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from packtrain.errors import CheckFailed, PacktrainError, Problem
+from packtrain.errors import CheckFailed, Problem
 from packtrain.redact import is_certain, speaks_of_secrets
-from packtrain.wording import by_value, listed
+from packtrain.wording import listed
 
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
+GPUS_PER_NODE = "topology.gpus_per_node"
+_LOOK = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 _MOST_SHOWN = 8
 # Keys that may differ between machines: number, name of the main machine, cache folder, devices.
 _OWN = re.compile(
@@ -56,9 +56,8 @@ def differences(
     `facts_of` is machine or rank → fact → value in words, `in_words` names several machines or ranks, `fixes` is fact → what to
     do about it. Of many problems only the first are shown with their values.
     """
-    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
     everyone, problems = list(facts_of), list[Problem]()
-    for name in names:
+    for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
         groups: dict[str, list[_Peer]] = defaultdict(list)
         for member, facts in facts_of.items():
             groups[facts.get(name, "no such thing")].append(member)
@@ -67,12 +66,11 @@ def differences(
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
             problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
-    shown, rest = problems[:_MOST_SHOWN], problems[_MOST_SHOWN:]
-    if rest:
-        shown.append(Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}"))
-    following = [*(item.fix for item in shown[1:]), ""]
-    return [
-        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(shown, following, strict=False)
+    if rest := problems[_MOST_SHOWN:]:
+        problems[_MOST_SHOWN:] = [Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}")]
+    following = [*(item.fix for item in problems[1:]), ""]
+    return [  # what is to be done is said once, below all that it mends
+        replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
     ]
 
 
@@ -121,43 +119,39 @@ def twice(item: Member, other: Member) -> CheckFailed:
 
 def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
-    names = names_of(members)
-
-    def counts(name: str, some: Sequence[Member] = members) -> dict[str, str]:
-        return {names[item.node]: str(getattr(item, name)) for item in some}
-
-    def each(numbers: Mapping[str, str]) -> str:
-        return ", ".join(f"{name}: {number}" for name, number in numbers.items())
-
-    short = [item for item in members if 0 < item.gpus < item.per_node]
-    where = "topology.gpus_per_node"
-    fix = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
-    if len({*counts("nodes").values()}) > 1:
-        where, fix = "topology.nodes", "Start every machine with the same topology.nodes."
-        what = f"the machines do not agree on how many they are: {by_value(counts('nodes'))}"
-    elif len({*(per_node := counts("per_node")).values()}) > 1:
-        things = "GPUs" if per_node == counts("gpus") else "processes"
-        what = f"the machines do not have the same number of {things} ({each(per_node)})"
-        fix = fix.format(min(item.per_node for item in members))
-    elif short:
-        what = f"{members[0].per_node} GPUs on each machine are needed, but some have fewer ({each(counts('gpus', short))})"
-        fix = fix.format(min(item.gpus for item in short))
-    elif len({item.gpus > 0 for item in members}) > 1:
-        where, fix = "topology", "Look at nvidia-smi and CUDA_VISIBLE_DEVICES there."
-        what = f"some machines have GPUs and others none ({by_value(counts('gpus'))})"
-    else:
-        return None
-    return CheckFailed(what, where=where, fix=fix)
+    if short := [item for item in members if 0 < item.gpus < item.per_node]:
+        here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
+        what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
+        fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_LOOK}."
+        return CheckFailed(what, where=GPUS_PER_NODE, fix=fix)
+    facts_of = {
+        item.node: {
+            "topology.nodes": str(item.nodes),
+            GPUS_PER_NODE: str(item.per_node),
+            "GPUs": "some" if item.gpus else "none",
+        }
+        for item in members
+    }
+    fixes = {
+        "topology.nodes": "Start every machine with the same topology.nodes.",
+        GPUS_PER_NODE: f"Set it to the smallest of them on every machine, and {_LOOK}.",
+        "GPUs": f"{_LOOK} there",
+    }
+    return _compare(members, facts_of, fixes)
 
 
-def unlike(members: Sequence[Member]) -> PacktrainError | None:
+def unlike(members: Sequence[Member]) -> CheckFailed | None:
     """Everything that must be the same on all machines and is not, as one error; None if they agree."""
-    if counts := unlike_counts(members):
-        return counts
-    names = names_of(members)
     facts_of = {item.node: {**item.config, **item.versions} for item in members}
-    fixes = dict.fromkeys((key for item in members for key in item.config), SAME_CONFIG)
-    fixes |= dict.fromkeys((key for item in members for key in item.versions), SAME_VERSIONS)
+    fixes = {key: SAME_CONFIG for item in members for key in item.config}
+    fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}
+    return unlike_counts(members) or _compare(members, facts_of, fixes)
+
+
+def _compare(
+    members: Sequence[Member], facts_of: Mapping[int, Mapping[str, str]], fixes: Mapping[str, str]
+) -> CheckFailed | None:
+    names = names_of(members)
     problems = differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
 

@@ -45,22 +45,18 @@ class BatchPlan:
 
     def sentence(self) -> str:
         """The arithmetic in words: the global step, the share of each process, and its micro-batches."""
-        whole, processes = self.rows_per_step or self.examples_per_step or 0, self.processes
+        number, processes = self.rows_per_step or self.examples_per_step or 0, self.processes
         unit = "rows" if self.rows_per_step else self.unit
-        step = counted(whole, unit)
+        step = counted(number, unit)
         if self.rows_per_step:
             step = f"{self.tokens_per_step} tokens = {step}"
-        share = counted(whole // processes if whole % processes == 0 else round(whole / processes, 2), unit)
+        share = counted(number // processes if number % processes == 0 else round(number / processes, 2), unit)
         where = "on 1 process" if processes == 1 else f"about {share} on each of {processes} processes, in"
         times = self.micro_batches_per_device
-        number = "as many micro-batches as it takes," if times is None else counted(times, "micro-batches")
+        micro = "as many micro-batches as it takes," if times is None else counted(times, "micro-batches")
         limits = [counted(self.examples_per_device, self.unit)] if self.examples_per_device else []
         limits += [f"{self.tokens_per_device} tokens"] if self.tokens_per_device else []
-        sentence = f"a step is {step}: {where} {number} of at most {' and '.join(limits)}"
-        if self.steps is None:
-            return sentence
-        of = counted(self.examples, self.unit) if self.examples else f"{self.tokens:,} tokens"
-        return f"{sentence}; the run is {counted(self.steps, 'steps')}, {of} at most"
+        return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}"
 
     def to_json(self) -> dict[str, Any]:
         """The figures, and the sentence as `summary`."""

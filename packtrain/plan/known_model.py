@@ -2,8 +2,7 @@
 
 No torch, no hub. Shapes come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not
 there, from the sizes in its config (or in model.config), for llama and models like it, whose layers are known. If neither is
-available, the error says what is missing; nothing is guessed. Which keys and layers a model has, the library says when it is
-loaded (model/load.py); and a run decides on its precision then (model/precision.py), a plan by the GPUs that it knows of.
+available, the error says what is missing; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from packtrain.wording import shortened
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _COUNT = re.compile(
-    r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_(hidden_layers|attention_heads|key_value_heads)"
-    r"|max_position_embeddings|n_(positions|embd|layer|head|ctx)"
+    r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 _HEADER_LIMIT = 100 * 2**20
 _MOST_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
 FAST_ENOUGH = 1.5
@@ -65,7 +62,7 @@ class Layers:
     vocabulary: int
 
 
-def check_model(model: Model) -> None:
+def check_model_config(model: Model) -> None:
     """Raises UserError with the values of model.config that no model can have."""
     problems = []
     for name, value in model.config.items():
@@ -73,27 +70,9 @@ def check_model(model: Model) -> None:
         if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
             problems.append(Problem(f"found {shortened(value)}", f"model.config.{name}", "Allowed: whole number ≥ 1."))
     if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
-        where = "model.config.model_type" if "model_type" in model.config else f"{model.path}/config.json: model_type"
-        problems.append(Problem(f"found {shortened(kind)}", where, "Allowed: text, such as llama."))
+        problems.append(Problem(f"found {shortened(kind)}", "model.config.model_type", "Allowed: text, such as llama."))
     if problems:
         raise UserError(problems)
-
-
-def left_to_loading(model: Model, peft: Peft) -> str:
-    """What of the model a plan cannot know, beside its memory, in words; "" if it knows all that the config asks for."""
-    named = peft.kind == "lora" and (peft.target_modules != "all-linear" or peft.modules_to_save)
-    unknown = {
-        "the keys of model.config": model.config,
-        "the names of layers in peft": named,
-        "how many positions the model has": positions_of_config(model) is None,
-    }
-    return ", ".join(what for what, applies in unknown.items() if applies)
-
-
-def positions_of_config(model: Model) -> int | None:
-    """The most positions that the model is made for; None where its config does not say."""
-    sizes = known_sizes(model)
-    return next((sizes[name] for name in _POSITIONS if type(sizes.get(name)) is int), None)
 
 
 def weights_of(model: Model, *, scores: bool = False) -> Weights:
@@ -130,16 +109,14 @@ def known_sizes(model: Model) -> dict[str, Any]:
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
-def layers_of(sizes: Mapping[str, Any]) -> Layers:
+def read_layers(sizes: Mapping[str, Any]) -> Layers:
     """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
         raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
-    needed = (
-        *_SIZES,
-        *(("num_key_value_heads",) if kind != "llama" else ()),
-        *(("head_dim",) if kind == "qwen3" else ()),
-    )
+    needed = list(_SIZES)
+    needed += ["num_key_value_heads"] if kind != "llama" else []
+    needed += ["head_dim"] if kind == "qwen3" else []
     for name in needed:
         if not isinstance(sizes.get(name), int) or sizes[name] < 1:
             whose = "tokenizer" if name == "vocab_size" else "model type"
@@ -201,8 +178,8 @@ def plan_precision(config: RunConfig, weights: str, *, gpu: bool) -> tuple[str, 
     """What a plan counts with, and on what it depends; `weights` is their format, `gpu` whether the plan is for GPUs."""
     asked, adapters = config.trainer.mixed_precision, config.peft.kind != "none"
     value, why = choose_precision(asked, weights=weights, adapters=adapters, gpu=gpu, has_bf16=True, speed=lambda: 0.0)
-    if asked == "fast" and why.startswith("this CPU"):
-        return "no", f"unless the start finds bfloat16 {FAST_ENOUGH:g} times as fast on the CPU"
+    if why.startswith("this CPU"):
+        why = f"unless the start finds bfloat16 {FAST_ENOUGH:g} times as fast on the CPU"
     return value, why.replace("the GPU has bfloat16", "on GPUs that have it; on a CPU no")
 
 
@@ -210,9 +187,10 @@ def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
     """What the layers compute in."""
     weights = config.model.dtype
     value, why = plan_precision(config, "float32" if weights == "auto" else weights, gpu=gpu)
-    over = f"{weights} weights" if weights != "auto" else "weights as in the model's files"
     computed = "computed in bfloat16" if value == "bf16" else "no mixed precision"
-    return f"{over}, {computed} ({why}{'; if they are float32' if weights == 'auto' and value == 'bf16' else ''})"
+    if weights == "auto":
+        return f"weights as in the model's files; if they are float32, {computed} ({why})"
+    return f"{weights} weights, {computed} ({why})"
 
 
 def _base(model: Model) -> str | None:
@@ -237,24 +215,22 @@ def _folder(model: Model) -> Path | None:
 
 def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
-    index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
-    files = (
-        sorted({str(item) for item in index.values()}) if isinstance(index, dict) and index else ["model.safetensors"]
-    )
+    index = _read(folder / "model.safetensors.index.json").get("weight_map")
+    names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}
     width = 4
-    for file in files:
-        if not (folder / file).is_file():
-            raise UserError("there are no weights, or they are no regular file", where=str(folder / file))
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise UserError("there are no weights, or they are no regular file", where=str(file))
         try:
-            with open(folder / file, "rb") as stream:
+            with open(file, "rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
             header.pop("__metadata__", None)
             shapes |= {name: tuple(item["shape"]) for name, item in header.items()}
             width = 2 if any(item["dtype"] in ("BF16", "F16") for item in header.values()) else 4
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{folder / file} cannot be read as safetensors") from error
+            raise UserError(f"{file} cannot be read as safetensors") from error
     return Weights(shapes, width, sizes)
 
 
@@ -265,26 +241,28 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
-    of = layers_of(sizes)
-    bias = of.kind == "qwen2" or (of.kind != "mistral" and sizes.get("attention_bias", False))
-    parts = {"input_layernorm": (of.hidden,), "post_attention_layernorm": (of.hidden,)}
-    parts |= {f"mlp.{name}": (of.inner, of.hidden) for name in ("gate_proj", "up_proj")}
-    parts |= {"mlp.down_proj": (of.hidden, of.inner), "self_attn.o_proj": (of.hidden, of.query)}
-    parts |= {f"self_attn.{name}": (rows, of.hidden) for name, rows in _rows(of)}
-    if of.kind == "qwen3":
-        parts |= {f"self_attn.{name}": (of.head,) for name in ("q_norm", "k_norm")}
+    layers = read_layers(sizes)
+    bias = layers.kind == "qwen2" or (layers.kind != "mistral" and sizes.get("attention_bias", False))
+    parts = {"input_layernorm": (layers.hidden,), "post_attention_layernorm": (layers.hidden,)}
+    parts |= {f"mlp.{name}": (layers.inner, layers.hidden) for name in ("gate_proj", "up_proj")}
+    parts |= {"mlp.down_proj": (layers.hidden, layers.inner), "self_attn.o_proj": (layers.hidden, layers.query)}
+    parts |= {f"self_attn.{name}": (rows, layers.hidden) for name, rows in _rows(layers)}
+    if layers.kind == "qwen3":
+        parts |= {f"self_attn.{name}": (layers.head,) for name in ("q_norm", "k_norm")}
     layer = {f"{name}.weight": shape for name, shape in parts.items()}
     if bias:
-        layer |= {f"self_attn.{name}.bias": (rows,) for name, rows in _rows(of)}
-        layer |= {"self_attn.o_proj.bias": (of.hidden,)} if of.kind != "qwen2" else {}
-    outside = {"model.embed_tokens.weight": (of.vocabulary, of.hidden), "model.norm.weight": (of.hidden,)}
+        layer |= {f"self_attn.{name}.bias": (rows,) for name, rows in _rows(layers)}
+        layer |= {"self_attn.o_proj.bias": (layers.hidden,)} if layers.kind != "qwen2" else {}
+    outside = {"model.embed_tokens.weight": (layers.vocabulary, layers.hidden), "model.norm.weight": (layers.hidden,)}
     if not sizes.get("tie_word_embeddings", False):
-        outside["lm_head.weight"] = (of.vocabulary, of.hidden)
-    return outside | {f"model.layers.{at}.{name}": shape for at in range(of.number) for name, shape in layer.items()}
+        outside["lm_head.weight"] = (layers.vocabulary, layers.hidden)
+    return outside | {
+        f"model.layers.{at}.{name}": shape for at in range(layers.number) for name, shape in layer.items()
+    }
 
 
-def _rows(of: Layers) -> tuple[tuple[str, int], ...]:
-    return ("q_proj", of.query), ("k_proj", of.key), ("v_proj", of.key)
+def _rows(layers: Layers) -> tuple[tuple[str, int], ...]:
+    return ("q_proj", layers.query), ("k_proj", layers.key), ("v_proj", layers.key)
 
 
 def _endings(layer: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from packtrain.config.objective import TRAITS
@@ -11,19 +11,16 @@ from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config
+from packtrain.plan.launchers import DEFAULT_PORT
 from packtrain.plan.network_settings import NetworkSetting, choose_network
-from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
-from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
+from packtrain.plan.surroundings import Surroundings, visible_gpus
+from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALLOCATOR = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-)  # by its name since torch 2.9, and before
-_MANY = 1024  # GPUs of a machine
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
+_MOST_GPUS = 1024  # of a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +32,27 @@ class NodeCommand:
     env: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """The processes of a run and the reason for them; `role` is the part of this process in it (topology.py).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan(Processes):
+    """The processes of a run, and how they are started.
 
-    `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
-    those that packtrain then runs on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
-    network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here. The run may be
-    started again `restarts` times, with at least `least_nodes` machines.
+    `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are those that
+    packtrain then runs on each. This machine is called `host` and shows `gpus`, the smallest of `gpu_memory` bytes; `network` are
+    the network settings of its processes, with reasons. The run may be started again `restarts` times, with at least
+    `least_nodes` machines.
     """
 
-    num_processes: int
-    nodes: int
-    gpus_per_node: int
     commands: tuple[NodeCommand, ...]
     accelerate: Mapping[str, Any]
     deepspeed: Mapping[str, Any] | None
     batch: BatchPlan
-    role: Role
-    node: int
     host: str
     gpus: int
-    hosts: tuple[str, ...]
     srun: tuple[str, ...]
     network: tuple[NetworkSetting, ...]
-    obstacles: tuple[Problem, ...]
-    reason: str
     gpu_memory: int | None = None
     restarts: int = 0
     least_nodes: int = 1
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the calling process itself trains."""
-        return self.role == "train"
 
     @property
     def makes_do(self) -> bool:
@@ -110,18 +94,21 @@ def plan_launch(
     surroundings: Surroundings,
     verb: str = "sft",
     arguments: Sequence[str] = (),
-    left: Sequence[int] | None = None,
+    machines: Sequence[int] | None = None,
 ) -> LaunchPlan:
-    """The plan of `packtrain verb arguments…`, whose config is `config`; with the machines of these numbers alone, if some are `left`.
+    """The plan of `packtrain verb arguments…`, whose config is `config`; on the `machines` of these numbers alone, if given.
 
     Raises UserError or CheckFailed if it is impossible, or if two sources contradict each other.
     """
     topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
     processes, restarts = choose_processes(topology, surroundings), config.trainer.restarts if verb in TRAITS else 0
-    lacking = _without_restarts(processes, topology) if restarts else ()
+    if restarts:
+        obstacles = (*processes.obstacles, *_why_no_restarts(processes, topology))
+        processes = replace(processes, relaunched=True, obstacles=obstacles)
     least = topology.min_nodes or processes.nodes
-    processes = processes if left is None else processes.of(left)
+    no_kill = restarts > 0 and least < processes.nodes
+    processes = processes if machines is None else processes.restrict(machines)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
     file, gpus = str(folder.deepspeed), surroundings.gpus > 0
     settings = [
@@ -131,7 +118,7 @@ def plan_launch(
     worker = (verb, str(folder.config))
 
     def argv(settings: dict[str, Any]) -> tuple[str, ...]:
-        if processes.total == 1 or processes.joins:
+        if processes.num_processes == 1 or processes.joins:
             return (surroundings.python, "-m", *WORKER, *worker)
         file, timeout = str(folder.accelerate), topology.join_timeout
         return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
@@ -139,35 +126,27 @@ def plan_launch(
     network = _network(topology, processes, surroundings)
     env = _env(topology, processes, surroundings)
     own_env = {**{item.name: item.value for item in network if item.value is not None}, **env}
+    total = processes.num_processes
     return LaunchPlan(
-        num_processes=processes.total,
-        nodes=processes.nodes,
-        gpus_per_node=processes.per_node,
+        **{item.name: getattr(processes, item.name) for item in fields(processes)},
         commands=tuple(  # network settings of the other machines are not known here
             NodeCommand(node, argv(item), own_env if node == processes.node else env)
             for node, item in enumerate(settings)
         ),
         accelerate=settings[processes.node],
         deepspeed=deepspeed_config(strategy, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm),
-        batch=plan_batch(config.batch, config.packing.mode, config.objective, config.trainer, processes.total),
-        role="launch" if restarts and processes.total == 1 and processes.role == "train" else processes.role,
-        node=processes.node,
+        batch=plan_batch(config.batch, config.packing.mode, config.objective, config.trainer, total),
         host=surroundings.host,
         gpus=surroundings.gpus,
-        hosts=processes.hosts,
-        srun=_srun(processes, surroundings, verb, arguments, no_kill=restarts > 0 and least < processes.nodes)
-        if processes.needs_srun
-        else (),
+        srun=_srun(processes, surroundings, verb, arguments, no_kill=no_kill) if processes.needs_srun else (),
         network=network,
-        obstacles=(*processes.obstacles, *lacking),
         restarts=restarts,
         least_nodes=least,
-        reason=processes.reason,
         gpu_memory=surroundings.gpu_memory,
     )
 
 
-def _without_restarts(processes: Processes, topology: Topology) -> list[Problem]:
+def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
     """Why trainer.restarts and topology.min_nodes cannot be had here."""
     if processes.joins:
         what = "processes that another launcher has started can be started again by that alone"
@@ -185,7 +164,7 @@ def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surround
     if asked is None:
         return surroundings
     hidden = _VISIBLE in surroundings.env and surroundings.driver  # the machine's number of GPUs is not known
-    gpus = visible_gpus(_MANY if hidden else surroundings.gpus, asked)
+    gpus = visible_gpus(_MOST_GPUS if hidden else surroundings.gpus, asked)
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 
@@ -211,10 +190,9 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
     """
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.needs_srun:
         return ()
-    main = {**surroundings.env, **processes.env}.get("MASTER_ADDR") if processes.joins else processes.main_address
-    here, gpus = surroundings.network(main), surroundings.gpus > 0
-    settings = choose_network(here, surroundings.env, main, nodes=processes.nodes, asked=topology.variables, gpus=gpus)
-    return tuple(settings)
+    main, gpus = processes.main_address, surroundings.gpus > 0
+    here = surroundings.network(main)
+    return tuple(choose_network(here, surroundings.env, main, asked=topology.variables, gpus=gpus))
 
 
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
@@ -230,12 +208,14 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
         added[_ALLOCATOR[0]] = "expandable_segments:True"
     if processes.joins:
         return {**added, **processes.env, **asked}
-    if processes.total > 1:
-        added["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
+    if processes.num_processes > 1:
+        added["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.gpus_per_node))
     threads = {**added, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
     if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
         added["OMP_WAIT_POLICY"] = "passive"
-    if processes.total == 1 and surroundings.gpus > 1:  # transformers would spread it over all of them (DataParallel)
+    if (
+        processes.num_processes == 1 and surroundings.gpus > 1
+    ):  # transformers would spread it over all of them (DataParallel)
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
     added = {name: value for name, value in added.items() if name not in surroundings.env}
     return {**added, **asked, **own}

@@ -1,8 +1,7 @@
 """Settings of accelerate's launcher and of DeepSpeed for a run: one source for `packtrain plan`, for the launch and for training.
 
 Every setting of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in the user's
-answers to `accelerate config`. It only starts processes; the strategy active in them comes from the run's config
-(model/spread.py), which drops the settings that the launcher leaves in their environment.
+answers to `accelerate config`. It only starts processes; model/spread.py makes the strategy active in them.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ _FSDP2 = {
 def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict[str, Any] | None:
     """The DeepSpeed JSON as a dict; None if `strategy` is not DeepSpeed's.
 
-    Batches are left at one, as for transformers: a loader item is a whole optimizer step, and the trainer tells the engine
-    which of its micro-batches is the last. Optimizer and schedule are transformers'. bf16 says that the WEIGHTS are bfloat16
-    (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open until the model is loaded. Gradients
-    are added up and reduced in float32: in bfloat16 the number of micro-batches and of processes would change their rounding.
-    trainer.mixed_precision is autocast over the weights as they are, the same under every strategy.
+    Batches are one: a loader item is a whole optimizer step, and the trainer tells the engine which of its micro-batches is the last.
+    bf16 says that the WEIGHTS are bfloat16 (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open
+    until the model is loaded. Gradients are added up and reduced in float32: in bfloat16 the number of micro-batches and of
+    processes would change their rounding.
     """
     stage = STAGES.get(strategy)
     if stage is None:
@@ -79,7 +77,7 @@ def launch_config(
     on several machines: without a hostfile DeepSpeed's own launcher (pdsh) starts independent trainings, with exit code 0,
     and it writes the whole environment to ~/.deepspeed_env.
     """
-    alone = processes.total == 1 or processes.joins
+    alone = processes.num_processes == 1 or processes.joins
     if alone:
         kind_settings: dict[str, Any] = {"distributed_type": "NO"}
     elif strategy in STAGES:
@@ -97,7 +95,7 @@ def launch_config(
         "compute_environment": "LOCAL_MACHINE",
         **kind_settings,
         "num_machines": 1 if alone else processes.nodes,
-        "num_processes": 1 if alone else processes.total,  # over all machines, as accelerate counts them
+        "num_processes": 1 if alone else processes.num_processes,  # over all machines, as accelerate counts them
         "machine_rank": node,
         "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
         "use_cpu": not gpus and alone,

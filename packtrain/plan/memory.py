@@ -1,15 +1,10 @@
 """The memory of a run on each device, by part, from the shapes of the weights alone: no torch, no hub.
 
-Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources): DDP a second
-copy of the gradients in its buckets; DeepSpeed float32 copies of the trained weights whatever their format; ZeRO-3 and FSDP2 the
-weights that they gather at a time. Parts add up to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels,
-NCCL) is subtracted from the device before a run counts as fitting; fragmentation is not estimated.
-
-Activations are counted for llama and models like it as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the
-tensors that transformers' layers keep: RMS norms in float32, three tensors of the MLP's inner width and their product, attention
-without its s² term, no dropout. If there is a mask (padded batches, model.attention=sdpa_mask), a layer keeps one of token × longest
-document or row, and keys and values for every head. With gradient checkpointing a layer keeps its input, and one layer at a time
-is computed again. Logits never exist as a whole: TRL's head works in tiles.
+Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources). Parts add up
+to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
+counts as fitting; fragmentation is not estimated. Activations are counted for llama and models like it as in Korthikanti et al. 2022
+(arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With gradient checkpointing a layer keeps its
+input, and one layer at a time is computed again. Logits never exist as a whole: TRL's head works in tiles.
 """
 
 from __future__ import annotations
@@ -24,15 +19,7 @@ from typing import Any
 from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.known_model import (
-    Layers,
-    Weights,
-    adapter_shapes,
-    is_adapted,
-    layers_of,
-    plan_precision,
-    weights_of,
-)
+from packtrain.plan.known_model import Layers, adapter_shapes, is_adapted, plan_precision, read_layers, weights_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.reference_choice import reference_of
 
@@ -40,8 +27,7 @@ GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
 """Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
-"""Beside it for each communicator of several ranks: 12 MiB for each of two neighbours and 24 channels, and 256 MiB for NVLink SHARP,
-are 832 MiB (its issue 1685, transport/nvls.cc). Reported: 1.06 GB on 8 H100 (1685), 544 MB on 2 A100 (964)."""
+"""Beside it for each communicator of several ranks (docs/planning.md has the sources)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
@@ -55,8 +41,8 @@ SHARDED = {  # what a strategy shards over the processes
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 _REDUCED = (
-    500_000_000  # gradients that ZeRO-1 reduces at once of bfloat16 weights (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
-)
+    5 * 10**8
+)  # gradients that ZeRO-1 reduces at once of bfloat16 weights (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
@@ -70,9 +56,9 @@ PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activatio
 class Memory:
     """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
 
-    `reference` is the reference model (or adapters) of a run, taken to be as large as the trained one; `buffers` are those
-    of strategies and autocast at the peak. `activations` is None if they are not known, for the reason `unknown`. `host` is
-    for each process, `device` the memory of a GPU if it is known, `outside` what is allowed for there beside torch's allocator.
+    `reference` is taken to be as large as the trained model; `buffers` are those of strategies and autocast at the peak.
+    `activations` is None if they are not known, for the reason `unknown`. `host` is for each process, `device` the memory of a
+    GPU if it is known, `outside` what is allowed for there beside torch's allocator.
     """
 
     parameters: int
@@ -145,7 +131,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
     Without `device_bytes` the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
     """
     try:
-        model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
+        model = _measure(config)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         memory = replace(_count(config, model, processes), device=device_bytes)
@@ -154,7 +140,8 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
     return replace(memory, advice=_advice(config, processes)) if memory.fits is False else memory
 
 
-def _measure(config: RunConfig, weights: Weights) -> _Model:
+def _measure(config: RunConfig) -> _Model:
+    weights = weights_of(config.model, scores=config.objective.traits.scores)
     shapes = weights.shapes
     trained = list(shapes.values()) if config.peft.kind == "none" else adapter_shapes(shapes, config.peft)
     if not trained:
@@ -222,19 +209,18 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
     batch = _fullest(config, model.width)
     try:
-        layers = layers_of(model.sizes)
+        layers = read_layers(model.sizes)
     except UserError as error:
         return None, f"not known: {error}"
     if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
-    waiting, working = of_the_layers(config, layers, batch)
+    waiting, working = count_layers(config, layers, batch)
     # the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight
     head = batch.tokens * layers.hidden * (batch.compute + 4)
-    if config.objective.traits.scores:  # one number a token
-        return waiting + max(working, head), ""
-    head += min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
-    if config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save:
-        head += layers.vocabulary * layers.hidden * 4
+    if not config.objective.traits.scores:  # else it is one number a token
+        head += min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
+        trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
+        head += layers.vocabulary * layers.hidden * 4 if trained else 0
     return waiting + max(working, head), ""
 
 
@@ -300,17 +286,19 @@ def _advice(config: RunConfig, processes: int) -> str:
     """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
-    kinds = {name: replace(config, strategy=replace(config.strategy, name=name)) for name in (sharded, offload)}
-    refused = [name for name, changed in kinds.items() if any(check_strategy(changed))]
+
+    def possible(name: str) -> bool:
+        return not any(check_strategy(replace(config, strategy=replace(config.strategy, name=name))))
+
     tries = {
-        f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and sharded not in refused,
+        f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and possible(sharded),
         "trainer.gradient_checkpointing=true": not config.trainer.gradient_checkpointing,
         "smaller micro-batches (batch.tokens_per_device, examples_per_device)": not config.objective.sorting_losses,
-        f"strategy={offload}": now != offload and offload not in refused,
+        f"strategy={offload}": now != offload and possible(offload),
         "peft=lora": config.peft.kind == "none",
         "larger GPUs": True,
     }
-    return f"try {', '.join(what for what, possible in tries.items() if possible)}"
+    return f"try {', '.join(what for what, helps in tries.items() if helps)}"
 
 
 def in_gib(size: int) -> str:
@@ -334,44 +322,42 @@ class FullestBatch:
 
 def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
-    each = config.objective.traits.documents
     examples, tokens = config.batch.limits(config.packing.mode)
-    longest = config.data.max_length
-    bounds = [] if tokens is None else [tokens]
+    longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
-        documents = (examples, config.batch.examples_per_step)
-        bounds += [item * each * longest for item in documents if item is not None]
-    if not bounds:
+        each = config.objective.traits.documents * longest
+        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
+    most = min((item for item in bounds if item is not None), default=None)
+    if most is None:
         return None
-    most = min(bounds)
     masked = most if config.model.attention == "sdpa_mask" else None
     if config.packing.mode == "padding":
         masked = min(longest or most, most)
     return FullestBatch(most, masked, width, 2 if config.trainer.mixed_precision == "bf16" else width)
 
 
-def of_the_layers(config: RunConfig, of: Layers, batch: FullestBatch) -> tuple[int, int]:
+def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    layer = batch.tokens * _of_a_layer(config, of, batch)
-    gradients = batch.tokens * 2 * of.inner * batch.compute  # of the tensors inside the MLP
-    last_norm = batch.tokens * of.hidden * (4 + batch.weight)
+    layer = batch.tokens * _count_layer(config, layers, batch)
+    gradients = batch.tokens * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    last_norm = batch.tokens * layers.hidden * (4 + batch.weight)
     if config.trainer.gradient_checkpointing:
-        return of.number * batch.tokens * of.hidden * batch.weight + last_norm, layer + gradients
-    return of.number * layer + last_norm, gradients
+        return layers.number * batch.tokens * layers.hidden * batch.weight + last_norm, layer + gradients
+    return layers.number * layer + last_norm, gradients
 
 
-def _of_a_layer(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
+def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
-    norms = 2 * of.hidden * (4 + (batch.weight if full else 0)) + 8
-    if of.kind == "qwen3":
-        norms += (of.query + of.key) * (4 + (compute if full else 0))
-    keys = of.query if batch.masked else of.key  # a mask makes sdpa repeat them for every head
-    attention = compute * (2 * of.query + 2 * keys + (batch.masked or 0)) + 4 * of.heads
-    return norms + attention + 3 * of.inner * compute + _of_inputs(config, of, batch)
+    norms = 2 * layers.hidden * (4 + (batch.weight if full else 0)) + 8
+    if layers.kind == "qwen3":
+        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
+    keys = layers.query if batch.masked else layers.key  # a mask makes sdpa repeat them for every head
+    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads
+    return norms + attention + 3 * layers.inner * compute + _count_inputs(config, layers, batch)
 
 
-def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
+def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Bytes per token that the linear layers of one layer keep of their inputs, if their weights or adapters are trained.
 
     Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
@@ -387,5 +373,5 @@ def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     width = batch.compute if full else 2 if autocast else 4
     shared = (reading("self_attn", "q_proj", "k_proj", "v_proj"), reading("mlp", "gate_proj", "up_proj"))
     hidden = sum(number if copied else min(number, 1) for number in shared)
-    query = of.query if copied and not full and reading("self_attn", "o_proj") else 0
-    return width * (hidden * of.hidden + query + of.inner * reading("mlp", "down_proj"))
+    query = layers.query if copied and not full and reading("self_attn", "o_proj") else 0
+    return width * (hidden * layers.hidden + query + layers.inner * reading("mlp", "down_proj"))

@@ -1,17 +1,15 @@
 """The network of a machine, and the settings of NCCL and gloo that it needs: one interface for both, towards the first machine.
 
 By default gloo takes the address to which the machine's own name resolves, often 127.0.0.1, which no other machine can reach.
-NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines, and
-all active RDMA ports, including slow ones and those of storage. The user's own settings are checked and left unchanged.
+NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines. The user's
+own settings are checked and left unchanged.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +26,6 @@ LOOPBACK = "127.0.0.1"
 LOOK_UP_S = 1.0
 """Seconds after which a name server counts as silent."""
 FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
-_SHORT = "timeout:1 attempts:1"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
 _FAR_AWAY = "203.0.113.1", "2001:db8::1"  # reserved addresses, which only the default route leads to
 
@@ -157,40 +154,37 @@ def choose_network(
     env: Mapping[str, str],
     main_address: str | None,
     *,
-    nodes: int,
     asked: Mapping[str, str] | None = None,
     gpus: bool = True,
 ) -> list[NetworkSetting]:
-    """The network settings of this machine's processes, one of `nodes`; none if it is the only one.
+    """The network settings of this machine's processes, which is one of several.
 
     `env` is the user's environment, which `asked` (topology.environment) overrides; without `gpus` NCCL gets no settings.
     Raises CheckFailed if a setting of the user names an interface that this machine does not have.
     """
-    if nodes == 1:
-        return []
-    asked = asked or {}
-    given = {**env, **asked}
+    given = {**env, **(asked or {})}
+    sources = {
+        name: f"{'topology.environment.' if name in (asked or {}) else 'environment variable '}{name}" for name in given
+    }
     up = {item.name: item.addresses[0] for item in network.interfaces if item.up and item.addresses}
-    interface, reason = _way(network, main_address)
+    interface, reason = _choose_interface(network, main_address)
     settings, problems = [], []
     for name in SOCKETS if gpus else SOCKETS[1:]:
         nccl, value = name.startswith("NCCL"), given.get(name)
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):
             there = ", ".join(f"{item} ({address})" for item, address in up.items()) or "none"
             what = f"{value} is not there, or down: this machine has {there}"
-            problems.append(
-                Problem(what, _where(name, asked), "remove it, and packtrain chooses; or name one of these")
-            )
+            problems.append(Problem(what, sources[name], "remove it, and packtrain chooses; or name one of these"))
         elif value or interface is None:
-            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}" if value else reason))
+            settings.append(NetworkSetting(name, None, f"{value}, by {sources[name]}" if value else reason))
         else:  # in NCCL's syntax = means exactly this name
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:
         raise CheckFailed(problems)
-    return settings + (_rdma(network.ports, given, asked) if gpus else [])
+    return settings
 
 
-def _way(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:
+def _choose_interface(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:
     """The interface that leads to the first machine, and the reason; or None, and why none is chosen."""
     own = network.own_address
     if main_address is None or own is None:
@@ -205,18 +199,6 @@ def _way(network: HostNetwork, main_address: str | None) -> tuple[str | None, st
     return (leading[0].name, reason) if leading else (None, f"no interface leads from {own} to {main_address}")
 
 
-def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[NetworkSetting]:
-    """NCCL_IB_HCA for InfiniBand; RoCE ports are left to NCCL, which chooses those near a GPU."""
-    fabric = [item for item in ports if item.active and item.layer == "InfiniBand"]
-    if not fabric or given.get("NCCL_IB_DISABLE") == "1":
-        return []
-    if given.get("NCCL_IB_HCA"):
-        return [NetworkSetting("NCCL_IB_HCA", None, f"{given['NCCL_IB_HCA']}, by {_where('NCCL_IB_HCA', asked)}")]
-    rate = max(item.rate or 0 for item in fabric)
-    best = [f"{item.device}:{item.number}" for item in fabric if (item.rate or 0) == rate]
-    return [NetworkSetting("NCCL_IB_HCA", f"={','.join(best)}", f"the active InfiniBand ports of {rate:g} Gbit/s")]
-
-
 def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[str]:
     """The `names` that a list in NCCL's syntax selects: by prefix, after = by exact name, after ^ all others.
 
@@ -228,36 +210,20 @@ def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[
     return [name for name in names if name not in fits] if wanted.startswith("^") else fits
 
 
-def _where(name: str, asked: Mapping[str, str]) -> str:
-    return f"topology.environment.{name}" if name in asked else f"environment variable {name}"
-
-
 def silence_for(address: str) -> str:
     """The message that no name server answers for `address`; "" if one does within LOOK_UP_S.
 
     torch's store, gloo and torchrun look up the name of each address that they connect to, only for their logs, but they wait
     for it: with the usual settings of glibc a start silently takes 20 s longer.
     """
-    thread = threading.Thread(target=_look_up, args=(address,), name="look-up", daemon=True)
+
+    def look_up() -> None:
+        with suppress(OSError):  # an unknown name is an answer, and reported elsewhere
+            resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+            mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
+            socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
+
+    thread = threading.Thread(target=look_up, name="look-up", daemon=True)
     thread.start()
     thread.join(LOOK_UP_S)
     return f"the name server does not answer for {address}" if thread.is_alive() else ""
-
-
-def short_waits(address: str) -> dict[str, str]:
-    """Variables that reduce the wait for a silent name server from 10 s to 1 s in processes that connect to `address`; {} if it
-    answers. Prints a warning if it does not; the user's own RES_OPTIONS are kept."""
-    silent = silence_for(address)
-    if not silent:
-        return {}
-    own = os.environ.get("RES_OPTIONS")
-    waits = f"as long as RES_OPTIONS={own!r} says" if own else f"only 1 s from now on (RES_OPTIONS={_SHORT!r})"
-    print(f"{silent}, and torch asks it at each connection: it waits {waits}\n    → {FIX}", file=sys.stderr, flush=True)
-    return {} if own else {"RES_OPTIONS": _SHORT}
-
-
-def _look_up(address: str) -> None:
-    with suppress(OSError):  # an unknown name is an answer, and reported elsewhere
-        resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-        mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
-        socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2

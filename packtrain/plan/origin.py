@@ -6,9 +6,7 @@ config/keys.py has which of them may differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ from packtrain.config.keys import RECORDED, is_fixed, is_free
 from packtrain.config.objective import Objective
 from packtrain.errors import Problem, UserError
 from packtrain.plan.agreement import shared_values
-from packtrain.run_folder import RunFolder, object_of, text_of
+from packtrain.run_folder import RunFolder, object_of
 
 ORIGIN, MANIFEST = "origin.json", "manifest.json"
 STRATEGY, PROCESSES = "strategy.name", "the number of processes"
@@ -71,24 +69,20 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     Raises UserError for decisive ones that it does not list: the run would not continue its steps.
     """
     written, allowed = origin_in(checkpoint), _allowed(origin)
-    optional = (SHAPE, _DESPITE)
-    absent = [name for name in origin if name not in written and not is_free(name) and not name.startswith(optional)]
-    if absent:
-        what = (
-            f"the checkpoint {checkpoint.name} does not record this: an earlier packtrain made it, or another objective"
-        )
-        fix = "go on with what made it, or start over with trainer.resume=never"
-        raise UserError(what, where=", ".join(absent), fix=fix)
-    changed = [name for name in origin if name in written and name != _DESPITE and not _same(name, written, origin)]
+    recorded = {name for name in origin if name in written or not (is_free(name) or name.startswith(SHAPE))}
+    changed = [name for name in origin if name in recorded - {_DESPITE} and not _same(name, written, origin)]
     decisive = [name for name in changed if not is_free(name)]
     if refused := [name for name in decisive if name not in allowed or is_fixed(name)]:
         causes = [name for name in changed if name.startswith(("data.", TOKENIZER)) and name != "data.train"]
-        problems = [_refusal(checkpoint, name, written[name], origin[name], causes) for name in refused]
+        before = {
+            name: written.get(name, "nothing recorded (an earlier packtrain, or another objective)") for name in refused
+        }
+        problems = [_refusal(checkpoint, name, before[name], origin[name], causes) for name in refused]
         names = "" if any(map(is_fixed, refused)) else ",".join(sorted({*refused, *allowed}))
         despite = f", go on all the same with {shlex.quote(f'{_DESPITE}=[{names}]')}" if names else ""
         fix = f"set it back{despite}, or start over with trainer.resume=never"
         raise UserError([*problems[:-1], replace(problems[-1], fix=fix)])
-    lines = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
+    lines = {name: f"{name} {written.get(name)} → {origin[name]}" for name in changed}
     return [lines[name] for name in decisive], [lines[name] for name in changed if is_free(name)]
 
 
@@ -100,9 +94,8 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
-    checkpoints = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
-    for newest in checkpoints:
-        written = _whole_origin(newest)
+    for newest in [Path(resume).expanduser()] if named else [*listed(folder.checkpoints).values()][-1:]:
+        written = _intact_origin(newest)
         facts = {name: value for name, value in facts_of(config).items() if name in written}
         if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
             check_origin(newest, at_once)
@@ -123,12 +116,12 @@ def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
         return {}
 
 
-def _whole_origin(checkpoint: Path) -> dict[str, Any]:
+def _intact_origin(checkpoint: Path) -> dict[str, Any]:
     """The origin of a checkpoint, {} if that, or the size of another file, is not as it was written."""
-    written, text = written_into(checkpoint), text_of(checkpoint / ORIGIN)
+    written = written_into(checkpoint)
     with suppress(OSError, ValueError):
-        whole = all((checkpoint / name).stat().st_size == size for name, (size, _) in written.items())
-        if whole and ORIGIN in written and written[ORIGIN][1] == hashlib.blake2b(text.encode()).hexdigest():
+        intact = all((checkpoint / name).stat().st_size == size for name, (size, _) in written.items())
+        if intact and ORIGIN in written:
             return object_of(checkpoint / ORIGIN)
     return {}
 

@@ -55,8 +55,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
     else:
         bases = [base_of(adapters), base_of(model.path) or model.path]
         same = None not in bases and len({os.path.realpath(os.path.expanduser(base or "")) for base in bases}) == 1
-        beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # adapters cannot be added to sharded weights
-        kind = "adapters" if beside else "model" if wanted == "auto" else "path"
-    if kind == "adapters":
-        return ReferenceChoice(kind, adapters, wanted == "auto")
+        if lora and same and strategy.name not in SHARDED_WEIGHTS:  # adapters cannot be added to sharded weights
+            return ReferenceChoice("adapters", adapters, wanted == "auto")
+        kind = "model" if wanted == "auto" else "path"
     return ReferenceChoice(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))

@@ -1,8 +1,7 @@
 """Which processes train, on which machines, and the role of this process. Pure.
 
-The config, Slurm's or another launcher's variables and the machine itself must agree: a contradiction is an error that names
-both sources. If the plan only cannot be carried out from here (a plan for 64 machines made on a laptop), that is an obstacle,
-and the plan is shown all the same.
+The config, the launcher's variables and the machine itself must agree: a contradiction is an error that names both sources. If the
+plan only cannot be carried out from here (a plan for 64 machines made on a laptop), that is an obstacle, and it is shown all the same.
 """
 
 from __future__ import annotations
@@ -13,40 +12,40 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
-from packtrain.plan.network_settings import is_ip, is_loopback
-from packtrain.plan.surroundings import (
+from packtrain.plan.agreement import GPUS_PER_NODE
+from packtrain.plan.launchers import (
     DEFAULT_PORT,
     TORCH,
     Allocation,
-    LaunchedMachine,
-    Surroundings,
-    allocation_of,
-    int_of,
-    machine_of,
-    process_of,
+    read_allocation,
+    read_number,
+    read_pod,
+    read_process,
     require,
 )
+from packtrain.plan.network_settings import is_ip, is_loopback
+from packtrain.plan.surroundings import Surroundings
 from packtrain.wording import counted
 
 Role = Literal["train", "launch", "srun"]
-GPUS_PER_NODE = "topology.gpus_per_node"
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """`per_node` processes on each of `nodes` machines, of which this is number `node`; and the reason.
+    """`gpus_per_node` processes on each of `nodes` machines, of which this is number `node`; and the reason.
 
     `needs_srun`: packtrain is not yet started on all machines of a Slurm job; `joins`: another launcher has started all
-    processes, and `env` are the variables that torch needs then. `hosts` are the machines' names if they are known. `obstacles`
-    keep the plan from being carried out from here.
+    processes, and `env` are the variables that torch needs then; `relaunched`: one process too is launched, to be started again.
+    `hosts` are the machines' names if they are known. `obstacles` keep the plan from being carried out from here.
     """
 
     nodes: int
-    per_node: int
+    gpus_per_node: int
     reason: str
     node: int = 0
     needs_srun: bool = False
     joins: bool = False
+    relaunched: bool = False
     hosts: tuple[str, ...] = ()
     main_address: str | None = None
     main_port: int | None = None
@@ -54,36 +53,51 @@ class Processes:
     obstacles: tuple[Problem, ...] = ()
 
     @property
-    def total(self) -> int:
+    def num_processes(self) -> int:
         """Processes of all machines."""
-        return self.nodes * self.per_node
-
-    def of(self, machines: Sequence[int]) -> Processes:
-        """The processes of these machines alone, numbered anew in their order."""
-        hosts = tuple(self.hosts[node] for node in machines) if self.hosts else ()
-        reason = f"{_machines(len(machines), self.per_node)}, of {self.nodes} machines"
-        return replace(self, nodes=len(machines), node=machines.index(self.node), hosts=hosts, reason=reason)
+        return self.nodes * self.gpus_per_node
 
     @property
     def role(self) -> Role:
         """The task of this process: train, launch the processes of its machine, or start packtrain on all machines by srun."""
-        return "srun" if self.needs_srun else "train" if self.joins or self.total == 1 else "launch"
+        alone = self.num_processes == 1 and not self.relaunched
+        return "srun" if self.needs_srun else "train" if self.joins or alone else "launch"
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the calling process itself trains."""
+        return self.role == "train"
+
+    def restrict(self, machines: Sequence[int]) -> Processes:
+        """The processes of these machines alone, numbered anew in their order."""
+        hosts = tuple(self.hosts[node] for node in machines) if self.hosts else ()
+        reason = f"{_machines(len(machines), self.gpus_per_node)}, of {self.nodes} machines"
+        return replace(self, nodes=len(machines), node=machines.index(self.node), hosts=hosts, reason=reason)
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
     """The processes of a run with this `topology`, here. Raises UserError or CheckFailed if two sources contradict each other."""
     kind, env = topology.kind, surroundings.env
-    allocation = allocation_of(env)
-    process, machine = process_of(topology, env, allocation), machine_of(env)
+    allocation = read_allocation(env)
+    process, pod = read_process(topology, env, allocation), read_pod(topology, env)
     in_slurm = kind in ("auto", "slurm") and ("SLURM_JOB_ID" in env or "SLURM_PROCID" in env)
-    if in_slurm and not (allocation or process) and int_of(env, "SLURM_NTASKS", 1) > 1:
+    if in_slurm and not (allocation or process) and read_number(env, "SLURM_NTASKS", 1) > 1:
         require(env, ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))  # else each task would start a run of its own
-    if kind in ("single", "local", "manual"):
-        _refuse_own_run(kind, int_of({**env, **process[1]}, "WORLD_SIZE", 1) if process else 1, machine, allocation)
-    elif process:
-        return _join(topology, *process, surroundings)
-    if kind in ("auto", "env") and machine:
-        return _machine(topology, surroundings, machine)
+    if kind not in ("single", "local", "manual"):
+        if process:
+            return _join(topology, *process, surroundings)
+        if pod and kind != "slurm":
+            return _in_pod(topology, *pod, surroundings)
+    else:
+        number = read_number({**env, **process[1]}, "WORLD_SIZE", 1) if process else 1
+        if kind != "manual":  # there the user numbers machines, however they were started
+            started = [pod[1].nodes or 1 if pod else 1]
+            started += [len(allocation.hosts)] if allocation and allocation.place == "task" else []
+            number = max(number, *started)
+        if number > 1:
+            what = f"this process is one of {number} of a running launch; each would start its own run"
+            fix = "Use topology=env (or auto) to join the launch, or start packtrain without a launcher."
+            raise UserError(what, where="topology.kind", fix=fix)
     if kind == "env":
         require(env, TORCH)
     if kind == "single":
@@ -96,28 +110,15 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     return _on_this_machine(topology, surroundings)
 
 
-def _refuse_own_run(kind: str, processes: int, machine: LaunchedMachine | None, allocation: Allocation | None) -> None:
-    """Raises UserError if a launcher has started several such processes, each of which would start its own run."""
-    several = [(processes, "a running launch")]
-    if kind != "manual":  # there the user numbers machines, however they were started
-        several += [(machine.nodes, machine.by)] if machine else []
-        several += [(len(allocation.tasks), f"a step of Slurm job {allocation.job}")] if allocation else []
-    for number, launch in several:
-        if number > 1:
-            raise UserError(
-                f"this process is one of {number} of {launch}; each would start its own run",
-                where="topology.kind",
-                fix="Use topology=env (or auto) to join the launch, or start packtrain without a launcher.",
-            )
-
-
 def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: Surroundings) -> Processes:
     env = {**surroundings.env, **added}
-    rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
+    rank, total = read_number(env, "RANK", 0), read_number(env, "WORLD_SIZE", 1)
     _check_number("rank", rank, total, "environment variable RANK")
     # LOCAL_SIZE: DeepSpeed's launcher
-    per_node = max(int_of(env, "LOCAL_WORLD_SIZE", int_of(env, "LOCAL_SIZE", total)), 1)
-    _check_number("rank on this machine", int_of(env, "LOCAL_RANK", 0), per_node, "environment variable LOCAL_RANK")
+    per_node = max(read_number(env, "LOCAL_WORLD_SIZE", read_number(env, "LOCAL_SIZE", total)), 1)
+    _check_number(
+        "rank on this machine", read_number(env, "LOCAL_RANK", 0), per_node, "environment variable LOCAL_RANK"
+    )
     nodes = max(total // per_node, 1)
     if total != nodes * per_node:
         raise CheckFailed(
@@ -133,27 +134,22 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
             fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
         )
     source = f"MASTER_ADDR and MASTER_PORT ({by})"
-    _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=int_of(env, "MASTER_PORT", 0))
+    _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=read_number(env, "MASTER_PORT", 0))
     checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK
     if surroundings.gpus == 1 and added and not checked:
         added = {**added, "LOCAL_RANK": "0"}  # each task sees one GPU (--gpus-per-task), as number 0
-    return Processes(nodes, per_node, f"joins a running launch as rank {rank} of {total} ({by})", joins=True, env=added)
+    reason = f"joins a running launch as rank {rank} of {total} ({by})"
+    return Processes(nodes, per_node, reason, joins=True, env=added, main_address=env["MASTER_ADDR"])
 
 
-def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:
-    _check_number("machine", machine.node, machine.nodes, machine.by)
-    given = {"nodes": machine.nodes, "node_rank": machine.node, "gpus_per_node": machine.per_node}
-    _agree(topology, machine.by, **given, main_address=machine.main_address)
-    per_node = topology.gpus_per_node or machine.per_node or max(surroundings.gpus, 1)
-    _check_gpus(per_node, surroundings, GPUS_PER_NODE)
-    return Processes(
-        nodes=machine.nodes,
-        per_node=per_node,
-        reason=f"machine {machine.node} of {machine.nodes} ({machine.by}), {per_node} processes each",
-        node=machine.node,
-        main_address=topology.main_address or machine.main_address,
-        main_port=topology.main_port or machine.main_port,
-    )
+def _in_pod(topology: Topology, by: str, pod: Topology, surroundings: Surroundings) -> Processes:
+    _check_number("machine", pod.node_rank or 0, pod.nodes or 1, by)
+    names = ("nodes", "node_rank", "gpus_per_node", "main_address")
+    _agree(topology, by, **{name: getattr(pod, name) for name in names})
+    _check_gpus(pod.gpus_per_node or 1, surroundings, GPUS_PER_NODE)
+    pod = replace(pod, main_address=topology.main_address or pod.main_address)
+    processes = _numbered(pod, surroundings, by_hand=True)
+    return replace(processes, reason=f"machine {pod.node_rank} of {processes.reason} ({by})")
 
 
 def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Allocation) -> Processes:
@@ -173,7 +169,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
         _check_gpus(per_node, surroundings, "SLURM_GPUS_ON_NODE" if allocation.gpus else GPUS_PER_NODE)
     return Processes(
         nodes=len(hosts),
-        per_node=per_node,
+        gpus_per_node=per_node,
         needs_srun=allocation.place == "outside" or (allocation.place == "machine" and len(hosts) > 1),
         reason=f"{job}: {_machines(len(hosts), per_node)}",
         node=node,
@@ -206,7 +202,7 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
     obstacles += _too_few_gpus(per_node, surroundings) if by_hand else []
     return Processes(
         nodes=nodes,
-        per_node=per_node,
+        gpus_per_node=per_node,
         reason=_machines(nodes, per_node),
         node=node or 0,
         main_address=topology.main_address,
@@ -217,15 +213,12 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
 
 def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processes:
     wanted, gpus = topology.gpus_per_node, surroundings.gpus
-    if gpus:
-        reason = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
-    else:
-        reason = f"no GPU is visible on {surroundings.host}"
-        if surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # not hidden on purpose
-            reason += " (it has an NVIDIA driver: see whether nvidia-smi works)"
+    reason = f"{counted(gpus, 'GPUs') if gpus else 'no GPU is visible'} on {surroundings.host}"
+    if not gpus and surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # not hidden on purpose
+        reason += " (it has an NVIDIA driver: see whether nvidia-smi works)"
     return Processes(
         nodes=1,
-        per_node=wanted or max(gpus, 1),
+        gpus_per_node=wanted or max(gpus, 1),
         reason=f"{reason}, topology.gpus_per_node={wanted}" if wanted else reason,
         main_port=topology.main_port,
         obstacles=tuple(_too_few_gpus(wanted or 0, surroundings)),
@@ -248,8 +241,8 @@ def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
             continue
         if name == "main_address":
             address = str(value)
-            different = wanted.split(".")[0] != address.split(".")[0]
-            if not address or is_loopback(address) or is_ip(wanted) or is_ip(address) or not different:
+            same = wanted.split(".")[0] == address.split(".")[0]
+            if same or not address or is_loopback(address) or is_ip(wanted) or is_ip(address):
                 continue
         fix = f"Take the key away, or set it to {value}."
         raise UserError(f"{wanted}, but it is {value} by {source}", where=f"topology.{name}", fix=fix)

@@ -26,7 +26,6 @@ from packtrain.attention.backends import deterministic
 from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
-from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import pointless
@@ -40,7 +39,6 @@ from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
-from packtrain.plan.data_size import remember
 from packtrain.plan.memory import estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.proof.isolation import check_as_it_comes
@@ -205,8 +203,6 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     data, tokenizer = prepared.data, prepared.tokenizer
     for remark in pointless(data.train, tokenizer, config.data.max_length) if ranks.main else ():
         log.warn(remark)
-    if ranks.main:  # for `packtrain plan`
-        remember(size_of(data.train), config.model, config.data, config.objective.kind, config.trainer.seed)
 
     load(prepared)
     base, scores = base_model(prepared.model), config.objective.traits.scores

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.known_model import Layers, layers_of
-from packtrain.plan.memory import FullestBatch, Memory, estimate, of_the_layers
+from packtrain.plan.known_model import Layers, read_layers
+from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
 from tests.train import forked
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 64}
@@ -152,12 +152,12 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], che
     switch = f"trainer.gradient_checkpointing={str(checkpointing).lower()}"
     config = load_config(None, [*made, f"model.config.model_type={kind}", switch, *overrides])
     padded = config.packing.mode == "padding"
-    layers = layers_of({"model_type": kind, **SIZES})
+    layers = read_layers({"model_type": kind, **SIZES})
     assert isinstance(layers, Layers)
     weight = 2 if config.model.dtype == "bfloat16" else 4
     compute = 2 if config.trainer.mixed_precision == "bf16" else weight
     batch = FullestBatch(TOKENS, TOKENS // 4 if padded else None, weight, compute)
-    waiting, working = of_the_layers(config, layers, batch)
+    waiting, working = count_layers(config, layers, batch)
     kept, most = watched(kind, config, padded=padded)
     copies = kept_copies(config, layers)
     assert waiting + copies == pytest.approx(kept, rel=0.3)

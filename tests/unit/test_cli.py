@@ -67,7 +67,7 @@ def test_a_bad_config_is_refused_with_all_problems_once_on_stderr_and_exit_code_
         "  bad.yaml:3, optim.lr: there is no such key",
         "    → Did you mean optim.learning_rate?",
         "  command line, trainer.seed: found the text 'x'",
-        "  command line, -m: sweeps over several values are not supported",
+        "  command line, -m: no such option",
         "  bad.yaml, data.train: there is nothing to train on",
     ):
         assert done.stderr.count(f"{line}\n") == 1
@@ -124,23 +124,19 @@ def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["sft", "ru"], {"run.yaml", "runs/one.yaml"}),
+        (["sft", "ru"], {"run.yaml"}),
         (["plan", "recipes/quickstart-r"], {"recipes/quickstart-reward.yaml"}),
         (["sft", "strategy", "=", "zero1"], {"zero1"}),
         (["sft", "run.yaml", "peft", "="], {"lora", "none"}),
         (["sft", "run.yaml", "packing.mode", "=", "pad"], {"padding", "padding_free"}),
-        (["sft", "run.yaml", "optim.l"], {"optim.learning_rate=", "optim.learning_rate=2e-05"}),
         (["sft", "run.yaml", "optim.be"], {"optim.beta1=", "optim.beta2="}),
         (["sft", "run.yaml", "~optim.be"], {"~optim.beta1", "~optim.beta2"}),
         (["sft", "run.yaml", "verify.preflight", "=", ""], {"true", "false"}),
-        (["sft", "run.yaml", "data.train", "=", "ch"], {"chats.jsonl"}),
-        (["sft", "run.yaml", "data.chat_template", "=", "chatm"], {"chatml"}),
         (["sft", "run.yaml", "nothing.like"], set()),
     ],
 )
 def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path: Path) -> None:
-    for file in ("run.yaml", "runs/one.yaml", "runs/notes.txt", "chats.jsonl"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+    for file in ("run.yaml", "notes.txt"):
         (tmp_path / file).touch()
     # bash has cut the words at every "=", and replaces only the last piece
     asked = {"COMP_WORDS": "\n".join(("packtrain", *words)), "COMP_CWORD": str(len(words))}
@@ -152,7 +148,7 @@ def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path
 def test_other_shells_are_offered_whole_words_with_help(shell: str, tmp_path: Path) -> None:
     asked = {"_TYPER_COMPLETE_ARGS": "packtrain sft run.yaml peft=", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     shown = packtrain(folder=tmp_path, _PACKTRAIN_COMPLETE=f"complete_{shell}", **asked).stdout
-    assert "peft=lora" in shown and "configs/peft/lora.yaml" in shown
+    assert "peft=lora" in shown and "Train few weights" in shown
 
 
 @pytest.mark.parametrize(

@@ -5,42 +5,33 @@ Only what is certainly wrong is refused here; what depends on the data (a docume
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, check_resume_despite, suggest
-from packtrain.config.objective import Option, is_number
+from packtrain.config.objective import is_number
 from packtrain.config.rules.objectives import check_objective
-from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, Optim, RunConfig, Topology, sources
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
-_SHAPES = ("linear", "cosine", "1-sqrt")
-_SHAPE = Option("linear", "|".join(_SHAPES), lambda value: value in _SHAPES)
-_RATIO = Option(0, "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
-_RATE = Option(0, "number from 0 to optim.learning_rate", lambda value: is_number(value) and value >= 0)
-_POSITIVE = Option(1, "number > 0", lambda value: is_number(value) and value > 0)
-_COUNT = Option(1, "whole number ≥ 1", lambda value: type(value) is int and value >= 1)
-_NO_COUNT = Option(0, "whole number ≥ 0", lambda value: type(value) is int and value >= 0)
-SCHEDULE_OPTIONS: dict[str, dict[str, Option]] = {
-    "cosine": {"num_cycles": _POSITIVE},
-    "cosine_with_restarts": {"num_cycles": _COUNT},
-    "cosine_with_min_lr": {"num_cycles": _POSITIVE, "min_lr": _RATE, "min_lr_rate": _RATIO},
-    "polynomial": {"lr_end": _RATE, "power": _POSITIVE},
-    "inverse_sqrt": {"timescale": _COUNT},
-    "warmup_stable_decay": {
-        "num_decay_steps": _COUNT,
-        "num_stable_steps": _NO_COUNT,
-        "num_cycles": _POSITIVE,
-        "warmup_type": _SHAPE,
-        "decay_type": _SHAPE,
-        "min_lr_ratio": _RATIO,
-    },
+_LAUNCH_VARIABLE = (
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
+)
+_COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
+_POSITIVE = ("num_cycles", "power")
+_RATES, _RATIOS = ("min_lr", "lr_end"), ("min_lr_rate", "min_lr_ratio")
+_FORMS = ("warmup_type", "decay_type")
+SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "num_cycles", *_FORMS, "min_lr_ratio"),
 }
-"""Arguments of transformers' schedules beside the step counts; beyond them a rate is trained with that nobody means."""
+"""Arguments of transformers' schedules beside the step counts."""
 
 
 def check(config: RunConfig, given: Set[str]) -> list[Fault]:
@@ -58,18 +49,6 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_topology(config.topology),
         *check_strategy(config),
     ]
-
-
-def notes(config: RunConfig) -> Iterator[str]:
-    """What is possible, and mostly not meant."""
-
-    def place(source: DataSource) -> tuple[str, str, str | None]:
-        return os.path.normpath(os.path.expanduser(source.path)), source.split, source.subset
-
-    trained = {place(source) for source in sources(config.data.train)}
-    for source in sources(config.data.eval, "eval"):
-        if place(source) in trained:
-            yield f"data.eval: {source.path} is trained on too, so its loss says nothing about other documents"
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -101,14 +80,9 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         if any(not source.path for source in sources(value)):
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
     held_out = data.eval
-    if held_out in ([], "None", "none") or (isinstance(held_out, float) and not 0 < held_out < 1):
+    if held_out == [] or (isinstance(held_out, float) and not 0 < held_out < 1):
         fix = "A fraction of data.train lies between 0 and 1; null holds nothing out."
         yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
-    elif isinstance(held_out, str) and re.fullmatch(r"[0-9.]+ ?%?", held_out):
-        yield Fault(("data.eval",), f"found the text {held_out!r}", "A fraction is a number without quotes, e.g. 0.05.")
-    if data.format in ("preference", "ranked") and config.objective.kind == "sft":
-        what = "packtrain sft has no use for preference pairs"
-        yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
     if data.overlong in ("keep_start", "keep_end") and not config.objective.traits.pairs:
         fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
         yield Fault(("data.overlong",), f"{data.overlong} is for preference pairs", fix)
@@ -119,11 +93,6 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
         what = f"plain text has no {data.loss_on} part to train on"
         yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
-    for ours, theirs in data.columns.items():
-        if ours not in COLUMNS:
-            fix = suggest(ours, COLUMNS, f"Ours are {', '.join(COLUMNS)}.")
-            fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
-            yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
     row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents
     if row is not None and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
@@ -135,10 +104,8 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 def _batch(config: RunConfig) -> Iterator[Fault]:
     batch, row = config.batch, config.batch.limits(config.packing.mode)[1]
-    both, limits = (
-        ("batch.examples_per_step", "batch.tokens_per_step"),
-        ("batch.tokens_per_step", "batch.tokens_per_device"),
-    )
+    both = ("batch.examples_per_step", "batch.tokens_per_step")
+    limits = ("batch.tokens_per_step", "batch.tokens_per_device")
     if batch.examples_per_step is None and batch.tokens_per_step is None:
         fix = "Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step."
         yield Fault(both[:1], "the size of an optimizer step is not set", fix)
@@ -154,14 +121,21 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
 
 
 def _schedule(optim: Optim) -> Iterator[Fault]:
-    known, where = SCHEDULE_OPTIONS.get(optim.schedule, {}), ("optim.schedule_options", "optim.schedule")
+    known, where = SCHEDULE_OPTIONS.get(optim.schedule, ()), ("optim.schedule_options", "optim.schedule")
     for name, value in optim.schedule_options.items():
         path = (f"optim.schedule_options.{name}",)
+        # beyond its limits a rate is trained with that nobody means
+        most = optim.learning_rate if name in _RATES else 1 if name in _RATIOS else 10**9
         if name not in known:
             fix = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
             yield Fault(path, f"the schedule {optim.schedule} has no such option", fix)
-        elif not known[name].accepts(value) or (known[name] is _RATE and value > optim.learning_rate):
-            yield Fault(path, f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
+        elif name in _FORMS:
+            if value not in ("linear", "cosine", "1-sqrt"):
+                yield Fault(path, f"found {shortened(value)}", "Allowed: linear|cosine|1-sqrt.")
+        elif name in _COUNTS and (type(value) is not int or value < _COUNTS[name]):
+            yield Fault(path, f"found {shortened(value)}", f"Allowed: whole number ≥ {_COUNTS[name]}.")
+        elif not is_number(value) or not 0 <= value <= most or (value == 0 and name in _POSITIVE):
+            yield Fault(path, f"found {shortened(value)}", f"Allowed: number from 0 to {most:g}.")
     if optim.schedule == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(optim.schedule_options)) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
         yield Fault(where, what, "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}.")
@@ -178,30 +152,26 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
     if rounding == "auto":
         return
-    trained = (
-        bool(config.peft.modules_to_save) or config.objective.traits.scores
-    )  # beside adapters: a reward model's head
+    # beside adapters: a reward model's head
+    trained = bool(config.peft.modules_to_save) or config.objective.traits.scores
     whole = config.peft.merge or not config.model.is_base_for_adapters
-    where, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
+    key, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
     if lora and not trained and (at_updates or not whole):
         what = "adapters are float32, in training and in final/"
-        yield Fault((where, "peft.kind"), what, "Take it away.", because="peft.kind")
+        yield Fault((key, "peft.kind"), what, "Take it away.", because="peft.kind")
     elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
         what = "the weights are float32, so none is rounded"
-        yield Fault((where, "model.dtype"), what, "Take it away.", because="model.dtype")
+        yield Fault((key, "model.dtype"), what, "Take it away.", because="model.dtype")
     elif at_updates and name.startswith("zero"):
         what = f"DeepSpeed, and so {name}, keeps float32 copies of the weights, which take the updates"
-        yield Fault((where, "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
+        yield Fault((key, "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
 
 
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     trainer, held_out = config.trainer, config.data.eval
     if trainer.max_steps is not None and "trainer.epochs" in given:
-        what, keys = (
-            "the length of the run is set twice, in steps and in epochs",
-            ("trainer.epochs", "trainer.max_steps"),
-        )
-        yield Fault(keys, what, "Keep one of them.", because="trainer.max_steps")
+        what = "the length of the run is set twice, in steps and in epochs"
+        yield Fault(("trainer.epochs", "trainer.max_steps"), what, "Keep one of them.", because="trainer.max_steps")
     if held_out is None and trainer.eval_every is not None:
         fix = "Set data.eval to a source, or to a fraction such as 0.05."
         yield Fault(("trainer.eval_every",), "there is nothing to evaluate on", fix, because="data.eval")
@@ -235,8 +205,6 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             what = "it does nothing without adapters (peft.kind is none)"
             yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
     targets = config.peft.target_modules
-    if not targets:
-        yield Fault(("peft.target_modules",), "it names no layer", "all-linear means every linear layer.")
     try:
         re.compile(targets if isinstance(targets, str) else "")
     except re.error as error:
@@ -271,8 +239,8 @@ def _topology(topology: Topology) -> Iterator[Fault]:
     if kind in ("single", "local") and (topology.nodes or 1) > 1:
         what = f"topology={kind} is one machine, not {topology.nodes}"
         yield Fault(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
-    for name in ("main_address", "node_rank"):
-        if getattr(topology, name) is not None and kind in ("single", "local"):
+    for name in ("main_address", "node_rank") if kind in ("single", "local") else ():
+        if getattr(topology, name) is not None:
             what = f"topology={kind} is one machine, which has no use for it"
             yield Fault((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
     if kind == "single" and (topology.gpus_per_node or 1) > 1:
@@ -280,16 +248,15 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
     address = topology.main_address
-    if address is not None and (
-        address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)
-    ):  # IPv6 has two colons
+    # IPv6 has two colons
+    if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
         what = f"{address!r} is neither a host name nor an address"
         yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")
     for name, value in topology.environment.items():
         path = (f"topology.environment.{name}",)
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield Fault(path, f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
-        elif re.fullmatch(_OF_LAUNCH, name):
+        elif re.fullmatch(_LAUNCH_VARIABLE, name):
             yield Fault(path, "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
         elif speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"

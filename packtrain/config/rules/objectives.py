@@ -6,10 +6,9 @@ from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, suggest
 from packtrain.config.objective import LOSSES, OPTIONS, Objective
-from packtrain.config.schema import LABELLED, RunConfig
+from packtrain.config.schema import RunConfig
 from packtrain.wording import counted, shortened
 
-_OF_PAIRS = ("preference", "ranked")
 _DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"exo_pair", "robust", "aot", "aot_unpaired"}
 
@@ -66,9 +65,6 @@ def _options(objective: Objective) -> Iterator[Fault]:
             yield Fault(where, f"packtrain {objective.kind} has no such option", fix)
         elif value != known[name].default and not known[name].accepts(value):
             yield Fault(where, f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
-    weights = ("desirable_weight", "undesirable_weight")
-    if objective.kind == "kto" and all(objective.options.get(name) == 0 for name in weights):
-        yield Fault(("objective.options",), "both weights are 0: that trains nothing", "Set one above 0.")
 
 
 def _dpo(objective: Objective) -> Iterator[Fault]:
@@ -103,12 +99,6 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if "data.loss_on" in given:
         of_them = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
         yield Fault(("data.loss_on",), of_them, "Take the key away.")
-    formats = ("auto", *_OF_PAIRS) if traits.pairs else ("auto", *LABELLED, *_OF_PAIRS)
-    if data.format not in formats:
-        lack = "no preference pairs" if traits.pairs else "no answer that could be desirable or not"
-        fix = f"Choose {', '.join(formats[:-1])} or {formats[-1]}"
-        fix += ", or use packtrain sft." if traits.pairs else "."
-        yield Fault(("data.format",), f"rows of {data.format} hold {lack}", fix)
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"
         fix = f"Choose truncate, {'keep_end, ' if traits.pairs else ''}drop or error."

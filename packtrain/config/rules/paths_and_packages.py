@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from packtrain.config.keys import Fault, near, suggest
-from packtrain.config.objective import REFERENCES, Objective
-from packtrain.config.schema import Data, Model, Optim, Tracking, Trainer, sources
+from packtrain.config.objective import REFERENCES
+from packtrain.config.schema import Data, RunConfig, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -24,23 +24,21 @@ _OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsan
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
-def check(
-    model: Model, data: Data, objective: Objective, trainer: Trainer, optim: Optim, tracking: Tracking
-) -> list[Fault]:
+def check(config: RunConfig) -> Iterator[Fault]:
     """One fault for each package that is not installed and each path that is certainly local and does not exist."""
-    faults = [*_data(data), *_reference(objective.reference), *resume_folder(trainer.resume)]
+    model, trainer, trackers = config.model, config.trainer, config.tracking.report_to
+    yield from _data(config.data)
+    yield from _reference(config.objective.reference)
+    yield from resume_folder(trainer.resume)
     for key, path in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
-        faults += _missing(key, path or "", MODEL_SUFFIXES)
-    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", data.cache_dir or "")):
+        yield from _missing(key, path or "", MODEL_SUFFIXES)
+    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
         if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            faults.append(Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet."))
-    if package := _OPTIMIZER_PACKAGES.get(optim.name):
-        faults += _not_installed("optim.name", optim.name, package, package)
-    if len(set(tracking.report_to)) < len(tracking.report_to):
-        faults.append(Fault(("tracking.report_to",), "a tracker is named twice", "Name each once."))
-    for tracker in dict.fromkeys(tracking.report_to):
-        faults += _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
-    return faults
+            yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
+    if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
+        yield from _not_installed("optim.name", config.optim.name, package, package)
+    for tracker in dict.fromkeys(trackers):
+        yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
 
 
 @cache
@@ -89,9 +87,10 @@ def _data(data: Data) -> Iterator[Fault]:
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
     elif template and not _there(template) and as_name(template) not in template_names():
-        hint = suggest(as_name(template), template_names(), "Names are chatml, llama3, qwen3 …", 3)
-        fix = f"{hint} Or name a .jinja file."
-        yield Fault(("data.chat_template",), f"there is no chat template {template!r}", fix)
+        hint = suggest(as_name(template), template_names(), f"Names are {', '.join(template_names())}.", 3)
+        yield Fault(
+            ("data.chat_template",), f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
+        )
 
 
 def _reference(reference: str) -> Iterator[Fault]:
@@ -135,11 +134,10 @@ def is_local(path: str, suffixes: tuple[str, ...]) -> bool:
 def nearest(path: str) -> str:
     """What is there in place of a path that is not."""
     wanted = Path(os.path.expanduser(path))
-    folder = wanted.parent
-    if not os.path.isdir(folder):
-        return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
-    entries = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
+    if not os.path.isdir(wanted.parent):
+        return f"The folder {wanted.parent} does not exist; relative paths start at {Path.cwd()}."
+    entries = glob.glob(f"{glob.escape(str(wanted.parent))}/*")  # none where the folder cannot be read
     close = near(wanted.name, map(os.path.basename, entries))
     if not close:
-        return f"{folder.absolute()} has none like it."
-    return f"Near it: {', '.join(str(folder / name) for name in close)}."
+        return f"{wanted.parent.absolute()} has none like it."
+    return f"Near it: {', '.join(str(wanted.parent / name) for name in close)}."

@@ -1,46 +1,54 @@
-"""What is certain to go wrong with the keys of Slurm jobs. Pure; what only the cluster knows, sbatch itself refuses."""
+"""What is certain to go wrong with the keys of Slurm jobs, and secrets that scripts and config.yaml would hold. Pure.
+
+What only the cluster knows, sbatch itself refuses. A text is refused only where it is certain to hold a secret (packtrain/redact.py);
+in options of sbatch, and for values of a mapping, its name is enough. Lines of topology.setup are the user's own program: they stay,
+with a warning.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
-from packtrain.wording import shortened, whole
+from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
+from packtrain.wording import whole
 
 _FIXED = {  # options that are packtrain's own or would break the script, and what to do instead
     "array": "A sweep makes one: packtrain sbatch VERB CONFIG -m …",
-    "chdir": "The job starts in the folder in which packtrain sbatch is called.",
     "container-image": "The script would run in the image, which has no srun: write it in topology.command.",
     "export": "The job gets all variables of the shell that submits; set others in topology.environment.",
-    "no-requeue": "Set topology.requeue.",
     "nodes": "Set topology.nodes.",
-    "ntasks": "Each machine has one task: set topology.nodes.",
-    "ntasks-per-node": "Each machine has one task, which starts its processes: set topology.gpus_per_node.",
-    "open-mode": "A job that comes back goes on in its log.",
     "output": "The log is in the run folder: set trainer.output_dir.",
-    "requeue": "Set topology.requeue.",
     "signal": "Set topology.signal_before.",
     "time": "Set topology.time.",
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "Each machine has one task: set topology.nodes and gpus_per_node."),
+    **dict.fromkeys(("requeue", "no-requeue"), "Set topology.requeue."),
+    **dict.fromkeys(("chdir", "open-mode"), "The job starts where packtrain sbatch is called, and goes on in its log."),
 }
 _SHORT = {"a": "array", "c": "cpus-per-task", "D": "chdir", "G": "gpus", "J": "job-name", "N": "nodes", "n": "ntasks"}
 _SHORT |= {"o": "output", "t": "time", "w": "nodelist"}
+_ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)[\"']?[^\s\"']")
+_SAID = re.compile(
+    r"--((?:api-?)?key|token|password)\s+(?![\"']?\$)[\"']?[^\s\"'-]|\b(wandb) login\s+\w{20}"
+    r"|authorization: *(?:bearer|basic|token) +(?!\$)[^\s\"']",
+    re.IGNORECASE,
+)
+_BARE_KEY = re.compile(r"[0-9a-f]{40}")
+_NAMES = ("model.revision", "trainer.output_dir", "data.cache_dir", "tracking.run_name")
+"""What may be called by the hash of a commit."""
+_SETUP, _CODE = "topology.setup[", ("topology.sbatch[", "topology.command")
+_MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
+_EXPORT = "Export it in the shell that submits{}."
 
 
 def check(topology: Topology, resume: str) -> Iterator[Fault]:
     """Everything that cannot work as a Slurm job."""
-    time, before = topology.time, topology.signal_before
-    if time is not None and time.upper() not in ("UNLIMITED", "INFINITE"):
-        seconds = seconds_of(time)
-        if seconds is None:
-            fix = "Write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS."
-            yield Fault(("topology.time",), f"{shortened(time)} is no time of Slurm's", fix)
-        elif seconds <= before:
-            what = f"a run of {seconds} s would have to stop {before} s before its end, at its start"
-            yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
@@ -57,16 +65,6 @@ def check(topology: Topology, resume: str) -> Iterator[Fault]:
             yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
     if "\n" in (topology.command or ""):
         yield Fault(("topology.command",), "it has a line break", "Write it in one line.")
-
-
-def seconds_of(time: str) -> int | None:
-    """A time limit in one of Slurm's forms ([DAYS-]HOURS:MINUTES:SECONDS, …) in seconds; None where it is none, or unlimited."""
-    days, dash, clock = time.rpartition("-")
-    numbers = clock.split(":")
-    if len(numbers) > 3 or any(whole(number) is None for number in [*numbers, days or "0"]):
-        return None
-    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(int(number) * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def parse_options(lines: list[str]) -> dict[str, str]:
@@ -92,3 +90,45 @@ def count_gpus(topology: Topology) -> int | None:
         return 0
     numbers = [whole(part.split("(")[0].rpartition(":")[2]) for part in gres.split(",") if re.match(r"gpu\b", part)]
     return None if not numbers or None in numbers else sum(number or 0 for number in numbers)
+
+
+def check_secrets(config: dict[str, Any]) -> list[Fault]:
+    """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
+    return [
+        item for path, text in _texts(config, "") for item in _secrets_in(path, text) if not path.startswith(_SETUP)
+    ]
+
+
+def note_secrets(setup: list[str]) -> Iterator[str]:
+    """Warnings of secrets in lines of topology.setup, which are then hidden on the terminal and in the run folder."""
+    for at, line in enumerate(setup):
+        if any(_secrets_in(f"{_CODE[0]}{at}]", line)):
+            learn(line, names=True)
+            yield f"{_SETUP}{at}]: it has a secret, which is in the script as it is; {_EXPORT.format(', and name it: $NAME')}"
+
+
+def _secrets_in(path: str, text: str) -> Iterator[Fault]:
+    code, named = path.startswith(_CODE), _MAPPING.fullmatch(path)
+    bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
+    if variable := variable_of(text):
+        what = f"the value of ${variable} is in it: by its name a secret, which would be written into files"
+        yield Fault((path,), what, f"Where it is none, unset {variable}, or give the variable another name.")
+    elif is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
+        what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
+        yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""))
+    for variable in _ASSIGNED.findall(text) if code else ():
+        if speaks_of_secrets(variable):
+            what = f"by its name {variable} is a secret, which would be written into the script"
+            yield Fault((path,), what, _EXPORT.format(f", or read it from a file: {variable}=$(cat FILE)"))
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every text in a value of mappings and lists, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield from _texts(item, f"{path}[{at}]")

@@ -8,11 +8,34 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from packtrain.config.keys import suggest
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, READ_TOO, REQUIRED, Format
+from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "ranked": ("answers",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "xlam": ("query", "answers", "tools"),
+    "tokenised": ("input_ids",),
+}
+"""The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
+PROMPTS = ("prompt", "conversations", "instruction")
+"""Columns that may hold the prompt of a preference."""
+READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "ranks", "margin")}
+"""Columns beside the required ones and OPTIONAL that only this format reads."""
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
+LABEL = "label"
+"""The column of packtrain kto that says whether an answer is desirable."""
+LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
+"""The formats that it may be beside."""
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
 """Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")
@@ -98,6 +121,10 @@ def detect_format(
     def refuse(what: str, fix: str) -> UserError:
         return UserError(f"{what}; {columns_there}", where=where, fix=fix)
 
+    known = {*OPTIONAL, LABEL, *(name for named in (REQUIRED, READ_TOO) for some in named.values() for name in some)}
+    if unknown := sorted(set(columns) - known):
+        fix = suggest(unknown[0], known, f"Ours, which come first, are {', '.join(sorted(known))}.")
+        raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix)
     if absent := sorted(set(columns.values()) - set(names)):
         raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
     fits = _find_fitting(first, columns, objective) if wanted == "auto" else [wanted]

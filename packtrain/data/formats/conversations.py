@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import MASKS, Format
-from packtrain.data.formats.columns import Row, list_of
+from packtrain.config.schema import Format
+from packtrain.data.formats.columns import MASKS, Row, list_of
 from packtrain.data.formats.messages import (
     Messages,
     read_calls,

@@ -33,8 +33,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.config.schema import PROMPTS, Format
-from packtrain.data.formats.columns import LISTS, PAIR_FORMATS, Row, list_of, name_list_column
+from packtrain.config.schema import Format
+from packtrain.data.formats.columns import LISTS, PAIR_FORMATS, PROMPTS, Row, list_of, name_list_column
 from packtrain.data.formats.conversations import (
     READERS,
     Conversation,

@@ -37,7 +37,6 @@ from packtrain.data.tokens.encode import Documents
 from packtrain.durable import publish, write_text
 from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.heartbeat import progress
-from packtrain.plan.data_size import cache_path
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
@@ -196,7 +195,7 @@ def cache_folder(configured: str | None) -> Path:
 
     A read-only folder is fine as long as the data is in it.
     """
-    folder = cache_path(configured)
+    folder = Path(os.path.expanduser(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -30,7 +30,6 @@ def test_keys_are_free_decisive_or_fixed() -> None:
     ("name", "what", "fix"),
     [
         ("optim.learnin_rate", "there is no key 'optim.learnin_rate'", "Did you mean optim.learning_rate?"),
-        ("optim.lr", "there is no key 'optim.lr'", "Did you mean optim.learning_rate?"),
         ("zzz", "there is no key 'zzz'", "Name keys as the refusal does."),
         ("peft.r", "peft.r cannot change", "Start over with trainer.resume=never."),
     ],

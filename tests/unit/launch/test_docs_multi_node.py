@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from packtrain.launch.attempt import locked
 from packtrain.launch.exit_status import Outcome, judge
 from packtrain.launch.rendezvous import Place, meet
 from packtrain.monitor.channel import Server
-from packtrain.plan import network_settings as names
 from packtrain.plan.agreement import Member, twice, unlike
 from packtrain.plan.network_settings import HostNetwork, Interface, choose_network
 from tests.ports import free_port
@@ -111,7 +109,7 @@ def port_taken() -> PacktrainError:
 
 def no_interface() -> PacktrainError:
     network = HostNetwork((Interface("eth0", ("10.0.0.2",), up=True),), (), "10.0.0.2")
-    return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1", nodes=2))
+    return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1"))
 
 
 def locked_twice(folder: Path) -> PacktrainError:
@@ -162,14 +160,3 @@ def test_the_page_has_what_the_verdict_says() -> None:
     for outcomes in ((Outcome(), silent), (Outcome(), ended), (Outcome(), late), (silent, Outcome())):
         said, cause, advice = judge(dict(enumerate(outcomes)), names, 8).lines
         assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
-
-
-def test_the_page_has_what_is_said_of_a_silent_name_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(names, "_look_up", lambda address: time.sleep(1))
-    monkeypatch.setattr(names, "LOOK_UP_S", 0.01)
-    monkeypatch.delenv("RES_OPTIONS", raising=False)
-    names.short_waits("n1")
-    what, fix = capsys.readouterr().err.strip().split("\n    → ")
-    assert (same(what), same(fix)) in ROWS

@@ -103,9 +103,9 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
     [
         ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: n2 has 0.002; n1 has 0.001"),
         ({"versions": {"torch": "2.12.0"}}, "torch: n2 has 2.12.0; n1 has 2.13.0"),
-        ({"per_node": 3, "gpus": 3}, "same number of processes (n1: 2, n2: 3)"),
-        ({"nodes": 3}, "how many they are: 2 on n1, 3 on n2"),
-        ({"nodes": 3, "node": 2}, "how many they are: 2 on n1, 3 on n2"),
+        ({"per_node": 3, "gpus": 3}, "n2 has 3; n1 has 2"),
+        ({"nodes": 3}, "topology.nodes: n2 has 3; n1 has 2"),
+        ({"nodes": 3, "node": 2}, "topology.nodes: n2 has 3; n1 has 2"),
     ],
     ids=["config", "versions", "per-node", "nodes", "number"],
 )

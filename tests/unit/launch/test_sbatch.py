@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from packtrain.cli import app
 from packtrain.config.compose import load_config, load_points
 from packtrain.config.keys import keys
-from packtrain.config.rules.slurm import count_gpus, seconds_of
+from packtrain.config.rules.slurm import count_gpus
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped
 from packtrain.run_folder import RunFolder, write_json
@@ -285,9 +285,7 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
         ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "no values to try one by one"),
         ([*MACHINES, "-m", "topology.signal_before=60,90"], "topology", "the same machines for all of them"),
         ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
-        ([*MACHINES, "topology.time=soon"], "topology.time", "'soon' is no time of Slurm's"),
         ([*MACHINES, "topology.time=30"], "topology.time", "Quote it"),
-        ([*MACHINES, "topology.time=1:30"], "topology.time", "120 s before its end, at its start"),
         ([*MACHINES, "topology.sbatch=['--gres=gpu:2']"], "topology.gpus_per_node", "asks for 2 GPUs"),
         ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
         ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Set topology.nodes."),
@@ -452,22 +450,6 @@ def test_a_refusal_of_sbatch_is_told_in_its_words(monkeypatch: pytest.MonkeyPatc
     assert done.code == 2
     assert "topology: sbatch refuses the job: invalid partition specified: x" in done.stderr
     assert list(Path("runs/x/logs").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("1:00:00", 3600),
-        ("2-12", 216000),
-        ("1-0:30", 88200),
-        ("1-1:1:1", 90061),
-        ("x", None),
-    ],
-)
-def test_times_are_read_as_slurm_does(time: str, seconds: int | None) -> None:
-    assert seconds_of(time) == seconds
 
 
 @pytest.mark.parametrize(

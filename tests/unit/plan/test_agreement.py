@@ -18,21 +18,19 @@ def member(node: int, nodes: int = 2, **changes: Any) -> Member:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "where", "said"),
     [
-        ({"gpus": 1}, "2 GPUs on each machine are needed, but some have fewer (n2: 1)"),
-        ({"gpus": 8}, "some machines have GPUs and others none (0 on n1, 8 on n2)"),
+        ({"gpus": 1}, "topology.gpus_per_node", "(n2: 1)"),
+        ({"gpus": 8}, "GPUs", "n2 has some; n1 has none"),
+        ({"per_node": 3}, "topology.gpus_per_node", "n2 has 3; n1 has 2"),
+        ({"nodes": 3}, "topology.nodes", "n2 has 3; n1 has 2"),
     ],
 )
-def test_counts_that_do_not_fit_are_named(change: dict, said: str) -> None:
-    assert said in str(unlike([member(0), member(1, **change)]))
+def test_counts_that_do_not_fit_are_named_by_machine(change: dict, where: str, said: str) -> None:
+    error = unlike([member(0), replace(member(1), **change)])
+    assert error is not None and [problem.where for problem in error.problems] == [where]
+    assert said in str(error)
     assert unlike([member(0), member(1)]) is None
-
-
-def test_unequal_counts_of_gpus_are_named_by_machine() -> None:
-    error = str(unlike([member(0, per_node=4, gpus=4), member(1, per_node=3, gpus=3)]))
-    assert "same number of GPUs (n1: 4, n2: 3)" in error
-    assert "topology.gpus_per_node=3" in error
 
 
 def test_of_many_machines_those_that_differ_are_named() -> None:

@@ -27,14 +27,6 @@ def test_deepspeed_has_every_number_from_the_config_and_nothing_to_fill_in(name:
     assert ("offload_param" in made["zero_optimization"]) == (name == "zero3_offload")
 
 
-@pytest.mark.parametrize(("dtype", "enabled"), [("bfloat16", True), ("float32", False), ("auto", "auto")])
-def test_deepspeeds_bf16_is_the_format_of_the_weights_which_may_be_known_only_when_they_are_loaded(
-    dtype: str, enabled: bool | str
-) -> None:
-    made = deepspeed_config("zero2", dtype=dtype, max_grad_norm=1.0)
-    assert made is not None and made["bf16"]["enabled"] == enabled
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("ddp", "MULTI_GPU"), *((name, "DEEPSPEED") for name in STAGES), ("fsdp2", "FSDP")]
 )

@@ -14,7 +14,6 @@ from tiny_models import SIZES
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
-from packtrain.plan.screen import memory_bars
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
@@ -250,7 +249,6 @@ def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
     assert found.buffers == 2 * (3 * layer + rest) + 2 * (layer + rest) + 4 * layer
-    assert known([*sized("llama"), "model.dtype=bfloat16"], 64, strategy="fsdp2").buffers == found.buffers
 
 
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
@@ -259,11 +257,6 @@ def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> Non
         on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}"], device=40 * GIB)
         assert replace(on_gpus, device=None) == bf16
         assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
-
-
-def test_a_reference_model_is_spread_where_weights_are() -> None:
-    dpo = [*sized("llama"), "objective.kind=dpo"]
-    assert known(dpo, 8, strategy="zero2").reference == 8 * known(dpo, 8, strategy="zero3").reference
 
 
 def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
@@ -306,11 +299,6 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
     assert known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=1).fits is False
 
 
-def test_a_model_of_the_hub_is_counted_from_sizes_that_are_given() -> None:
-    given = ["model.init=pretrained", "model.path=owner/model", "model.dtype=auto", *sized("llama")]
-    assert known(given).weights == 2 * known(sized("llama")).parameters
-
-
 @pytest.mark.parametrize(
     ("processes", "overrides", "strategy", "tries"),
     [
@@ -334,11 +322,6 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
     assert known([*model, *overrides], processes, 500 * GIB, strategy).fits
 
 
-def test_whether_a_run_fits_is_known_where_the_size_of_the_gpus_is() -> None:
-    assert known(sized("llama"), device=40 * GIB).fits
-    assert known(sized("llama")).fits is None
-
-
 @pytest.mark.parametrize(
     ("processes", "strategy", "communicators"),
     [
@@ -356,8 +339,5 @@ def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
 ) -> None:
     found = known(sized("llama"), processes, 80 * GIB, strategy)
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
-    room = found.total + found.outside
-    assert replace(found, device=room).fits and not replace(found, device=room - 1).fits
-    bars = [str(row) for row in memory_bars(found, 100, plain=True)]
-    name = "CUDA, NCCL" if communicators else "CUDA"
-    assert any(row.startswith(f"{name:<11}{found.outside / GIB:>8.2f} ") for row in bars)
+    needed = found.total + found.outside
+    assert replace(found, device=needed).fits and not replace(found, device=needed - 1).fits

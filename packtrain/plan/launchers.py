@@ -1,0 +1,191 @@
+"""What Slurm, MPI, torchrun and Kubernetes say in the environment variables of this process.
+
+A launcher starts a process for each device, which joins the others and trains (torchrun, accelerate launch, mpirun, srun with
+several tasks on a machine), or one for each machine, which starts those of its devices (Slurm, Kubernetes' training operator).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from packtrain.config.schema import Topology
+from packtrain.errors import UserError
+from packtrain.wording import shortened, whole
+
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets for each process
+DEFAULT_PORT = 29500
+# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and others of the Hydra family.
+_MPI = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_FIRST_SLURM_PORT, _SLURM_PORTS = 15_000, 10_000
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The machines of a Slurm job, or inside a step those of the step, and the place of this process in it.
+
+    `place` is a `task` of a step, a `machine` of the job (its batch script, or a shell there), or `outside` (salloc's shell on
+    the login machine). `tasks` is the step's number on each machine, 0 outside one; `gpus` the job's there, None if Slurm does
+    not say. `port` is the same for all tasks of a step, and differs between steps.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    place: Literal["task", "machine", "outside"]
+    node: int
+    tasks: int
+    gpus: int | None
+    port: int
+
+
+def read_allocation(env: Mapping[str, str]) -> Allocation | None:
+    """The job that this process is in, None outside one. Raises UserError if its variables cannot be read."""
+    job, hosts = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    if not job or not hosts:
+        return None
+    step = read_number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
+    in_step = step < _FIRST_SPECIAL_STEP
+    place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
+    gpus = read_number(env, "SLURM_GPUS_ON_NODE", 0)
+    if place == "outside":  # there only this is set: `8`, `a100:8`
+        gpus = whole(env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]) or gpus
+    number = int("".join(re.findall(r"[0-9]", job))[-12:] or 0) * 131 + (step if in_step else 0) * 17
+    return Allocation(
+        job=job,
+        hosts=expand(env.get("SLURM_STEP_NODELIST", hosts) if in_step else hosts),
+        place=place,
+        node=read_number(env, "SLURM_NODEID", 0),
+        tasks=_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", "1")) if in_step else 0,
+        gpus=gpus or None,
+        port=_FIRST_SLURM_PORT + number % _SLURM_PORTS,
+    )
+
+
+def expand(hosts: str) -> tuple[str, ...]:
+    """The names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
+    names: list[str] = []
+    try:
+        for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+            parts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second part is a list of ranges
+            choices = (_numbers(part) if at % 2 else [part] for at, part in enumerate(parts))
+            names += map("".join, itertools.product(*choices))
+        if not names or hosts.count("[") != hosts.count("]"):
+            raise ValueError("no list")
+    except ValueError as error:
+        what = f"cannot read {shortened(hosts)} as a list of hosts: {error}"
+        raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix="Slurm sets it.") from error
+    return tuple(names)
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of `1-3,07`, as they are written. Raises ValueError."""
+    ends = [(first, last or first) for first, _, last in (part.partition("-") for part in ranges.split(","))]
+    return [f"{number:0{len(first)}d}" for first, last in ends for number in range(int(first), int(last) + 1)]
+
+
+def _tasks(counts: str) -> int:
+    """The number of tasks on each machine, of Slurm's `8(x3)`. Raises UserError if it is not the same on all."""
+    numbers = {whole(re.sub(r"\(x[0-9]+\)$", "", part)) for part in counts.split(",")}
+    (number,) = numbers if len(numbers) == 1 else (None,)
+    if number is None:
+        what = f"the machines of the step have different numbers of tasks ({shortened(counts)})"
+        fix = "Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others."
+        raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
+    return number
+
+
+def read_process(
+    topology: Topology, env: Mapping[str, str], allocation: Allocation | None
+) -> tuple[str, dict[str, str]] | None:
+    """What has started one process per device, and the variables that torch still needs; None if nothing has.
+
+    Raises UserError if only some of the variables are set.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # each process reads them, launched or not
+        read_number(env, name, 0)
+    if all(env.get(name) for name in TORCH):
+        return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
+    task = allocation is not None and allocation.place == "task"
+    port = topology.main_port
+    for names in _MPI:
+        if read_number(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun may set PMI_SIZE as well
+            require(env, names)
+            rank, total, local, per_node = (read_number(env, name, 0) for name in names)
+            address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
+            if address is None:
+                what = (
+                    f"mpirun has started {total} processes on several machines, and the first one's name is not known"
+                )
+                fix = "Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)."
+                raise UserError(what, where="topology.main_address", fix=fix)
+            by, port = f"mpirun has started it ({names[0]})", port or read_number(env, "MASTER_PORT", DEFAULT_PORT)
+            break
+    else:
+        if allocation is None or allocation.tasks < 2:
+            if read_pod(topology, env) is None and read_number(env, "WORLD_SIZE", 1) > 1:
+                require(env, TORCH)
+            return None
+        rank, local = read_number(env, "SLURM_PROCID", 0), read_number(env, "SLURM_LOCALID", 0)
+        total, per_node = allocation.tasks * len(allocation.hosts), allocation.tasks
+        by, address = f"srun has started {per_node} tasks on each machine", allocation.hosts[0]
+        port = port or allocation.port
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": total,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": per_node,
+        "MASTER_PORT": port,
+    }
+    return by, {"MASTER_ADDR": address, **{name: str(number) for name, number in numbers.items()}}
+
+
+def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology] | None:
+    """What says which machine this is of those that Kubernetes' training operator has started, and that as a topology by hand.
+
+    The operator sets torchrun's PET_ variables, or RANK and WORLD_SIZE of machines. None outside of its pods.
+    """
+    if "LOCAL_RANK" in env:  # torchrun has started this process itself
+        return None
+    if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
+        node, nodes, by = "PET_NODE_RANK", "PET_NNODES", "torchrun's variables PET_NNODES and PET_NODE_RANK"
+        require(env, (node, nodes))  # an elastic job's machines are not numbered
+    elif "KUBERNETES_SERVICE_HOST" in env and all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        node, nodes, by = "RANK", "WORLD_SIZE", "the pod's variables RANK and WORLD_SIZE"
+    else:
+        return None
+    port = read_number(env, "PET_MASTER_PORT", read_number(env, "MASTER_PORT", DEFAULT_PORT))
+    return by, replace(
+        topology,
+        kind="manual",
+        nodes=read_number(env, nodes, 1),
+        node_rank=read_number(env, node, 0),
+        gpus_per_node=whole(env.get("PET_NPROC_PER_NODE", "")) or topology.gpus_per_node,  # it may be "auto"
+        main_address=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
+        main_port=topology.main_port or port,
+    )
+
+
+def require(env: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UserError if a launch has not set all `names`, the variables that number this process."""
+    if missing := [name for name in names if not env.get(name)]:
+        raise UserError(
+            f"to join a running launch, {', '.join(missing)} must be set too",
+            where="environment",
+            fix="Start packtrain with torchrun or accelerate launch, or once on each machine with topology=manual.",
+        )
+
+
+def read_number(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable as a whole number, `default` if it is not set. Raises UserError if it is not a number."""
+    value = env.get(name) or str(default)
+    if (number := whole(value)) is None:
+        fix = f"The launcher sets it; by hand: unset {name}."
+        raise UserError(f"{shortened(value)} is no whole number", where=f"environment variable {name}", fix=fix)
+    return number
