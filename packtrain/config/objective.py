@@ -81,7 +81,7 @@ def is_number(value: object) -> bool:
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _WEIGHT = Option(1.0, "number ≥ 0", lambda value: is_number(value) and value >= 0)
 OPTIONS: dict[ObjectiveKind, dict[str, Option]] = {
-    "sft": {},
+    "sft": {"neftune_noise_alpha": Option(None, "number > 0", lambda value: is_number(value) and value > 0)},
     "dpo": {
         "loss_weights": Option(
             None,

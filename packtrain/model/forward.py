@@ -16,7 +16,7 @@ import functools
 import math
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -72,7 +72,7 @@ def patch_forward(
     """
     head = None
     if documents is not None:
-        head = add_loss_sum(model, loss=documents.token_loss)
+        head = add_loss_sum(model, loss=documents.token_loss, neftune_alpha=documents.option("neftune_noise_alpha"))
     if pairs:
         add_pair_layout(model, pairs)
     if scores:
@@ -90,12 +90,13 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll") -> Head:
+def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses of all positions whose label is
     not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. With
-    `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs. The returned Head may be changed later.
+    `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs. `neftune_alpha` adds noise while training
+    (`_embedding_noise`). The returned Head may be changed later.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -116,19 +117,40 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll") -> Head:
         labels = kwargs.pop("shift_labels")
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
-        if head.fused:
-            places = _on_device_of(labels, label_places)
-            hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-            if linear and hidden.device.type == "cpu" and not token_losses:
-                return _linear_nll_sum(hidden, labels, places, self.get_output_embeddings())
-            log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
-        else:
-            log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
+        noise = _embedding_noise(self, neftune_alpha, kwargs) if neftune_alpha and self.training else nullcontext()
+        with noise:
+            if not head.fused:
+                log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
+            else:
+                places = _on_device_of(labels, label_places)
+                hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
+                if linear and hidden.device.type == "cpu" and not token_losses:
+                    return _linear_nll_sum(hidden, labels, places, self.get_output_embeddings())
+                log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
         losses = _losses(log_probs, loss)
         return losses if token_losses else losses.sum()
 
     model.forward = types.MethodType(forward, model)
     return head
+
+
+@contextmanager
+def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]) -> Iterator[None]:
+    """NEFTune (arXiv 2310.05914): uniform noise in ±alpha / sqrt(l · d) on the embeddings of a document of l tokens."""
+    if (segments := batch.get("segments")) is not None:
+        lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))[None]
+    else:
+        lengths = batch["attention_mask"].sum(dim=1, keepdim=True)
+
+    def add_noise(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
+        return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:

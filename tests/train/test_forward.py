@@ -119,6 +119,29 @@ def test_dft_weighs_each_token_by_its_own_probability() -> None:
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
+def test_neftune_noise_is_scaled_by_the_length_of_each_document_in_every_layout() -> None:
+    alpha, lengths = 5.0, (4, 64)
+    items = documents(lengths)
+    for flat in (True, False):
+        model = with_loss_sum(tiny_model("llama"), neftune_alpha=alpha)
+        if flat:
+            model.set_attn_implementation(segmented.NAME)
+        seen: list[torch.Tensor] = []
+        model.model.layers[0].register_forward_pre_hook(
+            lambda module, inputs, seen=seen: seen.append(inputs[0].detach())
+        )
+        batch = collate_flat(items) if flat else collate_padded(items, 0)
+        model.train()
+        model(**dict(batch), loss_sum=True)
+        model.eval()
+        model(**dict(batch), loss_sum=True)
+        noise = seen[0] - seen[1]
+        rows = noise[0].split(lengths) if flat else [noise[i, :n] for i, n in enumerate(lengths)]
+        for row, length in zip(rows, lengths, strict=True):
+            bound = alpha / (length * 64) ** 0.5
+            assert 0.9 * bound < row.abs().max().item() <= bound * (1 + 1e-4)
+
+
 def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
     model = with_loss_sum(tiny_model("llama"))
     model.set_attn_implementation(segmented.NAME)

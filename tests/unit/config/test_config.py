@@ -329,7 +329,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["objective.options.label_smoothing=0.1"], "objective.options.label_smoothing", "Use packtrain dpo"),
         (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
         (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
-        (["objective.options.ld_alpha=0.5"], "ld_alpha", "Use packtrain dpo"),
+        (["objective.kind=dpo", "objective.options.neftune_noise_alpha=5"], "neftune_noise_alpha", "Use packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
         (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
