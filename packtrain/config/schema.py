@@ -15,15 +15,12 @@ from packtrain.config.objective import Objective, key
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
-Format = Literal[
-    "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "xlam", "tokenised"
-]
+Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "preference": ("chosen", "rejected"),
-    "ranked": ("answers",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "xlam": ("query", "answers", "tools"),
@@ -32,16 +29,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
 PROMPTS = ("prompt", "conversations", "instruction")
 """Columns that may hold the prompt of a preference."""
-READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "ranks", "margin")}
-"""Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
-_OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
+OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS, "margin")
 LABEL = "label"
 """The column of packtrain kto that says whether an answer is desirable."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats that it may be beside."""
-COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL, LABEL)))
+COLUMNS = tuple(dict.fromkeys((*(name for names in REQUIRED.values() for name in names), *OPTIONAL, LABEL)))
 """All of packtrain's names of columns."""
 Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
@@ -108,10 +102,7 @@ class Data:
     eval: float | str | DataSource | list[str | DataSource] | None = key(
         None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
     )
-    format: Literal["auto", Format] = key(
-        "auto",
-        "Shape of a row; auto recognises it from the columns. Of ranked lists of answers, the best makes a pair with the worst.",
-    )
+    format: Literal["auto", Format] = key("auto", "Shape of a row; auto recognises it from the columns.")
     columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
@@ -122,11 +113,10 @@ class Data:
         "conversations, completion for prompt_completion, all for text.",
     )
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
-    overlong: Literal["auto", "truncate", "keep_start", "keep_end", "drop", "split", "error"] = key(
+    overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",
         "What is done with a document longer than data.max_length; auto splits running text, and truncates all else. "
-        "Preference pairs: truncate (or keep_start) cuts the end, keep_end as much of the prompt's beginning in both "
-        "documents; they are never split.",
+        "Preference pairs are never split.",
     )
     split_text: SplitText = key(
         "document",

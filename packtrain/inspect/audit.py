@@ -1,6 +1,6 @@
 """What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
 
-Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/row_counts.py), and tokens show the
+Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/tokens/cache.py), and tokens show the
 rest (scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
 """
 
@@ -168,7 +168,7 @@ def _find_faults(corpus: Corpus, scan: TokenScan) -> Iterator[AuditFinding]:
         "marker_in_content": rows_of(fates["marker"]),
         "broken_encoding": rows_of(fates["garbled"]),
         "dropped_system_prompt": rows_of(fates["unsaid"]),
-        "answer_cut": rows_with(cut & scan.open & (corpus.data.overlong != "keep_end")),
+        "answer_cut": rows_with(cut & scan.open),
         "end_never_trained": rows_with(~cut & ~fates["split"][corpus.row_of] & ~scan.ends),
         "end_trained_twice": rows_with(scan.ends_twice),
         "doubled_bos": rows_with(scan.two_bos),

@@ -141,7 +141,7 @@ def _find_row(corpus: Corpus, place: str) -> tuple[int, int, RawRow]:
     if not any(origins.values()):
         fix = f"Files of the data: {', '.join([*origins][:4])}{' …' if len(origins) > 4 else ''}."
         raise UserError(f"the data has no file {file!r}", where="--source", fix=fix)
-    fix = "Lines count from 1, blank ones too; a .json list has a row where it begins."
+    fix = "Lines count from 1, blank ones too; of a .json list and a table, rows."
     raise UserError(f"{file} has no row on line {line}", where="--source", fix=fix)
 
 

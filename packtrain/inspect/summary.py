@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import RunConfig
-from packtrain.data.dataset import size_of
-from packtrain.data.prepare import PREPARE, PreparedData
-from packtrain.data.row_counts import DataReport
+from packtrain.data.dataset import DataReport, size_of
+from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -122,7 +121,6 @@ def _list_remarks(report: DataReport) -> list[str]:
     """What was decided about the rows."""
     decisions = {
         "rendered by TRL's training version of the chat template": report.retold,
-        "a document for each question, as the chat template rewrites what came before": report.unrolled,
         "tokenised in parts, as a token would lie over the border of an answer": report.apart,
     }
     return [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for what, rows in decisions.items() if rows)]
@@ -163,8 +161,8 @@ def restore_lengths(corpus: Corpus) -> np.ndarray:
     fates, chosen = corpus.fates, corpus.in_train
     rows, lengths = corpus.row_of[chosen], corpus.lengths[chosen].astype(np.int64)
     split = fates["split"][rows]
-    # a row's loss is that of its documents that are as long as can be, or of both answers' prompts
-    is_cut = fates["truncated"][rows] & ((lengths == corpus.data.max_length) | (corpus.data.overlong == "keep_end"))
+    # a row's loss is that of its documents that are as long as can be
+    is_cut = fates["truncated"][rows] & (lengths == corpus.data.max_length)
     times = np.bincount(rows[is_cut], minlength=len(fates))
     restored = lengths + np.where(is_cut, fates["cut_tokens"][rows] // np.maximum(times[rows], 1), 0)
     parts = np.bincount(rows[split], weights=lengths[split], minlength=len(fates))
@@ -209,7 +207,7 @@ def inspection(
     kind, seed = config.objective.kind, config.trainer.seed
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
-        prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
+        prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
         remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
     return Inspection(config, corpus_of(config.data, kind, tokenizer, prepared, seed=seed), processes)
 

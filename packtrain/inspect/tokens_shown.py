@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import BadRow, RawRow
-from packtrain.data.tokens.encode import ENCODERS, Encoder
+from packtrain.data.tokens.encode import Encoder
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.roles import PARTS, Headers, learn_headers
 from packtrain.wording import visible
@@ -38,7 +38,7 @@ class DocumentView:
     def encoder(self) -> Encoder:
         """Makes whole documents: nothing is cut."""
         corpus = self.corpus
-        return ENCODERS[corpus.kind](corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None))
+        return Encoder(corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None), corpus.kind)
 
     def show(self, number: int, place: str, row: RawRow) -> dict[str, Any]:
         """The example that begins with document `number`, of the `row` at `place`."""
@@ -78,7 +78,7 @@ class DocumentView:
         restored = []
         for (ids, _, _), (all_ids, mask) in zip(pieces, whole[first:], strict=False):
             cut = np.arange(len(all_ids)) >= len(ids)
-            restored.append((all_ids, mask, cut[::-1] if self.corpus.data.overlong == "keep_end" else cut))
+            restored.append((all_ids, mask, cut))
         return restored
 
     def _show(self, documents: list[Piece], format: str, place: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
-from packtrain.data.prepare import prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
@@ -114,7 +114,7 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
 
     def name(config: RunConfig, *, rows: int = 15, moved: float = 0.0, ld_alpha: float | None = None) -> Any:
         data = replace(config.data, train=str(write_jsonl(tmp_path / f"{rows}.jsonl", pairs(rows))))
-        prepared = prepare_pairs(data, tokenizer, seed=0).train
+        prepared = prepare(data, tokenizer, "dpo", seed=0).train
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
         with torch.no_grad():
             next(model.parameters())[0, 0] += moved

@@ -106,13 +106,10 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
     elif isinstance(held_out, str) and re.fullmatch(r"[0-9.]+ ?%?", held_out):
         yield Fault(("data.eval",), f"found the text {held_out!r}", "A fraction is a number without quotes, e.g. 0.05.")
-    if data.format in ("preference", "ranked") and config.objective.kind == "sft":
+    if data.format == "preference" and config.objective.kind == "sft":
         what = "packtrain sft has no use for preference pairs"
         yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
-    if data.overlong in ("keep_start", "keep_end") and not config.objective.traits.pairs:
-        fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
-        yield Fault(("data.overlong",), f"{data.overlong} is for preference pairs", fix)
-    elif data.max_length is None and data.overlong not in ("auto", "truncate"):
+    if data.max_length is None and data.overlong not in ("auto", "truncate"):
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         fix = "Set data.max_length, or leave data.overlong out."
         yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")

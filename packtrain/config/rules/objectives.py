@@ -9,7 +9,6 @@ from packtrain.config.objective import LOSSES, OPTIONS, Objective
 from packtrain.config.schema import LABELLED, RunConfig
 from packtrain.wording import counted, shortened
 
-_OF_PAIRS = ("preference", "ranked")
 _DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"exo_pair", "robust", "aot", "aot_unpaired"}
 
@@ -103,7 +102,7 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if "data.loss_on" in given:
         of_them = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
         yield Fault(("data.loss_on",), of_them, "Take the key away.")
-    formats = ("auto", *_OF_PAIRS) if traits.pairs else ("auto", *LABELLED, *_OF_PAIRS)
+    formats = ("auto", "preference") if traits.pairs else ("auto", *LABELLED, "preference")
     if data.format not in formats:
         lack = "no preference pairs" if traits.pairs else "no answer that could be desirable or not"
         fix = f"Choose {', '.join(formats[:-1])} or {formats[-1]}"
@@ -111,8 +110,8 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("data.format",), f"rows of {data.format} hold {lack}", fix)
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"
-        fix = f"Choose truncate, {'keep_end, ' if traits.pairs else ''}drop or error."
-        yield Fault(("data.overlong",), f"{cannot} cannot be split: the later parts would have no prompt", fix)
+        what = f"{cannot} cannot be split: the later parts would have no prompt"
+        yield Fault(("data.overlong",), what, "Choose truncate, drop or error.")
     if config.packing.share_prefix and config.packing.mode == "padding" and traits.pairs:
         what, fix = "padded batches have a prompt for every answer", "Choose packing.mode=packed or padding_free."
         yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")

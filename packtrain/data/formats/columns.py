@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, READ_TOO, REQUIRED, Format
+from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, PROMPTS, REQUIRED, Format
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
 """Other names that our columns may have without data.columns."""
-LISTS = ("answers", "responses", "completions", "candidates")
-"""Columns that hold all answers to a prompt."""
-PAIR_FORMATS = ("preference", "ranked")
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's, `named` are roles of the chat template."""
+    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
-    named: frozenset[str]
+    roles: frozenset[str]
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""
@@ -77,11 +74,6 @@ def list_of(value: Any, where: str) -> list[Any]:
     return value
 
 
-def name_list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
-    """Which of the columns `names` holds ranked answers; `columns` maps our name to the file's."""
-    return next((name for name in (columns.get("answers"), *LISTS) if name in names), None)
-
-
 def detect_format(
     first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: ObjectiveKind
 ) -> Format:
@@ -89,56 +81,46 @@ def detect_format(
 
     `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
-    columns_there, pairs = f"found: {', '.join(names)}", TRAITS[objective].pairs
-    shown = PAIR_FORMATS if pairs else [name for name in REQUIRED if name not in PAIR_FORMATS]
-    needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
-    fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
-    label = column_of(LABEL, names, columns)
+    pairs, label = TRAITS[objective].pairs, column_of(LABEL, names, columns)
+
+    def missing(format: str, names: list[str]) -> list[str]:
+        needed = [column_of(need, names, columns) for need in REQUIRED[format]]
+        return [name for name in needed if name not in names]
 
     def refuse(what: str, fix: str) -> UserError:
-        return UserError(f"{what}; {columns_there}", where=where, fix=fix)
+        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
+
+    def rename(formats: list[str]) -> str:
+        needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in formats)
+        return f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
 
     if absent := sorted(set(columns.values()) - set(names)):
         raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
-    fits = _find_fitting(first, columns, objective) if wanted == "auto" else [wanted]
-    if pairs and not set(fits) & set(PAIR_FORMATS):
+    fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
+    # for kto, a pair is two answers with labels, where a row has none of its own
+    takes_pairs = column_of(LABEL, first, columns) not in first if objective == "kto" else pairs
+    if takes_pairs and "preference" in fits:
+        fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
+    if pairs and fits != ["preference"]:
         what = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
+        fix = f"{rename(['preference'])} Of a ranked list, write the best answer as chosen and the worst as rejected."
         raise refuse(what, f"{fix} Or train on them with packtrain {'kto' if label in names else 'sft'}.")
+    others = [name for name in REQUIRED if name != "preference"]
     if len(fits) != 1:
         what = f"the columns fit {' and '.join(fits) or 'no known format'}"
-        raise refuse(what, f"Set data.format to {' or '.join(fits)}." if fits else fix)
+        raise refuse(what, f"Set data.format to {' or '.join(fits)}." if fits else rename(others))
     format = fits[0]
-    if format in PAIR_FORMATS and not pairs and objective != "kto":
+    if format == "preference" and objective == "sft":
         raise refuse("these are preference pairs", "Train on them with packtrain dpo.")
-    if objective == "kto" and format not in (*LABELLED, *PAIR_FORMATS):
-        answers = f"Formats with answers are {', '.join(LABELLED)}, and pairs: {', '.join(PAIR_FORMATS)}."
+    if objective == "kto" and format not in (*LABELLED, "preference"):
+        answers = f"Formats with answers are {', '.join(LABELLED)}, and preference."
         raise refuse(f"rows of {format} have no answer that could be good or bad", answers)
-    if objective == "kto" and format not in PAIR_FORMATS and label not in names:
+    if objective == "kto" and format != "preference" and label not in names:
         add = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
         raise refuse(f"no column {label!r} says which answers are desirable", add)
-    if missing := _missing(format, names, columns):
-        raise refuse(f"data.format={format} needs the column {missing[0]!r}", fix)
+    if lacking := missing(format, names):
+        raise refuse(f"data.format={format} needs the column {lacking[0]!r}", rename([format]))
     return cast(Format, format)
-
-
-def _find_fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
-    """The formats whose required columns are all present. Where pairs are trained, they win over every other format, then ranked lists."""
-    fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
-    takes_pairs = TRAITS[objective].pairs
-    if objective == "kto":  # a pair is two answers with labels, where a row has none of its own
-        takes_pairs = column_of(LABEL, first, columns) not in first
-    if takes_pairs and "preference" in fits:
-        return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    # only pairs are ranked lists: many other data sets have a column `answers` too
-    return ["ranked"] if takes_pairs and not _missing("ranked", first, columns) else fits
-
-
-def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:
-    """The columns that rows of the format need and that are not there, by the file's names."""
-    if format == "ranked":
-        return [] if name_list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
-    needed = [column_of(need, names, columns) for need in REQUIRED[format]]
-    return [name for name in needed if name not in names]
 
 
 def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
@@ -149,7 +131,7 @@ def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     """
     if isinstance(row, BadRow):
         return hash_content([row.reason, row.what])
-    read = (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
+    read = (*REQUIRED[format], *(PROMPTS if format == "preference" else ()), *OPTIONAL)
     ours = {name: row.get(column_of(name, row, columns)) for name in read}
     return hash_content({name: value for name, value in ours.items() if value is not None})
 

@@ -7,9 +7,8 @@ field as it is called in the FILE. Shapes follow TRL's dataset formats
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from packtrain.data.formats.messages import (
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns whose content a text without them would lack."""
+"""Columns that a text without them would lack."""
 WANTED = ("label", "kto_tag")
 """Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
 
@@ -75,24 +74,6 @@ def read_row(row: Row, format: Format) -> Example:
         refuse_media(row)
         refuse_unwanted(row)
     return READERS[format](row)
-
-
-def locate_in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
-    """An error in a conversation with its place as the file has it: `system` and calls of their own change the numbers."""
-    ours = {"messages": "messages", "sharegpt": "conversations"}.get(format)
-    at = re.match(r"messages(?:\[(\d+)\])?", bad.field)
-    if ours is None or at is None:
-        return bad
-    name, place = row.name(ours), ""
-    if at[1]:
-        turns, messages = list_of(row.take(ours), name), read_messages(row, ours)
-        turn = int(at[1]) - (len(with_system(row, messages)) - len(messages))
-        lengths = [
-            len(read_messages(replace(row, values={**row.values, name: turns[:end]}), ours))
-            for end in range(1, len(turns) + 1)
-        ]
-        place = next((f"[{index}]" for index, length in enumerate(lengths) if length > turn), "")
-    return BadRow(bad.reason, bad.what, f"{name}{place}{bad.field[at.end() :]}", bad.fix)
 
 
 def refuse_media(row: Row) -> None:

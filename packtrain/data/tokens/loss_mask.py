@@ -33,8 +33,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks
-from packtrain.data.tokens.dialect import in_dialect_of
+from packtrain.data.tokens.chat_template import Template, has_marks, in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.wording import first_line
 
@@ -90,8 +89,8 @@ class ChatEncoder:
         encoded, separated = self._separate_at_borders(encoded, text, spans, wanted)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         parts = [((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0] for start, end in spans]
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            mask[self._through_its_end(part, following, encoded, text, whole)] = True
+        for part in parts:
+            mask[self._through_its_end(part, encoded, text)] = True
         return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
@@ -281,32 +280,16 @@ class ChatEncoder:
         conversation = in_dialect_of(template.text, conversation)
         return self._render(template.text, conversation, conversation.messages)[0]
 
-    def _through_its_end(
-        self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
-    ) -> np.ndarray:
-        """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
-
-        White space after that token is cut off. If the marks leave the token out, it is added when only white space precedes
-        it, unless `following` is another part of the same turn. A `whole` turn must contain it. Raises BadRow if there is none.
-        """
+    def _through_its_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
+        """The tokens `turn` (indices) without white space after its end-of-turn token; raises BadRow if there is none."""
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
-
-        def is_space(at: int) -> bool:
-            return not text[starts[at] : ends[at]].strip()
-
-        last = next((number for number in range(len(turn), 0, -1) if not is_space(turn[number - 1])), 0)
-        if last and int(ids[turn[last - 1]]) in self.tokenizer.special_ids:
-            return turn[:last]
-        after = int(turn[-1]) + 1 if len(turn) else 0
-        if len(turn) and not whole:
-            end = next((at for at in range(after, len(ids)) if not is_space(at)), len(ids))
-            if end < len(ids) and int(ids[end]) in self.end_ids:
-                return np.append(turn, np.arange(after, end + 1))
-            if following is not None and not self.end_ids.intersection(ids[after : following[0]].tolist()):
-                return turn
-        shown = text[max(0, int(ends[after - 1]) - 40) : int(ends[after - 1])] if len(turn) else ""
+        spoken = [number for number, at in enumerate(turn, 1) if text[starts[at] : ends[at]].strip()]
+        if spoken and int(ids[turn[spoken[-1] - 1]]) in self.tokenizer.special_ids:
+            return turn[: spoken[-1]]
+        shown = text[max(0, int(ends[turn[-1]]) - 40) : int(ends[turn[-1]])] if len(turn) else ""
         what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"
-        raise BadRow(REFUSED, what, "messages", "Have the chat template write eos_token after the assistant's turns.")
+        fix = "Have the chat template write eos_token after the assistant's turns, inside generation marks."
+        raise BadRow(REFUSED, what, "messages", fix)
 
     def _render(
         self,

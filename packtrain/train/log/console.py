@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Optim, Packing, Peft
+from packtrain.data.dataset import DataReport
 from packtrain.data.prepare import PreparedData
-from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
@@ -215,8 +215,7 @@ def _documents(report: DataReport) -> str:
     remarks = [f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"]
     differently = f"{report.apart:,} of them tokenised differently once the answer follows"
     if pairs is not None:
-        ranked = " (of ranked lists, the best answer with the worst)" if "ranked" in report.format else ""
-        made = counted(pairs.pairs, "pairs") + ranked
+        made = counted(pairs.pairs, "pairs")
         remarks.append(f"prompts are {pairs.prompt_share:.0%} of the tokens")
         if short := pairs.pairs - pairs.shareable:
             remarks[-1] += f", {short:,} of them shorter than two tokens and not shared"
@@ -226,17 +225,9 @@ def _documents(report: DataReport) -> str:
         remarks += [f"of the prompts {differently}"] if report.apart else []
     elif report.apart:
         remarks.append(f"{report.apart:,} in parts, as a token would lie over the border of an answer")
-    for number, what in (
-        (
-            report.retold,
-            "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask",
-        ),
-        (
-            report.unrolled,
-            "became a document for each question, as the chat template rewrites what came before the last one",
-        ),
-    ):
-        remarks += [f"{number:,} {what}"] if number else []
+    if report.retold:
+        how = "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask"
+        remarks.append(f"{report.retold:,} {how}")
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; dropped: {dropped}"

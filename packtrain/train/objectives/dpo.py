@@ -17,7 +17,6 @@ from trl import DPOConfig
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, precompute
@@ -37,8 +36,6 @@ from packtrain.train.settings import LoopSettings
 
 class DPO(ReferenceObjective, PairObjective):
     """The TrainingObjective of preference optimisation."""
-
-    prepare_data = staticmethod(prepare_pairs)
 
     def __init__(
         self,

@@ -18,9 +18,7 @@ from trl import KTOConfig
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
-from packtrain.data.dataset import UnpairedDataset
-from packtrain.data.prepare import prepare_unpaired
-from packtrain.data.row_counts import LabelFigures
+from packtrain.data.dataset import LabelFigures, UnpairedDataset
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, precompute
@@ -43,8 +41,6 @@ from packtrain.wording import counted
 
 class KTO(ReferenceObjective):
     """The TrainingObjective of answers with labels."""
-
-    prepare_data = staticmethod(prepare_unpaired)
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from packtrain.attention.backends import attention_of
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import prepare_with_margins
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
@@ -35,8 +34,6 @@ from packtrain.train.settings import LoopSettings
 
 class Reward(PairObjective):
     """The TrainingObjective of reward models."""
-
-    prepare_data = staticmethod(prepare_with_margins)
 
     def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
         super().__init__(packing, batch)

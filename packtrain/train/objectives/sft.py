@@ -21,7 +21,6 @@ from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Packing
 from packtrain.data.dataset import Document, TokenDataset
-from packtrain.data.prepare import prepare
 from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
@@ -120,8 +119,6 @@ class SFT:
 
     objective: Objective
     packing: Packing
-
-    prepare_data = staticmethod(prepare)
 
     def longest_document(self, data: TokenDataset) -> int:
         """Tokens of the longest document."""

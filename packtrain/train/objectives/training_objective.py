@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from packtrain.config.schema import Data
-from packtrain.data.prepare import PreparedData
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
@@ -20,10 +18,6 @@ from packtrain.train.settings import LoopSettings
 
 class TrainingObjective(Protocol):
     """The parts of a run that depend on the objective, in the order of use; implemented in objectives/."""
-
-    def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
-        """The tokenised data sets."""
-        raise NotImplementedError
 
     def longest_document(self, data: Any) -> int:
         """Tokens of the longest document of a data set, for the check of the model's positions."""

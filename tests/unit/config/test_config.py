@@ -355,7 +355,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.resume=/"], "trainer.resume", "RUN/checkpoints/step-N"),
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
         (["data.format=preference"], "data.format", "packtrain dpo"),
-        (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
+        (["data.overlong=keep_end"], "data.overlong", "truncate"),
         (["objective.kind=dpo", "data.format=messages"], "data.format", "rows of messages hold no preference pairs"),
         (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
         (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "of preference pairs the answers are scored"),

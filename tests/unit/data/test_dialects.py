@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,11 @@ import numpy as np
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
-from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.prepare import prepare
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, choose_template
-from packtrain.data.tokens.dialect import in_dialect_of
+from packtrain.data.tokens.chat_template import Template, choose_template, in_dialect_of
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
-from packtrain.train.log.console import _documents
 
 WRITTEN = Path(__file__).parents[1] / "chat_templates"
 TOOLS = [
@@ -210,38 +204,3 @@ def test_arguments_are_text_where_the_template_strings_them_together():
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
-
-
-def test_so_each_question_becomes_a_document_that_is_asked_as_the_model_will_be(tmp_path):
-    tokenizer = tokenizer_for(text_of("mistral_v3"))
-    again, unanswered = {**ASK, "content": "And Rome?"}, {**ASK, "content": "Bye"}
-    messages = [
-        ASK,
-        calls("Paris"),
-        result(),
-        END,
-        again,
-        calls("Rome"),
-        result(),
-        END,
-        ASK,
-        {**END, "weight": 0},
-        unanswered,
-    ]
-    rows = [{"messages": messages, "tools": TOOLS}, {"messages": messages[:4], "tools": TOOLS}]
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = prepare(Data(train=str(path), cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train
-    assert (made.report.kept, made.report.documents, made.report.unrolled) == (2, 3, 1)
-    assert "; 1 became a document for each question, as the chat template rewrites" in _documents(made.report)
-    for number, end in enumerate((4, 8, 4)):
-        document = made[number]
-        adapted = in_dialect_of(text_of("mistral_v3"), Conversation(messages[:end])).messages
-        asked = tokenizer.apply_chat_template(adapted, tools=TOOLS, return_dict=False)
-        assert document.input_ids.tolist() == asked
-        call, answer = ONE_CALL["mistral_v3"]
-        call = call if end == 4 else call.replace("Paris", "Rome").replace("00001", "00002")
-        assert tokenizer.decode(document.input_ids[document.loss_mask]) == call + answer
-    cut = replace(Data(train=str(path), cache_dir=str(tmp_path / "cache")), max_length=len(asked), overlong="drop")
-    report = prepare(cut, tokenizer, seed=0).train.report
-    assert (report.kept, report.documents, report.dropped_chunks, report.dropped) == (2, 2, 1, {})

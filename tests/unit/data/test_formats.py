@@ -395,28 +395,26 @@ def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tm
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[\n{"text": "a"},\n{"text": }\n]', ":3: broken JSON"),
-        ('[\n{"text": "a"}\n{"text": "b"}]', ":2: broken JSON: expected ','"),
-        ('[{"text": "a"}', "expected ','"),
-        ('[{"text": "a"}]\n\n[1]', ":1: broken JSON: there is more after"),
-        ('[{"text": "a"},\n7]', ":2: expected an object"),
+        ('[\n{"text": "a"},\n{"text": }\n]', "train.json: broken JSON: Expecting value: line 3"),
+        ('[{"text": "a"}', "train.json: broken JSON"),
+        ('[{"text": "a"}]\n\n[1]', "train.json: broken JSON"),
+        ('[{"text": "a", "text": "b"}]', "the key 'text' is there twice"),
+        ('[{"text": "a"},\n7]', "train.json, row 2: expected an object"),
     ],
 )
-def test_a_broken_json_list_is_named_by_its_line(ready, tmp_path, content, words):
+def test_a_broken_json_list_is_named(ready, tmp_path, content, words):
     (tmp_path / "train.json").write_text(content)
     with pytest.raises(UserError) as caught:
         ready(str(tmp_path / "train.json"))
     assert words in str(caught.value)
 
 
-def test_csv_faults_are_named_by_line_and_column(ready, tmp_path):
+def test_csv_faults_are_named_by_line(ready, tmp_path):
     path = tmp_path / "train.csv"
-    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\ncaf\xe9,4\n')
+    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\n')
     with pytest.raises(UserError) as caught:
         ready(str(path))
-    message = str(caught.value)
-    assert f"{path}:5: 1 fields, but the header names 2" in message
-    assert f"{path}:6, text: not UTF-8" in message
+    assert f"{path}:5: 1 fields, but the header names 2" in str(caught.value)
     assert texts(ready(str(path), bad_rows="skip")) == ["two\nlines<|im_end|>", "007<|im_end|>"]
 
 
@@ -437,25 +435,16 @@ def talk(*roles: str) -> dict[str, Any]:
 
 
 TALK = talk("user", "assistant")
-NEAREST = {
-    "asistant": "assistant",
-    "Assistant": "assistant",
-    "humman": "user",
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "sytem": "system",
-    "tools": "tool",
-}
 
 
-@pytest.mark.parametrize("found, meant", NEAREST.items())
-def test_an_unknown_role_is_an_error_with_the_nearest_one(tmp_path, found, meant):
+@pytest.mark.parametrize(
+    "role, meant", [("asistant", ""), ("Assistant", "assistant"), ("human", "user"), ("model", "assistant")]
+)
+def test_an_unknown_role_is_an_error_with_what_is_meant_by_it(tmp_path, role, meant):
     with pytest.raises(UserError) as caught:
-        of_rows(tmp_path, TALK, talk("user", found))
-    message = str(caught.value)
-    assert f"x.jsonl:2, messages[1].role: unknown role {found!r}; known: system, developer, user, assistant" in message
-    assert f"Did you mean {meant!r}?" in message
+        of_rows(tmp_path, TALK, talk("user", role))
+    assert f"x.jsonl:2, messages[1].role: unknown role {role!r}" in str(caught.value)
+    assert (f"Did you mean {meant!r}?" if meant else "Name the role in the chat template") in str(caught.value)
 
 
 def test_a_role_that_the_template_names_may_speak(tmp_path):

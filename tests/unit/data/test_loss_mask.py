@@ -110,7 +110,15 @@ def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style)
 
 
 NAMES = [name for name in template_names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
-REFUSED_NAMES = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # no end token; rewritten history
+REFUSED_NAMES = {
+    "diffusion_gemma",
+    "diffusion_gemma_training",
+    "glm4moe",
+    "qwen3",
+    "qwen3_5_nothink",
+    "qwen3_5_think",
+    "qwen3_6",
+}  # no end token; rewritten history
 SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
 
 
@@ -154,28 +162,22 @@ def test_tools_that_the_template_leaves_out_are_refused():
     assert caught.value.reason == "tools left out"
 
 
-def test_marks_that_leave_out_the_end_token_are_extended_over_it():
-    marked = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}"
-    )
-    assert trained("smollm", Conversation(TURNS), Template(marked, None)) == WANTED["smollm"]
+BEGIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+MARKS = "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
 
 
-def test_a_template_that_ends_no_turn_is_refused():
-    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
+        BEGIN + MARKS + "{% endfor %}",
+        BEGIN + MARKS + "{{ '<|im_end|>\n' }}{% endfor %}",
+    ],
+    ids=["no end", "no end behind marks", "an end outside the marks"],
+)
+def test_a_template_that_trains_no_end_of_turn_is_refused(template):
     with pytest.raises(BadRow, match="would not learn to stop"):
-        trained("smollm", Conversation(TURNS), Template(endless, None))
-
-
-def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_over_it():
-    endless = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'user' %}"
-        "{{ message.content }}{% else %}{% generation %}{{ message.content }}{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(BadRow, match="would not learn to stop"):
-        trained("smollm", Conversation(TURNS), Template(endless, None))
+        trained("smollm", Conversation(TURNS), Template(template, None))
 
 
 @pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])

@@ -14,7 +14,7 @@ import yaml
 
 from packtrain.config.schema import Data
 from packtrain.config.yaml_files import shipped
-from packtrain.data.prepare import prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.quickstart import (
     ITEM,
@@ -153,7 +153,7 @@ def test_no_question_of_eval_is_asked_in_train():
 
 def test_quickstart_names_pairs_where_pairs_are_prepared(tmp_path, monkeypatch):
     monkeypatch.setitem(quickstart.PAIR_COUNTS, "train", 500)
-    made = prepare_pairs(Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), tokenizer(), seed=0)
+    made = prepare(Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), tokenizer(), "dpo", seed=0)
     assert made.eval is not None and (len(made.train), len(made.eval)) == (500, 200)
     splits: tuple[Split, Split] = ("train", "eval")
     for side, split in zip((made.train, made.eval), splits, strict=True):
