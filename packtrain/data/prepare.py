@@ -38,9 +38,9 @@ from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, Unpaire
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Source, locate
-from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
+from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder
+from packtrain.data.tokens.encode import MOST_PROBLEMS, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -168,7 +168,7 @@ class _Tokeniser:
             for chunk, outcome in self._encode(chain(seen, chunks), format):
                 if outcome.problems:
                     raise _bad_rows(outcome.problems)
-                writer.add(outcome.documents, outcome.fates)
+                writer.add(outcome)
                 rows += len(outcome.fates)
                 bar.update(task, advance=chunk.size, rows=rows)
                 heartbeat.progress()

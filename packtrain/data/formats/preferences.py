@@ -75,8 +75,8 @@ def read_margin(row: Row) -> float:
     if value is None or value == "":
         return 0.0
     try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:  # NaN fails too
         raise wrong_type("a number that float32 holds", value, row.name("margin"))

@@ -7,13 +7,13 @@
     fates.npy      FATES[rows]  what became of each row of the source, in its order
     manifest.json  sizes of the above, a hash of their content, and the reasons why rows were dropped
 
-Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
-folder whose files do not have the manifest's sizes is damaged, and made anew.
+Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages.
 
 A store is built in a temporary folder and renamed when complete, under a lock that the system releases when its holder dies:
 processes that start together build it once, an interrupted build is never mistaken for a result, and its remains
 (`*.building`) are removed when the same store is built. Complete stores are only read (the disk may be read-only) and never
-removed: another process or machine may be training from them. The README that is written into the folder says so.
+removed: another process or machine may be training from them. A folder whose files do not have the manifest's sizes is damaged,
+and made anew.
 """
 
 from __future__ import annotations
@@ -34,18 +34,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.durable import publish, write_text
-from packtrain.errors import UserError
+from packtrain.errors import Problem, UserError
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.data_size import cache_path
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
-README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
-
-Nothing here is removed automatically, and everything can be rebuilt. To free the disk:
-    rm -r THIS_FOLDER                                      while no run uses it, or
-    find THIS_FOLDER -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {} +    for what is older than 30 days.
-"""
 POLL_S = 0.5
 SETTLED_S = 2.0
 """A file changed this recently might change again within the file system's clock tick: its hash is not remembered."""
@@ -66,12 +60,10 @@ class Document:
 class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason.
 
-    `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
-    DataReport says what `cut_tokens`, `dropped_chunks`, `truncated`, `split`, `apart` and `retold` are.
-    `packtrain inspect` shows the faults `marker` (the text has control tokens of the template), `garbled` (text in a wrong
-    encoding) and `unsaid` (the template leaves the system prompt out). `margin` is by how much the row says that the chosen
-    answer is better (reward only). `desirable` says so of the row's first document (kto only), of a pair the chosen answer;
-    the second one is not.
+    `content` is a hash of the row itself (formats/columns.py), whatever is made of it. DataReport says what the fields up to
+    `retold` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template), `garbled` (text in a
+    wrong encoding) and `unsaid` (the template leaves the system prompt out). `margin` is by how much the chosen answer is better
+    (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
     """
 
     content: int
@@ -96,12 +88,17 @@ FATES.names = Fate._fields
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
-    """Some documents end to end: ids int32[T], mask bool[T] and lengths int32[n]."""
+class EncodedChunk:
+    """The documents of a chunk end to end, ids int32[T], mask bool[T] and lengths int32[n], and the fate of each row.
+
+    Any `problems` must stop the run.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
     lengths: np.ndarray
+    fates: list[Fate]
+    problems: list[Problem]
 
 
 class StoreWriter:
@@ -115,19 +112,20 @@ class StoreWriter:
         self._fates: list[np.ndarray] = []
         self._reasons = {"": 0}
 
-    def add(self, documents: Documents, fates: list[Fate]) -> None:
+    def add(self, chunk: EncodedChunk) -> None:
         """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
+        fates = chunk.fates
         self.dropped.update(fate.dropped for fate in fates if fate.dropped)
         numbers: list[Any] = [self._reasons.setdefault(fate.dropped, len(self._reasons)) for fate in fates]
         rows = [tuple(fate._replace(dropped=number)) for fate, number in zip(fates, numbers, strict=True)]
         self._fates.append(np.array(rows, FATES))
-        if len(documents.lengths):
-            for name, values in ((TOKENS, documents.ids), (MASK, documents.mask)):
+        if len(chunk.lengths):
+            for name, values in ((TOKENS, chunk.ids), (MASK, chunk.mask)):
                 with open(self.folder / name, "ab") as file:
                     file.write(values.data)
-            starts = np.cumsum(documents.lengths, dtype=np.int64) - documents.lengths
-            self._lengths.append(documents.lengths)
-            self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
+            starts = np.cumsum(chunk.lengths, dtype=np.int64) - chunk.lengths
+            self._lengths.append(chunk.lengths)
+            self._trained.append(np.add.reduceat(chunk.mask, starts, dtype=np.int32))
 
     def finish(self, format: str, seconds: float) -> None:
         """Write the index arrays and, last, the manifest."""
@@ -246,9 +244,6 @@ def open_or_build(
     with _lock(folder / f"{key}.lock", say):
         if (store := _open_whole(final, say)) is not None:
             return store, False
-        if not (folder / "README.txt").exists():  # it may be the user's, who names the folder
-            with suppress(FileNotFoundError):  # another process has just written it
-                write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)))
         for remains in (building, final):
             shutil.rmtree(remains, ignore_errors=True)
         building.mkdir()

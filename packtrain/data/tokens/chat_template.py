@@ -9,7 +9,7 @@ Templates agree on `content` and mostly on `tool_calls`, and on little else:
 
 - a thought is read from `reasoning_content`, `reasoning` or `thinking` (gpt-oss), by others from <think> in the content
   (SmolLM3, DeepSeek R1's distillates). In a template that knows none of these it would be lost: loss_mask.py refuses it;
-- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content; DeepSeek V3 wants arguments as JSON text;
+- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content;
 - Mistral's templates want an id of nine characters for each call and its answer, Hermes' the tool's name with the answer.
   Calls without an id get one by their place; answers without one are those of the first call still unanswered.
 """
@@ -21,7 +21,7 @@ import json
 import os
 import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Template:
     """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
 
@@ -59,7 +59,7 @@ class Template:
     tools_text: str | None = None
     name: str = field(default="the chat template", compare=False)
 
-    @property
+    @cached_property
     def words(self) -> frozenset[str]:
         """All quoted words of the texts: the roles they name, and harmless others."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + (self.tools_text or "")))
@@ -94,9 +94,6 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
         texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
-        if odd := [text for text in texts.values() if not isinstance(text, str)]:
-            what = f"the chat template of the tokenizer is no text: {odd[0]!r}"
-            raise UserError(what, where="model.tokenizer", fix=f"Mend its tokenizer_config.json. {ADVICE}")
         text = texts.get("default") or next(iter(texts.values()), None)
         return _make_template(text, OWN, texts.get("tool_use")) if text else None
     path = Path(os.path.expanduser(name))
@@ -155,7 +152,6 @@ class Dialect:
 
     thought: str | None
     calls_in_content: bool
-    arguments_as_text: bool
     tools: str
     short_ids: bool
 
@@ -171,7 +167,6 @@ def dialect_of(template: str) -> Dialect:
     return Dialect(
         thought=next((key for key in THOUGHTS if reads(key)), in_content),
         calls_in_content="<tool_call>" in template and not reads("tool_calls"),
-        arguments_as_text=re.search(r"\barguments['\"]?\]?\s*[+~]", template) is not None,
         tools="xml_tools" if re.search(r"\bxml_tools\b", template) else "tools",
         short_ids=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None,
     )
@@ -197,19 +192,11 @@ def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
             message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
         else:
             message[dialect.thought] = thought
-    if dialect.arguments_as_text and "tool_calls" in message:
-        message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
     if dialect.calls_in_content:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", ())]
         parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
         message["content"] = "\n".join(filter(None, parts))
     return message
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as JSON text."""
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_ids(messages: Messages, short: bool) -> Messages:

@@ -1,22 +1,18 @@
 """Rows to documents: parse, tokenise, mask, and fit to data.max_length. No side effects; runs in every tokenising process.
 
 A document's mask marks the trained TARGETS, so its first token is never trained. A text ends in EOS, and starts with BOS
-if the tokenizer adds one; rendered conversations contain their own.
+if the tokenizer adds one; rendered conversations contain their own. A document that is cut keeps its first tokens; `split` gives
+consecutive parts of data.max_length, without overlap.
 
 Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
 does). If the text does not begin with the prompt's own tokens (a token crosses the border), both are tokenised separately and
-joined, since that is what the model sees at inference; such rows are counted, as are conversations with a token across the
-border of a turn (loss_mask.py).
-
-A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
+joined, since that is what the model sees at inference; such rows are counted (`apart`).
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt.
-That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone; such rows
-are counted. Every later token is a target, also the user's turns within an answer. So both documents begin with the same
-tokens, and their first targets are at the same place; for plain text EOS is the last. (An answer with a label, packtrain kto,
-becomes one document in the same way, with the ids and targets of TRL's KTOTrainer.) A pair that is too long keeps the first
-tokens of each document (TRL's `keep_start`).
+That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone (`apart`).
+Every later token is a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one
+document in the same way, with the ids and targets of TRL's KTOTrainer.
 """
 
 from __future__ import annotations
@@ -32,10 +28,10 @@ import numpy as np
 from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, hash_content, hash_row
-from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Text, Tokens, read_row
+from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, read_margin, read_preference, read_prompt, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
-from packtrain.data.tokens.cache import Documents, Fate
+from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
@@ -54,15 +50,6 @@ Flags = dict[str, Any]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk's documents and the fate of each row; any `problems` (at most MOST_PROBLEMS) must stop the run."""
-
-    documents: Documents
-    fates: list[Fate]
-    problems: list[Problem]
 
 
 @dataclass(frozen=True)
@@ -96,12 +83,13 @@ class Encoder:
             parts, fate = self._fit(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
-        joined = Documents(
+        return EncodedChunk(
             ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
             mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
             lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
+            fates=fates,
+            problems=problems[:MOST_PROBLEMS],
         )
-        return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
 
     def documents_of(self, row: RawRow, format: Format) -> list[IdsAndMask]:
         """The documents of one row before data.max_length; raises BadRow where it cannot be used."""
@@ -126,11 +114,7 @@ class Encoder:
         return hash_row(row, format, self.data.columns)
 
     def _row(self, values: dict[str, Any]) -> Row:
-        return Row(values, self.data.columns, self._named_roles)
-
-    @cached_property
-    def _named_roles(self) -> frozenset[str]:
-        return frozenset() if self.template is None else self.template.words
+        return Row(values, self.data.columns, frozenset() if self.template is None else self.template.words)
 
     @cached_property
     def _chat(self) -> ChatEncoder:
@@ -141,34 +125,28 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
-    def _end(self) -> str:
-        return "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-
-    @cached_property
     def _markers(self) -> re.Pattern[str]:
         """Finds a text that becomes a control token."""
         return re.compile("|".join(map(re.escape, self.tokenizer.control_texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
         """Faults that can be seen only in the text, for `packtrain inspect`; see Fate."""
-        found: Flags = {}
+        faults = Flags()
         for example in examples:
+            if isinstance(example, Tokens):
+                continue
             if isinstance(example, Conversation):
                 texts = [message["content"] for message in example.messages]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
-                    found["unsaid"] = True
-            elif isinstance(example, Tokens):
-                continue
+                    faults["unsaid"] = True
             else:
-                texts = (
-                    [example.prompt, example.completion] if isinstance(example, PromptCompletion) else [example.text]
-                )
-                texts[-1] = texts[-1].rstrip().removesuffix(self._end)  # an end that the file writes itself
+                end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
+                texts = [example.prompt, example.completion.rstrip().removesuffix(end)]  # an end that the file writes
             if any(map(self._markers.search, texts)):
-                found["marker"] = True
+                faults["marker"] = True
             if any(not text.isascii() and _find_garbled(text) for text in texts):
-                found["garbled"] = True
-        return found
+                faults["garbled"] = True
+        return faults
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -214,9 +192,6 @@ class Encoder:
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, flags["apart"] = self._join_completion(example)
             document = ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
-        elif isinstance(example, Text):
-            ids = self._with_eos(self._encode_whole(example.text))
-            document = ids, np.ones(len(ids), dtype=bool)
         else:
             document = self._check_tokens(example)
         return [document], flags | self._find_faults(example)
@@ -254,11 +229,8 @@ class Encoder:
 
     def _encode_prompt(self, text: str) -> np.ndarray:
         """Ids of a prompt alone, without the EOS of tokenizers that end every text."""
-        ids = self._encode_whole(text)
+        ids = self.tokenizer.ids(text, special=True)
         return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
-
-    def _encode_whole(self, text: str) -> np.ndarray:
-        return self.tokenizer.ids(text, special=True)
 
     def _with_eos(self, ids: np.ndarray) -> np.ndarray:
         """`ids` with EOS after them, unless it is there."""
@@ -268,7 +240,7 @@ class Encoder:
     def _join_completion(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
         """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether both were tokenised separately."""
         prompt = self._encode_prompt(pair.prompt)
-        whole = self._encode_whole(pair.prompt + pair.completion)
+        whole = self.tokenizer.ids(pair.prompt + pair.completion, special=True)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
             return self._with_eos(whole), len(prompt), False
         completion = self.tokenizer.ids(pair.completion)
@@ -281,7 +253,7 @@ class Encoder:
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if self.tokenizer.eos_id is None:
             raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        whole = (self._encode_whole(text.prompt + text.completion) for text in texts)
+        whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
         return [self._encode_prompt(texts[0].prompt), *map(self._with_eos, whole)]
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:

@@ -1,22 +1,18 @@
 """Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
 
-The conversation is rendered to text once and tokenised once. The model's turns are found as spans of characters and mapped
-to tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before
-it ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
+The conversation is rendered to text and tokenised once. The model's turns are found as spans of characters and mapped to
+tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before it
+ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
-   earlier thoughts, is refused; encode.py then takes TRL's version for training). The turn is what lies between, through
-   its end-of-turn token.
+   earlier thoughts, is refused; encode.py then takes TRL's version for training).
 
-Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
-are not trained, and marks over turns of the user or the system are refused.
-Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are extended
-over it, and a turn without one is refused. So is a turn whose answer, thought or call of a tool is missing in the text, and
-tools that the template leaves out. Turns of weight 0 are not trained. Way 3 costs two more renderings for each turn, the check
-of tools one.
+Of marked text the role's header before an answer and white space after its end are not trained. Refused are marks over turns
+of the user or the system, turns that do not end in a control token (the model would not learn to stop) or whose answer, thought
+or call of a tool is missing in the text, and tools that the template leaves out. Turns of weight 0 are not trained.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 
@@ -86,11 +82,11 @@ class ChatEncoder:
             _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
         self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
-        encoded, separated = self._separate_at_borders(encoded, text, spans, wanted)
+        encoded, separated = self._separate_at_borders(encoded, text, spans)
         mask = np.zeros(len(encoded.ids), dtype=bool)
-        parts = [((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0] for start, end in spans]
-        for part in parts:
-            mask[self._through_its_end(part, encoded, text)] = True
+        for start, end in spans:
+            turn = ((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0]
+            mask[self._through_its_end(turn, encoded, text)] = True
         return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
@@ -104,7 +100,7 @@ class ChatEncoder:
         asked = in_dialect_of(template.text, replace(first, messages=prompt))
         texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
         for side in answered:
-            text = self._render_whole(template, side)
+            text = self.render(side, template)
             if side.tools:
                 self._check_tools(template, side, text)
             turns = range(side.answer_from or 0, len(side.messages))
@@ -171,16 +167,18 @@ class ChatEncoder:
             return ""
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
-    def render(self, conversation: Conversation) -> str:
-        """The conversation as the template renders it; raises BadRow when the template refuses."""
-        return self._render_whole(self.template, conversation)
+    def render(self, conversation: Conversation, template: Template | None = None) -> str:
+        """The conversation as the template, by default its own, renders it; raises BadRow when the template refuses."""
+        text = (template or self.template).text
+        conversation = in_dialect_of(text, conversation)
+        return self._render(text, conversation, conversation.messages)[0]
 
     @cached_property
     def drops_system(self) -> bool:
         """Whether the template leaves out what the system says, without an error."""
         asked = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}]
         try:
-            text = self._render_whole(self.template, Conversation([*asked, {"role": "assistant", "content": "answer"}]))
+            text = self.render(Conversation([*asked, {"role": "assistant", "content": "answer"}]))
         except BadRow:
             return False
         return "SYSTEM" not in text
@@ -204,7 +202,7 @@ class ChatEncoder:
         """Raise BadRow if the text is the same without the tools."""
         without = ""
         with suppress(BadRow):  # some templates are for tools only
-            without = self._render_whole(template, replace(conversation, tools=None))
+            without = self.render(replace(conversation, tools=None), template)
         if without == text:
             what = f"the chat template ({template.name}) leaves out the tools"
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
@@ -212,10 +210,7 @@ class ChatEncoder:
     def _check_said(
         self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
     ) -> None:
-        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`.
-
-        Thoughts must follow each other, so that one does not stand for another.
-        """
+        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
         position = 0
         for turn in turns:
             message, place = conversation.messages[turn], f"messages[{turn}]"
@@ -229,7 +224,7 @@ class ChatEncoder:
                     what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
                     raise BadRow(REFUSED, what, f"{place}.reasoning_content", fix)
-                position += len(thought)
+                position += len(thought)  # one thought does not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
             unsure = len(calls) > 1 or (calls and template.has_marks)
@@ -247,38 +242,28 @@ class ChatEncoder:
         if not fewer["tool_calls"]:
             del fewer["tool_calls"]
         try:
-            without = self._render_whole(template, replace(conversation, messages=[*until[:-1], fewer]))
+            without = self.render(replace(conversation, messages=[*until[:-1], fewer]), template)
         except BadRow:
             return True
-        return without != self._render_whole(template, replace(conversation, messages=until))
+        return without != self.render(replace(conversation, messages=until), template)
 
-    def _separate_at_borders(
-        self, encoded: Encoded, text: str, spans: list[Span], turns: list[int]
-    ) -> tuple[Encoded, bool]:
-        """The tokens of `text` with none across a border of `spans` (those of `turns`), and whether that changed them.
+    def _separate_at_borders(self, encoded: Encoded, text: str, spans: list[Span]) -> tuple[Encoded, bool]:
+        """The tokens of `text` with none across a border of `spans`, and whether that changed them.
 
         Raises BadRow for a tokenizer whose tokens of parts are not those of a text.
         """
         cuts: set[int] = set()
         while True:
-            crossed = [_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans]
+            crossed = (_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans)
             if not (borders_crossed := {border for borders in crossed for border in borders}):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
-                first = next(number for number, borders in enumerate(crossed) if borders)
-                place = f"messages[{turns[first]}]" if len(spans) == len(turns) else "messages"
-                at = crossed[first][0]
-                near = text[max(0, at - 12) : at + 12]
-                what = f"the border of an assistant's turn falls inside a token, in {near!r}, and this tokenizer cannot"
-                what += " tokenise the texts on both sides separately: it puts a space before each text"
-                raise BadRow(REFUSED, what, place, f"Trim the white space at the turn's ends. {ADVICE}")
+                at = min(borders_crossed)
+                what = f"the border of an assistant's turn falls inside a token, in {text[max(0, at - 12) : at + 12]!r}, and this"
+                what += " tokenizer cannot tokenise both sides separately: it puts a space before each text"
+                raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
             cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
-
-    def _render_whole(self, template: Template, conversation: Conversation) -> str:
-        """The text of the whole conversation."""
-        conversation = in_dialect_of(template.text, conversation)
-        return self._render(template.text, conversation, conversation.messages)[0]
 
     def _through_its_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
         """The tokens `turn` (indices) without white space after its end-of-turn token; raises BadRow if there is none."""

@@ -282,7 +282,7 @@ def test_a_weight_that_takes_nothing_is_an_error_that_names_its_source(tmp_path)
 
 
 def test_a_folder_of_the_users_is_no_less_for_being_the_cache(tmp_path):
-    mine = [tmp_path / "cache" / "README.txt", tmp_path / "cache" / "our.building" / "plan.txt"]
+    mine = [tmp_path / "cache" / "notes.txt", tmp_path / "cache" / "our.building" / "plan.txt"]
     mine[1].parent.mkdir(parents=True)
     for file in mine:
         file.write_text("the user's")

@@ -194,13 +194,3 @@ def test_what_a_template_marks_itself_is_adapted_alike():
         "{{ c + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert trained_by(text, {**END, "reasoning_content": "Hm."}) == "<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"
-
-
-def test_arguments_are_text_where_the_template_strings_them_together():
-    """As DeepSeek V3's does."""
-    text = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call['function']['name'] + ': ' + call['function']['arguments'] + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'

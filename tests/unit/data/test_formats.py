@@ -246,11 +246,11 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: the label is 7, the token 6"),
+        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: expected 6"),
         ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 tokens"),
         ({"input_ids": [5, 10**6]}, "input_ids[1]: token 1000000 is not in the vocabulary"),
-        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer, found a string"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask has zeros"),
+        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask: it has zeros"),
     ],
 )
 def test_tokens_that_cannot_be_right_are_refused(ready, tmp_path, row, words):

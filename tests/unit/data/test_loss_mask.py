@@ -229,7 +229,7 @@ def test_a_border_inside_a_token_is_refused_by_name_where_the_tokenizer_puts_a_s
         BadRow, match=r"inside a token, in '>assistant: in Paris.</s', .*a space before each text"
     ) as caught:
         chat.encode(Conversation(messages), "completion")
-    assert caught.value.field == "messages[3]" and "Trim the white space" in caught.value.fix
+    assert "Trim the white space" in caught.value.fix
 
 
 def test_a_template_that_drops_the_answer_is_refused():
