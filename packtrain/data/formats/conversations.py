@@ -40,6 +40,11 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     answer_from: int | None = None
 
+    @property
+    def prompt(self) -> Messages:
+        """The messages before the answer."""
+        return self.messages[: self.answer_from]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:

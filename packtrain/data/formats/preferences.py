@@ -120,12 +120,12 @@ def read_prompt(row: Row, format: Format) -> str | Messages:
     """
     if format != "preference":
         (answered,), _ = read_unpaired(row, format)
-        return answered.messages[: answered.answer_from] if isinstance(answered, Conversation) else answered.prompt
+        return answered.prompt
     chosen, _ = read_preference(row)
-    if isinstance(chosen, Conversation):
-        return chosen.messages[: chosen.answer_from]
+    if isinstance(chosen, Conversation) or row.has("prompt"):
+        return chosen.prompt
     before, line, _ = chosen.prompt.rpartition("\n")
-    return before if line and not row.has("prompt") else chosen.prompt
+    return before if line else chosen.prompt
 
 
 def _pair_strings(row: Row) -> tuple[Answered, Answered]:
@@ -188,7 +188,7 @@ def _prompt(row: Row) -> Messages | None:
         return None
     if isinstance(row.take("prompt"), str):
         return [{"role": "user", "content": row.text("prompt")}]
-    return _read_turns(row, "prompt")
+    return read_messages(row, "prompt")
 
 
 def _answer(row: Row, ours: str) -> Messages:
@@ -196,13 +196,7 @@ def _answer(row: Row, ours: str) -> Messages:
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"role": "assistant", "content": row.text(ours)}]
-    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else _read_turns(row, ours)
-
-
-def _read_turns(row: Row, ours: str) -> Messages:
-    if not isinstance(row.take(ours), (str, list)):
-        raise wrong_type("a string or a list of messages", row.take(ours), row.name(ours))
-    return read_messages(row, ours)
+    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else read_messages(row, ours)
 
 
 def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:

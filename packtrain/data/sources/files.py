@@ -86,7 +86,7 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
         fix = "Convert it (iconv -f latin1 -t utf-8), or get it anew if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
         raise UserError(f"cannot read the file: {error}", where=str(path), fix="Check or renew the file.") from error
 
 
@@ -182,28 +182,27 @@ def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]
         start = file.readline()
         separator = separator or max(",;\t", key=start.count)
         # strict: else an open quote swallows the rest of the file
-        reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
-        header: list[str] = []
+        reader = csv.DictReader(chain([start], file), delimiter=separator, strict=True)
+        names = [*(reader.fieldnames or ())]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            fix = "Give each column its own name."
+            raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:1", fix=fix)
         while True:
             line = reader.line_num + 1
             try:
-                fields = next(reader, None)
+                row = next(reader, None)
             except csv.Error as error:
                 yield line, BadRow("broken csv", f"broken csv: {error}"), 1
                 continue
-            if fields is None:
+            if row is None:
                 return
-            if not header:
-                header = fields
-                if repeated := [name for name in header if header.count(name) > 1]:
-                    fix = "Give each column its own name."
-                    raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:{line}", fix=fix)
-            elif len(fields) == len(header):
-                row = _refuse_nul(dict(zip(header, fields, strict=True)))
-                yield line, row, sum(map(len, fields)) + len(fields)
-            elif fields:
-                what = f"{len(fields)} fields, but the header names {len(header)}: {', '.join(header)}"
+            if (
+                None in row or None in row.values()
+            ):  # which has the fields beyond the header, or stands for missing ones
+                what = f"not as many fields as the header names: {', '.join(names)}"
                 yield line, BadRow("broken csv", what), 1
+            else:
+                yield line, _refuse_nul(row), sum(map(len, row.values())) + len(row)
 
 
 def _cut_table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:

@@ -24,8 +24,8 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,7 +241,7 @@ def open_or_build(
     if not os.access(folder, os.W_OK):
         what = f"this data is not in {folder} yet, and nothing can be written there"
         raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
-    with _lock(folder / f"{key}.lock", say):
+    with _acquire(folder / f"{key}.lock", say):
         if (store := _open_whole(final, say)) is not None:
             return store, False
         for remains in (building, final):
@@ -267,19 +267,13 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
         return None
 
 
-@contextmanager
-def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock, once the process that has it is done or has died."""
+def _acquire(path: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """The lock, held until its `with` ends, once the process that has it is done or has died."""
     lock, waits = FileLock(path), False
-    while not lock.is_locked:
+    while True:
         with suppress(Timeout):
-            lock.acquire(timeout=POLL_S)
-            break
+            return lock.acquire(timeout=POLL_S)
         progress()  # for the watchdog: of a rank that hangs with the lock it hears nothing
         if not waits:
             say("another process is tokenising this data; waiting for it")
         waits = True
-    try:
-        yield
-    finally:
-        lock.release()

@@ -5,19 +5,14 @@ the same template with `{% generation %}` marks around the model's turns. They a
 TRL. A template that equals one of TRL's gets the twin as `marked`; loss_mask.py uses it only for conversations that both
 render alike, for some twins change the text.
 
-Templates agree on `content` and mostly on `tool_calls`, and on little else:
-
-- a thought is read from `reasoning_content`, `reasoning` or `thinking` (gpt-oss), by others from <think> in the content
-  (SmolLM3, DeepSeek R1's distillates). In a template that knows none of these it would be lost: loss_mask.py refuses it;
-- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content;
-- Mistral's templates want an id of nine characters for each call and its answer, Hermes' the tool's name with the answer.
-  Calls without an id get one by their place; answers without one are those of the first call still unanswered.
+Templates agree on `content` and mostly on `tool_calls`, and on little else: a thought is read from `reasoning_content`, `reasoning`
+or `thinking` (gpt-oss), by others from <think> in the content (SmolLM3, DeepSeek R1's distillates). Mistral's want an id of nine
+characters for each call and its answer, Hermes' the tool's name with the answer. What still goes unread loss_mask.py refuses.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -45,7 +40,6 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """The generation mark covers an answer and its end token, and not the header in front of it."""
-OWN = "the tokenizer's own"
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
@@ -57,7 +51,7 @@ class Template:
     text: str
     marked: str | None
     tools_text: str | None = None
-    name: str = field(default="the chat template", compare=False)
+    name: str = field(default="the tokenizer's own", compare=False)
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -95,18 +89,20 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
         own = getattr(tokenizer, "chat_template", None)
         texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
         text = texts.get("default") or next(iter(texts.values()), None)
-        return _make_template(text, OWN, texts.get("tool_use")) if text else None
+        return Template(text, _find_twin(text), texts.get("tool_use")) if text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         check_regular(path, "data.chat_template")
         try:
-            return _make_template(path.read_text(encoding="utf-8"), str(path))
+            text = path.read_text(encoding="utf-8")
+            return Template(text, _find_twin(text), name=str(path))
         except (OSError, UnicodeDecodeError) as error:
             what = f"cannot read the chat template: {error}"
             raise UserError(what, where="data.chat_template", fix=ADVICE) from error
     if (key := as_name(name)) not in template_names():
         raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=ADVICE)
-    return _make_template(CHATML if key == "chatml" else _read_shipped(key), key)
+    text = CHATML if key == "chatml" else _read_shipped(key)
+    return Template(text, _find_twin(text), name=key)
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -120,22 +116,6 @@ def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         tokenizer.chat_template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", unmarked)
 
 
-def _make_template(text: str, name: str, tools_text: str | None = None) -> Template:
-    """The template with its twin; raises UserError for text that jinja2 cannot parse."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    for source in filter(None, (text, tools_text)):
-        try:
-            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
-        except TemplateSyntaxError as error:
-            place = f"{name}, line {error.lineno} of the chat template"
-            raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
-        except Exception:
-            continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
-    return Template(text, _find_twin(text), tools_text, name)
-
-
 def _read_shipped(name: str) -> str:
     return template_files()[name].read_text(encoding="utf-8")
 
@@ -146,56 +126,30 @@ def _find_twin(text: str) -> str | None:
     return next((_read_shipped(twin) for name, twin in pairs if _read_shipped(name).strip() == text.strip()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What a template reads: `thought` is the key of thoughts (content: in <think> there), None if it knows none."""
-
-    thought: str | None
-    calls_in_content: bool
-    tools: str
-    short_ids: bool
-
-
 @lru_cache
-def dialect_of(template: str) -> Dialect:
-    """The dialect of a template, by the names in its text."""
-
-    def reads(key: str) -> bool:
-        return re.search(rf"""[.'"]{key}\b""", template) is not None
-
-    in_content = "content" if "</think>" in template else None
-    return Dialect(
-        thought=next((key for key in THOUGHTS if reads(key)), in_content),
-        calls_in_content="<tool_call>" in template and not reads("tool_calls"),
-        tools="xml_tools" if re.search(r"\bxml_tools\b", template) else "tools",
-        short_ids=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None,
-    )
+def _find_thought_key(template: str) -> str | None:
+    """The key from which a template reads thoughts, "content" for <think> in the content; None where it reads none."""
+    read = (key for key in THOUGHTS if re.search(rf"""[.'"]{key}\b""", template))
+    return next(read, "content" if "</think>" in template else None)
 
 
 def in_dialect_of(template: str, conversation: Conversation) -> Conversation:
-    """The conversation with its thoughts, calls, ids and tools where the template reads them."""
-    dialect, messages, tools = dialect_of(template), conversation.messages, conversation.tools
+    """The conversation with its thoughts, calls and ids where the template reads them."""
+    messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):
-        messages = _with_ids(messages, dialect.short_ids)
-    if any(message.keys() & {"reasoning_content", "tool_calls"} for message in messages):
-        messages = [_spoken(message, dialect) for message in messages]
-    if tools and dialect.tools != "tools":
-        variables = {dialect.tools: tools, **conversation.variables}
-        conversation = replace(conversation, variables=variables)
+        messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
+    if key is not None and any("reasoning_content" in message for message in messages):
+        messages = [_move_thought(message, key) for message in messages]
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
 
-def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
+def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
     message = dict(message)
-    if dialect.thought and (thought := message.pop("reasoning_content", None)) is not None:
-        if dialect.thought == "content":
-            message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
-        else:
-            message[dialect.thought] = thought
-    if dialect.calls_in_content:
-        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", ())]
-        parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
-        message["content"] = "\n".join(filter(None, parts))
+    thought = message.pop("reasoning_content", None)
+    if thought is not None and key == "content":
+        message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+    elif thought is not None:
+        message[key] = thought
     return message
 
 

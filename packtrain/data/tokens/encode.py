@@ -96,10 +96,8 @@ class Encoder:
         return self._encode_row(row, format)[0]
 
     def check(self, format: Format, where: str) -> None:
-        """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
+        """Raise UserError if this tokenizer and data.loss_on cannot serve rows of the format at all."""
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
-        if format in ("messages", "sharegpt", "alpaca", "xlam") and self.template is None:
-            raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")

@@ -159,13 +159,17 @@ class ChatEncoder:
 
         Templates add it to make the model think; answers in the data may have no thought.
         """
-        question = Conversation([{"role": "user", "content": "question"}])
-        try:
-            plain = self._render(self.template.text, question, question.messages)[0]
-            asked = self._render(self.template.text, question, question.messages, generation_prompt=True)[0]
-        except BadRow:  # the template requires more than a question
-            return ""
-        return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
+        question = {"role": "user", "content": "question"}
+        plain, asked = self._probe(question), self._probe(question, generation_prompt=True)
+        return asked.removeprefix(plain).split("<think>")[0] if plain and asked.startswith(plain) else ""
+
+    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False) -> str:
+        """The messages as the template renders them, "" where it refuses them."""
+        with suppress(BadRow):
+            return self._render(
+                self.template.text, Conversation([*messages]), [*messages], generation_prompt=generation_prompt
+            )[0]
+        return ""
 
     def render(self, conversation: Conversation, template: Template | None = None) -> str:
         """The conversation as the template, by default its own, renders it; raises BadRow when the template refuses."""
@@ -176,22 +180,15 @@ class ChatEncoder:
     @cached_property
     def drops_system(self) -> bool:
         """Whether the template leaves out what the system says, without an error."""
-        asked = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}]
-        try:
-            text = self.render(Conversation([*asked, {"role": "assistant", "content": "answer"}]))
-        except BadRow:
-            return False
-        return "SYSTEM" not in text
+        asked = {"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}
+        text = self._probe(*asked, {"role": "assistant", "content": "answer"})
+        return bool(text) and "SYSTEM" not in text
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
-        probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
-        try:
-            text = self._render(self.template.text, probe, probe.messages)[0]
-        except BadRow:
-            return frozenset(ends)
+        text = self._probe({"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"})
         _, answer, rest = text.rpartition("ANSWER")
         tail = self.tokenizer.ids(rest.lstrip()) if answer else []
         if len(tail) and int(tail[0]) in self.tokenizer.special_ids:

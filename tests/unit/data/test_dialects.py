@@ -74,7 +74,6 @@ ONE_CALL = {
     "qwen3_training": [NO_THOUGHT + HERMES % "Paris" + "<|im_end|>", NO_THOUGHT + "It is sunny.<|im_end|>"],
     "llama3_1": ['{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>', "It is sunny.<|eot_id|>"],
     "hermes": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
-    "smollm3": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "gptoss": [COMMENTARY % "Paris", "<|channel|>final<|message|>It is sunny.<|return|>"],
     "mistral_v3": [f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}]<EOS>", " It is sunny.<EOS>"],
 }
@@ -92,7 +91,6 @@ TWO = {
     "qwen2_5": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "qwen3_training": f"{NO_THOUGHT}{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "hermes": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "smollm3": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "mistral_v3": f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>",
 }
 
@@ -115,7 +113,7 @@ def test_a_template_for_one_call_refuses_two(name, words):
         trained(name, Conversation([ASK, calls("Paris", "Paris"), result(), result(), END], TOOLS))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "smollm3", "llama3_1"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "llama3_1"])
 def test_turns_of_the_assistant_that_follow_each_other_are_trained_each(name):
     call, answer = ONE_CALL[name]
     messages = [ASK, calls("Paris"), END, ASK, calls("Paris"), result(), calls("Paris"), result(), END]
@@ -126,7 +124,6 @@ THOUGHT = "<think>\nHm, Paris.\n</think>\n\n"
 THINKING = {
     "qwen3": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
     "qwen3_training": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
-    "smollm3": [THOUGHT.rstrip("\n") + "\n\n" + one for one in ONE_CALL["smollm3"]],
 }
 
 

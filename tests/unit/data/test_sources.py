@@ -121,21 +121,12 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
     assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
-@pytest.mark.parametrize(
-    "body", ["{{ 1 // 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
-)
+@pytest.mark.parametrize("body", ["{{ 1 // 0 }}", "{% if", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
 def test_a_template_that_fails_in_an_odd_way_refuses_the_conversation(tmp_path, body):
     (tmp_path / "own.jinja").write_text(body)
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
     with pytest.raises(UserError, match="messages: the chat template refuses the conversation"):
         go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"))
-
-
-def test_a_broken_template_is_named_with_its_line_and_no_row(tmp_path):
-    (tmp_path / "own.jinja").write_text("{{ 1 }}\n{% if")
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
-    with pytest.raises(UserError, match=r"^\S*own.jinja, line 2 of the chat template: broken chat template"):
-        go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"), bad_rows="skip")
 
 
 def test_hidden_files_of_a_folder_are_not_read(tmp_path):
