@@ -51,12 +51,9 @@ class DataReport:
     """What a data set is made of; each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
     rows … retold cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
-    split. `kept` rows gave at least one document, `dropped` counts the others by reason. `cut_tokens` were lost to
-    data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token. Kept rows with a token across
-    the border between what is asked and an answer are `apart` (tokens/encode.py); `retold` ones are rendered by TRL's training
-    version of the chat template, since the model's own gives no exact loss mask for them (Qwen3 strips the thoughts of earlier
-    turns, GLM-4 ends no turn).
-
+    split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
+    Kept rows with a token across the border between what is asked and an answer are `apart` (tokens/encode.py); `retold` ones are
+    rendered by TRL's training version of the chat template, since the model's own gives no exact loss mask for them.
     documents … trained_tokens describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
     """

@@ -60,7 +60,7 @@ class DocumentView:
         """A row that gave no document, dropped for a `reason`: all of it is cut."""
         format = self.corpus.stores[store].format
         try:
-            whole = self.encoder.documents_of(row, cast(Format, format))
+            whole, _ = self.encoder.encode_row(row, cast(Format, format))
         except BadRow as bad:
             note = visible(f"dropped: {bad.what}")
             return {"where": visible(place), "note": note, "tokens": 0, "trained": 0, "cut": 0, "parts": []}
@@ -70,7 +70,7 @@ class DocumentView:
     def _restore_cut(self, pieces: list[Piece], first: int, row: RawRow, documents: int, format: str) -> list[Piece]:
         """The documents with the tokens that data.max_length cut, where the row still gives as many documents."""
         try:
-            whole = self.encoder.documents_of(row, cast(Format, format))
+            whole, _ = self.encoder.encode_row(row, cast(Format, format))
         except BadRow:
             return pieces
         if len(whole) != documents:

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from packtrain.config.objective import TRAITS, ObjectiveKind
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, PROMPTS, REQUIRED, Format
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
@@ -81,7 +81,8 @@ def detect_format(
 
     `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
-    pairs, label = TRAITS[objective].pairs, column_of(LABEL, names, columns)
+    label, others = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
+    allowed = {"sft": others, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
 
     def missing(format: str, names: list[str]) -> list[str]:
         needed = [column_of(need, names, columns) for need in REQUIRED[format]]
@@ -90,37 +91,30 @@ def detect_format(
     def refuse(what: str, fix: str) -> UserError:
         return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
 
-    def rename(formats: list[str]) -> str:
-        needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in formats)
-        return f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
-
     if absent := sorted(set(columns.values()) - set(names)):
         raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
     # for kto, a pair is two answers with labels, where a row has none of its own
-    takes_pairs = column_of(LABEL, first, columns) not in first if objective == "kto" else pairs
-    if takes_pairs and "preference" in fits:
+    is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
+    if "preference" in fits and objective != "sft" and not is_labelled:
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    if pairs and fits != ["preference"]:
-        what = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        fix = f"{rename(['preference'])} Of a ranked list, write the best answer as chosen and the worst as rejected."
-        raise refuse(what, f"{fix} Or train on them with packtrain {'kto' if label in names else 'sft'}.")
-    others = [name for name in REQUIRED if name != "preference"]
-    if len(fits) != 1:
-        what = f"the columns fit {' and '.join(fits) or 'no known format'}"
-        raise refuse(what, f"Set data.format to {' or '.join(fits)}." if fits else rename(others))
-    format = fits[0]
-    if format == "preference" and objective == "sft":
-        raise refuse("these are preference pairs", "Train on them with packtrain dpo.")
-    if objective == "kto" and format not in (*LABELLED, "preference"):
-        answers = f"Formats with answers are {', '.join(LABELLED)}, and preference."
-        raise refuse(f"rows of {format} have no answer that could be good or bad", answers)
-    if objective == "kto" and format != "preference" and label not in names:
+    if fits and not set(fits) & set(allowed):
+        verb = "dpo" if "preference" in fits else "kto" if label in names and objective != "kto" else "sft"
+        what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs {', '.join(allowed)}"
+        raise refuse(what, f"Train on them with packtrain {verb}.")
+    if len(fits) > 1:
+        raise refuse(f"the columns fit {' and '.join(fits)}", f"Set data.format to {' or '.join(fits)}.")
+    if not fits or (lacking := missing(fits[0], names)):
+        what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
+        needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in fits or allowed)
+        fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
+        if allowed == ["preference"]:
+            fix += " Of a ranked list, write the best answer as chosen and the worst as rejected."
+        raise refuse(what, fix)
+    if objective == "kto" and fits != ["preference"] and label not in names:
         add = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
         raise refuse(f"no column {label!r} says which answers are desirable", add)
-    if lacking := missing(format, names):
-        raise refuse(f"data.format={format} needs the column {lacking[0]!r}", rename([format]))
-    return cast(Format, format)
+    return cast(Format, fits[0])
 
 
 def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:

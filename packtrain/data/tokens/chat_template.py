@@ -112,8 +112,10 @@ def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """
     template = choose_template(name, tokenizer)
     if template is not None:
-        unmarked = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template.text)
-        tokenizer.chat_template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", unmarked)
+        marks = re.compile(r"(\{%-?\s*)(end)?generation(\s*-?%\})")
+        tokenizer.chat_template = marks.sub(
+            lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", template.text
+        )
 
 
 def _read_shipped(name: str) -> str:

@@ -69,7 +69,7 @@ class Encoder:
         for where, row in chunk.rows():
             content = self._hash(row, format)
             try:
-                documents, flags = self._encode_row(row, format)
+                documents, flags = self.encode_row(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error":
@@ -90,10 +90,6 @@ class Encoder:
             fates=fates,
             problems=problems[:MOST_PROBLEMS],
         )
-
-    def documents_of(self, row: RawRow, format: Format) -> list[IdsAndMask]:
-        """The documents of one row before data.max_length; raises BadRow where it cannot be used."""
-        return self._encode_row(row, format)[0]
 
     def check(self, format: Format, where: str) -> None:
         """Raise UserError if this tokenizer and data.loss_on cannot serve rows of the format at all."""
@@ -125,7 +121,9 @@ class Encoder:
     @cached_property
     def _markers(self) -> re.Pattern[str]:
         """Finds a text that becomes a control token."""
-        return re.compile("|".join(map(re.escape, self.tokenizer.control_texts)) or "(?!)")
+        ids = () if self.tokenizer.encode_special_tokens else self.tokenizer.special_ids
+        texts = filter(None, map(self.tokenizer.text_of, sorted(ids)))
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
         """Faults that can be seen only in the text, for `packtrain inspect`; see Fate."""
@@ -166,8 +164,8 @@ class Encoder:
                 return (ids, mask), {"apart": apart, "retold": True}
             raise
 
-    def _encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents, and what is to be counted of it."""
+    def encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """The row's documents before data.max_length, and what is to be counted of it; raises BadRow where it cannot be used."""
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
@@ -285,19 +283,19 @@ class Encoder:
             return [document], fate._replace(documents=1)
         if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
-        if self.data.overlong != "split" and not (self.data.overlong == "auto" and format == "text"):
-            if not mask[:limit].any():
-                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-            cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
-            return [(ids[:limit], mask[:limit])], cut
+        splits = self.data.overlong == "split" or (self.data.overlong == "auto" and format == "text")
         mask[::limit] = False  # nothing predicts the first token of a part
-        starts = range(0, len(ids), limit)
+        starts = range(0, len(ids) if splits else limit, limit)
         parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
         if not parts:
             return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-        lost = len(ids) - sum(len(part) for part, _ in parts)
-        dropped = len(starts) - len(parts)
-        return parts, fate._replace(documents=len(parts), split=True, dropped_chunks=dropped, cut_tokens=lost)
+        return parts, fate._replace(
+            documents=len(parts),
+            dropped_chunks=len(starts) - len(parts),
+            cut_tokens=len(ids) - sum(len(part) for part, _ in parts),
+            truncated=not splits,
+            split=splits,
+        )
 
 
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:

@@ -118,7 +118,7 @@ def test_a_folder_of_texts_is_read_and_what_is_about_the_data_is_not(tmp_path):
 
 def test_texts_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text("Hello there!\nHow are you?\n")
-    with pytest.raises(UserError, match=r"x\.txt: these are text[\s\S]*packtrain sft"):
+    with pytest.raises(UserError, match=r"x\.txt: these are rows of text[\s\S]*packtrain sft"):
         prepare(Data(train=str(tmp_path / "x.txt"), cache_dir=str(tmp_path)), TOKENIZER, "dpo", seed=0)
     with pytest.raises(UserError, match=r"cannot hold out[\s\S]*data.split_text=line or paragraph"):
         ready(tmp_path, tmp_path / "x.txt", eval=0.5)

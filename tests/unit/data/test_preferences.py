@@ -237,13 +237,15 @@ def test_prompts_in_the_columns_of_alpaca_are_what_a_user_asks_and_keep_their_in
 
 
 def test_each_verb_refuses_the_rows_of_the_other(tmp_path):
-    with pytest.raises(UserError, match=r"these are messages; (.|\n)*packtrain sft"):
+    with pytest.raises(UserError, match=r"these are rows of messages(.|\n)*packtrain sft"):
         ours(tmp_path, [{"messages": [ASK, GOOD]}])
-    with pytest.raises(UserError, match=r"not those of preference pairs(.|\n)*chosen, rejected"):
+    with pytest.raises(UserError, match=r"no known format(.|\n)*chosen, rejected"):
         ours(tmp_path, [{"question": "Hello", "better": "I", "worse": "you"}])
     assert len(ours(tmp_path, MESSAGES)) == 3
     keys: Any = {"train": str(tmp_path / "pairs.jsonl"), "cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(UserError, match=r"preference pairs(.|\n)*packtrain dpo"):  # though the cache has them as pairs
+    with pytest.raises(
+        UserError, match=r"rows of preference(.|\n)*packtrain dpo"
+    ):  # though the cache has them as pairs
         prepare(Data(**keys), tokenizer_of("smollm"), seed=0)
 
 

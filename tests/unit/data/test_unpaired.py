@@ -154,7 +154,7 @@ def test_a_row_without_a_clear_label_prompt_or_answer_is_refused_by_name(tmp_pat
     ("rows", "said"),
     [
         ([{"messages": [ASK, GOOD]}], "no column 'label' says which answers are desirable(.|\n)*packtrain sft"),
-        ([{"text": "Hello there!", "label": True}], "rows of text have no answer"),
+        ([{"text": "Hello there!", "label": True}], "these are rows of text, and packtrain kto needs"),
         ([{"messages": [ASK, GOOD, ASK], "label": True}], "the answer is what the user says"),
         ([{"messages": [GOOD], "label": True}], "there is nothing that is answered"),
     ],
