@@ -1,11 +1,9 @@
 """`data.train` and `data.eval` to data sets of documents: each source is tokenised once, in parallel, and cached.
 
-The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order,
-whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
-
-Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the locks of
-torch's and the tokenizer's threads in any state. The server takes a second to start, so small data (up to FEW_ROWS,
-FEW_BYTES) is tokenised by this process alone.
+The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order. Only a few
+chunks are in flight, so memory does not grow with the data. Workers are forks of a server that has imported this module and
+nothing more: forks of this process would copy the locks of torch's and the tokenizer's threads in any state. The server takes a
+second to start, so small data (up to FEW_ROWS, FEW_BYTES) is tokenised by this process alone.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -57,15 +55,12 @@ MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
 
-AnyDataset = TypeVar("AnyDataset", TokenDataset, PairDataset, UnpairedDataset)
-
-
 @dataclass(frozen=True)
-class PreparedData(Generic[AnyDataset]):
-    """The documents (or preference pairs) to train on, and the held-out ones where there are any."""
+class PreparedData:
+    """The data set of an objective (see DATASETS) to train on, and the held-out one where there is any."""
 
-    train: AnyDataset
-    eval: AnyDataset | None
+    train: Any
+    eval: Any
 
 
 DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {
@@ -84,7 +79,7 @@ def prepare(
     *,
     seed: int,
     progress: bool = False,
-) -> PreparedData[Any]:
+) -> PreparedData:
     """Tokenise (or find in the cache) what `data` names for the objective; `progress` shows a bar on stderr.
 
     Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of

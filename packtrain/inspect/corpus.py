@@ -168,7 +168,7 @@ class Corpus:
         return " or ".join(map(self.tokenizer.text_of, self.end_ids)) or "there is none"
 
 
-def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
+def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData, *, seed: int) -> Corpus:
     """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
     sides: Any = (prepared.train, prepared.eval)

@@ -200,7 +200,7 @@ def inspection(
     processes: int = 1,
     *,
     tokenizer: Any = None,
-    prepared: PreparedData[Any] | None = None,
+    prepared: PreparedData | None = None,
     progress: bool = False,
 ) -> Inspection:
     """Opens the data of `config`: tokenised now, or found in the cache, unless a run has `prepared` it with its `tokenizer`."""

@@ -40,7 +40,7 @@ class Prepared:
     peers: Peers | None
     objective: TrainingObjective
     tokenizer: Any
-    data: PreparedData[Any] = field(init=False)
+    data: PreparedData = field(init=False)
     model: Any = None
     attention: str = ""
     precision: Precision = field(init=False)

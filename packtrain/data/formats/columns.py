@@ -62,13 +62,18 @@ def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> s
     return ALIASES[name] if name not in names and ALIASES.get(name, name) in names else name
 
 
+def parse_json(text: str, reason: str, what: str, where: str) -> Any:
+    """The value of JSON text; raises BadRow, with `what` is wrong, for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(reason, f"{what}: {error}", where) from None
+
+
 def list_of(value: Any, where: str) -> list[Any]:
     """A list, or the list in a JSON string (csv and parquet files often hold nested columns that way)."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise BadRow("wrong type", f"expected a list, found a string that is not JSON: {error}", where) from None
+        value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
     if not isinstance(value, list):
         raise wrong_type("a list", value, where)
     return value

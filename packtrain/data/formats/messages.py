@@ -15,11 +15,10 @@ Sources: https://huggingface.co/docs/transformers/chat_extras, OpenAI's API, LLa
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from packtrain.data.formats.columns import Row, list_of
+from packtrain.data.formats.columns import Row, list_of, parse_json
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -193,7 +192,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
             said["reasoning_content"] = thought.strip()
-        value = _parse(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
+        value = parse_json(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow("not a call", f"an empty list; expected {CALL}", where)
@@ -205,12 +204,10 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
-        if not isinstance(call, dict):
-            raise wrong_type("an object", call, place)
         function = _function(call, CALL, place)
         arguments = function.pop("arguments", function.pop("parameters", None))
         if isinstance(arguments, str) and arguments.strip():
-            arguments = _parse(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
+            arguments = parse_json(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
         if arguments and not isinstance(arguments, dict):
             raise wrong_type("an object", arguments, f"{place}.arguments")
         name = {"id": str(call["id"])} if call.get("id") else {}
@@ -218,17 +215,10 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _parse(text: str, reason: str, what: str, where: str) -> Any:
-    """The value of JSON text; raises BadRow for what is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(reason, f"{what}: {error}", where) from None
-
-
-def _function(value: dict[str, Any], expected: str, where: str) -> dict[str, Any]:
+def _function(value: Any, expected: str, where: str) -> dict[str, Any]:
     """The function of a tool or a call, whether {"type": "function", "function": {…}} or itself; a copy."""
-    inner = value.get("function", {key: part for key, part in value.items() if key not in ("type", "id")})
+    given = value if isinstance(value, dict) else {}
+    inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise BadRow("wrong type", f"expected a function with a name, {expected}", where)
     return dict(inner)
@@ -240,9 +230,11 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
     tools = []
     for index, tool in enumerate(list_of(value, where) if value else []):
         place, expected = f"{where}[{index}]", '{"name": …, "description": …, "parameters": {…}}'
-        tool = _parse(tool, "wrong type", "expected an object or one as JSON", place) if isinstance(tool, str) else tool
-        if not isinstance(tool, dict):
-            raise wrong_type("an object", tool, place)
+        tool = (
+            parse_json(tool, "wrong type", "expected an object or one as JSON", place)
+            if isinstance(tool, str)
+            else tool
+        )
         tools.append({"type": "function", "function": _function(tool, expected, place)})
     return tools or None
 
@@ -260,12 +252,11 @@ def with_system(row: Row, messages: Messages) -> Messages:
 
 def read_variables(row: Row) -> dict[str, Any]:
     """Arguments for the chat template that the row brings."""
-    value = row.optional("chat_template_kwargs")
-    if value is None:
-        return {}
+    value, where = row.optional("chat_template_kwargs") or {}, row.name("chat_template_kwargs")
     if not isinstance(value, dict):
-        raise wrong_type("an object", value, row.name("chat_template_kwargs"))
-    if taken := [key for key, part in value.items() if part is not None and _TAKEN.fullmatch(key)]:
-        what = f"{taken[0]!r} is an argument of apply_chat_template, and no variable of the template"
-        raise BadRow("template argument", what, row.name("chat_template_kwargs"), "Take it away.")
-    return {key: part for key, part in value.items() if part is not None}
+        raise wrong_type("an object", value, where)
+    variables = {key: part for key, part in value.items() if part is not None}
+    if taken := next(filter(_TAKEN.fullmatch, variables), None):
+        what = f"{taken!r} is an argument of apply_chat_template, and no variable of the template"
+        raise BadRow("template argument", what, where, "Take it away.")
+    return variables

@@ -1,6 +1,6 @@
 """Parses rows of preference pairs, and of single answers that are desirable or not.
 
-Each pair becomes two examples that begin with the same prompt. Known are, as in TRL
+A pair becomes two examples that begin with the same prompt. Known are, as in TRL
 (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
@@ -8,13 +8,9 @@ Each pair becomes two examples that begin with the same prompt. Known are, as in
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
     instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
 
-and beside messages `tools`, `system` and chat_template_kwargs.
-
-The prompt of two strings is their common beginning, as in TRL. Where the prompt is in a column of another name this would
-mistake common first words of the answers for it, so rows with such a column are refused.
-
-Single answers with a label, which packtrain kto trains on, are rows of prompt and completion (TRL's unpaired preference), of
-messages whose last turn is the answer (LLaMA-Factory's), or of Alpaca's columns; pairs are split into their two answers.
+and beside messages `tools`, `system` and chat_template_kwargs. Where the prompt is in a column of another name, common first words
+of two strings would be taken for it, so rows with such a column are refused. Single answers with a label (packtrain kto) are rows
+of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns; pairs are split into their two answers.
 """
 
 from __future__ import annotations
@@ -48,8 +44,6 @@ ASKED = ("question", "query", "problem")
 """Columns that hold the prompt in many data sets."""
 ASKING = ("system", "developer", "user")
 """Roles that an answer cannot begin with."""
-_LARGEST = 3.4e38
-"""Of a margin: float32 has no more."""
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -78,7 +72,7 @@ def read_margin(row: Row) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _LARGEST:  # NaN fails too
+    if not abs(number) <= 3.4e38:  # NaN fails too
         raise wrong_type("a number that float32 holds", value, row.name("margin"))
     return number
 

@@ -17,7 +17,6 @@ from packtrain.errors import Problem
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
-SKIP_ADVICE = "data.bad_rows=skip counts and skips such rows."
 
 
 class BadRow(Exception):
@@ -30,7 +29,8 @@ class BadRow(Exception):
     def problem(self, where: str) -> Problem:
         """The error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
-        return Problem(self.what, place, f"{self.fix} Or: {SKIP_ADVICE}" if self.fix else f"Mend it, or {SKIP_ADVICE}")
+        fix = f"{self.fix} Or:" if self.fix else "Mend it, or"
+        return Problem(self.what, place, f"{fix} data.bad_rows=skip counts and skips such rows.")
 
 
 RawRow = dict[str, Any] | BadRow

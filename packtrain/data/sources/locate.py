@@ -67,13 +67,7 @@ class Source:
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def locate(
-    source: DataSource,
-    role: Split,
-    seed: int,
-    objective: ObjectiveKind = "sft",
-    split_text: SplitText = "document",
-) -> Source:
+def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind, split_text: SplitText) -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.

@@ -33,10 +33,7 @@ Exercise = list[tuple[str, str]]
 
 COUNTS = {"train": 10_000, "eval": 200}
 PAIR_COUNTS = {"train": 4_000, "eval": 200}
-HELD_OUT_ONE_IN = 8
 VOCABULARY = 960
-END_OF_TURN = "<|im_end|>"
-PAD = "<|endoftext|>"
 
 ANIMALS = {  # young, sound, number of legs
     "cat": ("kitten", "meows", 4), "dog": ("puppy", "barks", 4), "cow": ("calf", "moos", 4),
@@ -103,7 +100,7 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
 
 def held_out(question: str) -> bool:
     """Whether an exercise that starts with `question` belongs to the eval split."""
-    return zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0
+    return zlib.crc32(question.encode()) % 8 == 0
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +116,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[PAD, "<|im_start|>", END_OF_TURN],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -128,8 +125,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
         model_max_length=2048,

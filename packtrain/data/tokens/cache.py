@@ -157,7 +157,7 @@ class Store:
             self.seconds: float = manifest["seconds"]
             self.reasons: list[str] = manifest["reasons"]
             self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
-            self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
+            self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedStore(f"{type(error).__name__}: {error}") from error
         self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))

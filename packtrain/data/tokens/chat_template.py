@@ -50,27 +50,22 @@ class Template:
 
     text: str
     marked: str | None
-    tools_text: str | None = None
     name: str = field(default="the tokenizer's own", compare=False)
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """All quoted words of the texts: the roles they name, and harmless others."""
-        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + (self.tools_text or "")))
+        """All quoted words of the text: the roles they name, and harmless others."""
+        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
 
     @property
     def has_marks(self) -> bool:
         """Whether the template itself marks the model's turns."""
         return has_marks(self.text)
 
-    def for_tools(self) -> Template:
-        """The variant for conversations with tools (tokenizers with several named templates have one)."""
-        return Template(self.tools_text, _find_twin(self.tools_text), name=self.name) if self.tools_text else self
-
     @property
     def content(self) -> str:
         """Hash of the texts."""
-        return hashlib.blake2b(repr((self.text, self.marked, self.tools_text)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self.text, self.marked)).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache
@@ -87,9 +82,8 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
-        texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
-        text = texts.get("default") or next(iter(texts.values()), None)
-        return Template(text, _find_twin(text), texts.get("tool_use")) if text else None
+        text = own.get("default") if isinstance(own, dict) else own
+        return Template(text, _find_twin(text)) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         check_regular(path, "data.chat_template")

@@ -28,6 +28,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks, in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
@@ -56,11 +57,9 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
         when ids or targets are uncertain.
         """
-        template = self.template.for_tools() if conversation.tools else self.template
-        given, conversation = conversation, in_dialect_of(template.text, conversation)
-        text, marks = self._render(template.text, conversation, conversation.messages)
-        if given.tools:
-            self._check_tools(template, given, text)
+        given, conversation = conversation, in_dialect_of(self.template.text, conversation)
+        text, marks = self._render(conversation)
+        self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
@@ -68,7 +67,7 @@ class ChatEncoder:
             if untrained:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
-            self._check_said(template, given, turns[-1:], text, text)
+            self._check_said(given, turns[-1:], text, text)
             return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
         wanted = turns
         if loss_on == "completion":
@@ -77,11 +76,11 @@ class ChatEncoder:
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
-        spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
+        spans, whole = self._spans(conversation, text, marks, turns, wanted)
         if not whole:
-            _check_others(conversation, text, spans, template.name)
+            _check_others(conversation, text, spans, self.template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
-        self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
+        self._check_said(given, wanted, spoken if whole else text, text if self.template.has_marks else spoken)
         encoded, separated = self._separate_at_borders(encoded, text, spans)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         for start, end in spans:
@@ -95,50 +94,41 @@ class ChatEncoder:
         All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
         first = answered[0]
-        template = self.template.for_tools() if first.tools else self.template
-        prompt = first.messages[: first.answer_from]
-        asked = in_dialect_of(template.text, replace(first, messages=prompt))
-        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
+        asked = in_dialect_of(self.template.text, replace(first, messages=first.prompt))
+        texts = [self._render(asked, generation_prompt=True)[0]]
         for side in answered:
-            text = self.render(side, template)
-            if side.tools:
-                self._check_tools(template, side, text)
+            text = self.render(side)
+            self._check_tools(side, text)
             turns = range(side.answer_from or 0, len(side.messages))
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
-            self._check_said(template, side, said, text, text)
+            self._check_said(side, said, text, text)
             texts.append(text)
         return [self.tokenizer.ids(text) for text in texts]
 
     def _spans(
-        self,
-        template: Template,
-        conversation: Conversation,
-        text: str,
-        marks: list[Span],
-        turns: list[int],
-        wanted: list[int],
+        self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
     ) -> tuple[list[Span], bool]:
         """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
-        if not template.has_marks and template.marked is not None:
-            twin_text, twin_marks = self._render(template.marked, conversation, conversation.messages)
+        if not self.template.has_marks and self.template.marked is not None:
+            twin_text, twin_marks = self._render(conversation, template=self.template.marked)
             marks = twin_marks if twin_text == text else []
         marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._prefix_span(template.text, conversation, text, turn) for turn in wanted], True
+        return [self._prefix_span(conversation, text, turn) for turn in wanted], True
 
-    def _prefix_span(self, template: str, conversation: Conversation, text: str, turn: int) -> Span:
+    def _prefix_span(self, conversation: Conversation, text: str, turn: int) -> Span:
         messages, place = conversation.messages, f"messages[{turn}]"
         try:
-            before = self._render(template, conversation, messages[:turn], generation_prompt=True)[0]
+            before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(REFUSED, what, place, ADVICE) from bad
         if not text.startswith(before):
             raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
-        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1])[0]
+        through = text if turn + 1 == len(messages) else self._render(conversation, messages[: turn + 1])[0]
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
             raise BadRow(REFUSED, what, place, ADVICE)
@@ -166,16 +156,12 @@ class ChatEncoder:
     def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False) -> str:
         """The messages as the template renders them, "" where it refuses them."""
         with suppress(BadRow):
-            return self._render(
-                self.template.text, Conversation([*messages]), [*messages], generation_prompt=generation_prompt
-            )[0]
+            return self._render(Conversation([*messages]), generation_prompt=generation_prompt)[0]
         return ""
 
-    def render(self, conversation: Conversation, template: Template | None = None) -> str:
-        """The conversation as the template, by default its own, renders it; raises BadRow when the template refuses."""
-        text = (template or self.template).text
-        conversation = in_dialect_of(text, conversation)
-        return self._render(text, conversation, conversation.messages)[0]
+    def render(self, conversation: Conversation) -> str:
+        """The conversation as the template renders it; raises BadRow when the template refuses."""
+        return self._render(in_dialect_of(self.template.text, conversation))[0]
 
     @cached_property
     def drops_system(self) -> bool:
@@ -195,18 +181,18 @@ class ChatEncoder:
             ends.add(int(tail[0]))
         return frozenset(ends)
 
-    def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
+    def _check_tools(self, conversation: Conversation, text: str) -> None:
         """Raise BadRow if the text is the same without the tools."""
+        if not conversation.tools:
+            return
         without = ""
         with suppress(BadRow):  # some templates are for tools only
-            without = self.render(replace(conversation, tools=None), template)
+            without = self.render(replace(conversation, tools=None))
         if without == text:
-            what = f"the chat template ({template.name}) leaves out the tools"
+            what = f"the chat template ({self.template.name}) leaves out the tools"
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
-    def _check_said(
-        self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
-    ) -> None:
+    def _check_said(self, conversation: Conversation, turns: list[int], answers: str, others: str) -> None:
         """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
         position = 0
         for turn in turns:
@@ -218,31 +204,31 @@ class ChatEncoder:
                 raise BadRow(REFUSED, what, f"{place}.content", "Set data.chat_template to another template.")
             if thought := _find_thought(message):
                 if (position := others.find(thought, position)) < 0:
-                    what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
+                    what = f"the chat template ({self.template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
                     raise BadRow(REFUSED, what, f"{place}.reasoning_content", fix)
                 position += len(thought)  # one thought does not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
-            unsure = len(calls) > 1 or (calls and template.has_marks)
-            if lost is None and unsure and not self._depends_on_last_call(template, conversation, turn):
+            unsure = len(calls) > 1 or (calls and self.template.has_marks)
+            if lost is None and unsure and not self._depends_on_last_call(conversation, turn):
                 lost = calls[-1]
             if lost is not None:
-                what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
+                what = f"the chat template ({self.template.name}) leaves out the call of {lost!r}"
                 fix = f"Write parallel calls as turns of their own, or: {TEMPLATE_ADVICE}"
                 raise BadRow(REFUSED, what, f"{place}.tool_calls", fix)
 
-    def _depends_on_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
+    def _depends_on_last_call(self, conversation: Conversation, turn: int) -> bool:
         """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
         until = conversation.messages[: turn + 1]
         fewer = {**until[turn], "tool_calls": until[turn]["tool_calls"][:-1]}
         if not fewer["tool_calls"]:
             del fewer["tool_calls"]
         try:
-            without = self.render(replace(conversation, messages=[*until[:-1], fewer]), template)
+            without = self.render(replace(conversation, messages=[*until[:-1], fewer]))
         except BadRow:
             return True
-        return without != self.render(replace(conversation, messages=until), template)
+        return without != self.render(replace(conversation, messages=until))
 
     def _separate_at_borders(self, encoded: Encoded, text: str, spans: list[Span]) -> tuple[Encoded, bool]:
         """The tokens of `text` with none across a border of `spans`, and whether that changed them.
@@ -275,17 +261,18 @@ class ChatEncoder:
 
     def _render(
         self,
-        template: str,
         conversation: Conversation,
-        messages: list[dict[str, Any]],
+        messages: Messages | None = None,
         *,
+        template: str = "",
         generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """The text of `messages`, those of the conversation or the first of them, and the spans between generation marks."""
+        """The text of the conversation, or of its first `messages`, and the spans between generation marks."""
+        template = template or self.template.text
         marked = has_marks(template)
         try:
             texts, spans = render_jinja_template(
-                [messages],
+                [conversation.messages if messages is None else messages],
                 tools=cast(Any, conversation.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=marked,

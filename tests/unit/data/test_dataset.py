@@ -27,7 +27,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [row(f"{n}:" + " word" * (n % 7), f" yes {n}" + " it is" * (n % 5), f" no {n}") for n in range(count)]
 
 
-def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData[PairDataset]:
+def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no JSON": (turns(HUMAN, ("function_call", "weather(Paris)")), "conversations[1].value: expected a call of a tool"),
     "no call": (turns(HUMAN, ("function_call", "[]")), "conversations[1].value: an empty list; expected"),
     "a call without a name": (turns(HUMAN, ("function_call", "{}")), "conversations[1].value[0]: expected a function with a"),
-    "a number": (turns(HUMAN, ("function_call", "7")), "conversations[1].value[0]: expected an object, found a number: 7"),
+    "a number": (turns(HUMAN, ("function_call", "7")), "conversations[1].value[0]: expected a function with a"),
     "arguments as a list": (of(ASK, called({**PARIS, "arguments": [1]})), "messages[1].tool_calls[0].arguments: expected an o"),
     "arguments as a word": (of(ASK, called({**PARIS, "arguments": "Paris"})), "tool_calls[0].arguments: the arguments are not"),
     "calls as an object": (of(ASK, called() | {"tool_calls": PARIS}), "messages[1].tool_calls: expected a list, found an obj"),

@@ -254,11 +254,11 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
 )
 def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
     with pytest.raises(UserError, match=words):
-        sources.locate(DataSource(path="quickstart", **source), role, 0)
+        sources.locate(DataSource(path="quickstart", **source), role, 0, "sft", "document")
 
 
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
     (source,) = named("quickstart", role)
-    first = next(iter(next(sources.locate(source, role, 0).chunks()).rows()))[1]
+    first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
     assert first == quickstart.conversations(role, 0, 1)[0]
