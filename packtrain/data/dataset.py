@@ -2,8 +2,7 @@
 
 A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
 numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time, an UnpairedDataset one whose
-documents are desirable or not. A pair's prompt is not stored separately: it is everything before the first trained target of
-either document.
+documents are desirable or not. A pair's prompt is everything before the first trained target of either document.
 """
 
 from __future__ import annotations
@@ -208,9 +207,8 @@ class Tokenised:
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of
-    a split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
-    data.max_length and seed. At least one document is held out and one remains, else UserError.
+    Those with the lowest content hashes are held out, as good as a random draw: equal rows, all parts of a split row and pairs with
+    the same prompt fall on the same side, whatever is made of them. At least one document is held out and one remains, else UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)

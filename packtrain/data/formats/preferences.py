@@ -61,12 +61,9 @@ def read_preference(row: Row) -> tuple[Answered, Answered]:
 
 
 def read_margin(row: Row) -> float:
-    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number.
-
-    Numbers may be text, and an empty one is none: csv has no other.
-    """
+    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number."""
     value = row.optional("margin")
-    if value is None or value == "":
+    if value is None or value == "":  # as csv has it
         return 0.0
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -215,10 +215,7 @@ def hash_file(path: Path, memory: Path) -> str:
 
 
 def cache_folder(configured: str | None) -> Path:
-    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be.
-
-    A read-only folder is fine as long as the data is in it.
-    """
+    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be."""
     folder = cache_path(configured)
     try:
         folder.mkdir(parents=True, exist_ok=True)

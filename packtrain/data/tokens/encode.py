@@ -255,14 +255,14 @@ class Encoder:
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token (of a pair both or none), and the updated `fate`."""
         is_pair = TRAITS[self.objective].pairs
-        if is_pair and _are_equal(documents):
+        if is_pair and np.array_equal(documents[0][0], documents[1][0]):
             return [], fate._replace(dropped=SAME)
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
         fates = [own for parts, own in fitted if parts]
         if not kept or (is_pair and len(fates) < 2):
             return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
-        if is_pair and _are_equal(kept):
+        if is_pair and np.array_equal(kept[0][0], kept[1][0]):
             return [], fate._replace(dropped=SAME_ONCE_CUT)
         return kept, fate._replace(
             documents=len(kept),
@@ -303,7 +303,3 @@ def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]
     return int(np.argmax(differs)) if differs.any() else shortest
-
-
-def _are_equal(documents: list[IdsAndMask]) -> bool:
-    return np.array_equal(documents[0][0], documents[1][0])

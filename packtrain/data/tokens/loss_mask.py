@@ -145,10 +145,7 @@ class ChatEncoder:
 
     @cached_property
     def _header(self) -> str:
-        """The text before every answer: the generation prompt, without an opening <think>.
-
-        Templates add it to make the model think; answers in the data may have no thought.
-        """
+        """The text before every answer: the generation prompt, without an opening <think>, as answers may have no thought."""
         question = {"role": "user", "content": "question"}
         plain, asked = self._probe(question), self._probe(question, generation_prompt=True)
         return asked.removeprefix(plain).split("<think>")[0] if plain and asked.startswith(plain) else ""
