@@ -251,8 +251,9 @@ def mix_sources(
         fates = fates[fates["dropped"] == 0]
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
+    figures: dict[str, Any] = dict(sums)
     report = DataReport(
-        **sums,
+        **figures,
         rows=sums["kept"] + dropped.total(),
         dropped=dict(dropped),
         documents=len(all_rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +9,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import SMOLLM, tokenizer_of
 
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
-from packtrain.train.log.console import _documents
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -189,7 +184,6 @@ def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_said(ready,
     assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
     assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
     assert prepared.train.report.apart == 1
-    assert "; 1 in parts, as a token would lie over the border of an answer;" in _documents(prepared.train.report)
 
 
 def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):
@@ -330,60 +324,6 @@ def test_drop_and_error(ready, tmp_path):
         ready(path, max_length=limit, overlong="error", bad_rows="skip")
 
 
-def as_json_list(path: Path) -> str:
-    path.with_suffix(".json").write_text(json.dumps([GOOD] * 3, indent=2, ensure_ascii=False))
-    return str(path.with_suffix(".json"))
-
-
-def as_json_lines(path: Path) -> str:
-    return write(path.with_suffix(".json"), GOOD, GOOD, GOOD)
-
-
-def as_gzip(path: Path) -> str:
-    name = path.with_suffix(".jsonl.gz")
-    name.write_bytes(gzip.compress(b"".join(json.dumps(GOOD).encode() + b"\n" for _ in range(3))))
-    return str(name)
-
-
-def as_parquet(path: Path) -> str:
-    pq.write_table(pa.Table.from_pylist([GOOD] * 3), path.with_suffix(".parquet"))
-    return str(path.with_suffix(".parquet"))
-
-
-def as_csv(path: Path) -> str:
-    with open(path.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([["messages"], *[[json.dumps(GOOD["messages"], indent=1)]] * 3])
-    return str(path.with_suffix(".csv"))
-
-
-def as_arrow(path: Path) -> str:
-    datasets.Dataset.from_list([GOOD] * 3).save_to_disk(path / "arrow")
-    return str(path / "arrow")
-
-
-def as_folder(path: Path) -> str:
-    (path / "data").mkdir(parents=True)
-    for name in "abc":
-        write(path / "data" / f"{name}.jsonl", GOOD)
-    return str(path / "data")
-
-
-def as_glob(path: Path) -> str:
-    return f"{as_folder(path)}/*.jsonl"
-
-
-KINDS = [as_json_list, as_json_lines, as_gzip, as_parquet, as_csv, as_arrow, as_folder, as_glob]
-
-
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_every_kind_of_file_gives_the_same_documents(ready, tmp_path, make):
-    wanted = ready(write(tmp_path / "plain.jsonl", GOOD, GOOD, GOOD)).train
-    found = ready(make(tmp_path / "other")).train
-    assert len(found) == 3
-    assert found.fingerprint == wanted.fingerprint
-
-
 def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tmp_path):
     saved = datasets.DatasetDict(train=datasets.Dataset.from_list([GOOD]), test=datasets.Dataset.from_list([GOOD] * 2))
     saved.save_to_disk(tmp_path / "dict")
@@ -416,12 +356,6 @@ def test_csv_faults_are_named_by_line(ready, tmp_path):
         ready(str(path))
     assert f"{path}:5: not as many fields as the header names: text, id" in str(caught.value)
     assert texts(ready(str(path), bad_rows="skip")) == ["two\nlines<|im_end|>", "007<|im_end|>"]
-
-
-def test_a_misspelt_file_gets_a_suggestion(ready, tmp_path):
-    write(tmp_path / "train.jsonl", GOOD)
-    with pytest.raises(UserError, match=r"no such file[\s\S]*Near it: .*train.jsonl"):
-        ready(str(tmp_path / "trian.jsonl"))
 
 
 def of_rows(tmp_path: Path, *rows: dict[str, Any], **keys: Any) -> PreparedData:

@@ -189,13 +189,6 @@ def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
     assert "data.loss_on=completion" in caught.value.fix
 
 
-def test_the_marked_template_by_name_trains_what_was_refused():
-    template = choose_template("qwen3_training", tokenizer_of("qwen3"))
-    think = "<think>\n\n</think>\n\n"
-    found = trained("qwen3", Conversation(TURNS), template)
-    assert [one.rstrip("\n") for one in found] == [f"{think}{FIRST}<|im_end|>", f"{think}{SECOND}<|im_end|>"]
-
-
 @pytest.mark.parametrize("style", ["smollm", "qwen2_5"])
 @pytest.mark.parametrize("white", ["\n", "\n\n", " \n", "  "])
 def test_an_answer_that_begins_with_white_space_is_tokenised_apart_from_the_header(style, white):
@@ -236,17 +229,6 @@ def test_a_template_that_drops_the_answer_is_refused():
     """Templates for images walk over a list of parts and render nothing of a string."""
     with pytest.raises(BadRow, match="leaves out or rewrites the answer 'How are you"):
         trained("smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
-
-
-def test_a_twin_whose_marks_begin_with_the_generation_prompt_is_trimmed():
-    template = Template(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
-        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}",
-    )
-    assert trained("smollm", Conversation(TURNS), template) == WANTED["smollm"]
 
 
 def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooked():

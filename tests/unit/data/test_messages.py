@@ -253,17 +253,6 @@ def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
         prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, "dpo", seed=0)
 
 
-def test_pairs_of_calls_train_the_call(tmp_path):
-    row = {
-        **turns(HUMAN),
-        "chosen": {"from": "function_call", "value": json.dumps(PARIS)},
-        "rejected": {"from": "gpt", "value": "It is sunny."},
-        "tools": json.dumps([WEATHER]),
-    }
-    train = prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, "dpo", seed=0).train
-    assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}{ONE}\n"
-
-
 def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and_counted(tmp_path):
     own = tokenizer_for(shipped("qwen3"))
     rows = [of(ASK, END), of(ASK, END, ASK, END), of(ASK, called(PARIS), RESULT, END)]

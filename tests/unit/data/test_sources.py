@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -19,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import tokenizer_of
 
-import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.config.schema import sources as named
 from packtrain.data.prepare import PreparedData, prepare
@@ -156,33 +152,6 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
     with pytest.raises(UserError, match="it may not be"):
         go(tmp_path, tmp_path / "x.jsonl")
     assert not list((tmp_path / "cache").glob("*.building"))
-
-
-def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 50)
-    program = f"""
-        import signal, sys
-        sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
-        from concurrent.futures import ProcessPoolExecutor
-        from data_tokenizers import tokenizer_of
-        from packtrain.config.schema import Data
-        from packtrain.data import prepare as module
-
-        class Pool(ProcessPoolExecutor):
-            def shutdown(self, **given):
-                print(self.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN)
-                super().shutdown(**given)
-
-        if __name__ == "__main__":
-            module.ProcessPoolExecutor, module.FEW_ROWS = Pool, 10
-            module.count_tokenising_processes = lambda: 2
-            module.prepare(Data(train="x.jsonl", cache_dir="cache"), tokenizer_of("smollm"), seed=0)
-    """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout == "True\n"
 
 
 @pytest.fixture
