@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from packtrain.config.schema import Data
-from packtrain.data.prepare import prepare, prepare_pairs
+from packtrain.data.prepare import prepare
 
 BATCHES = (2, 4, 8, 16, 32)
 ORDERS = 20
@@ -45,7 +45,7 @@ def main() -> None:
         data = Data(train=file, max_length=options.max_length)
         pairs = '"chosen"' in Path(file).read_text()[:100_000]
         if pairs:
-            found = prepare_pairs(data, tokenizer, seed=0).train
+            found = prepare(data, tokenizer, "dpo", seed=0).train
             every = [found[index] for index in range(len(found))]
             lengths = np.array([[len(one.chosen.input_ids), len(one.rejected.input_ids)] for one in every])
             saved = sum(one.prompt - 1 for one in every) / lengths.sum()

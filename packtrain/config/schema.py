@@ -15,9 +15,7 @@ from packtrain.config.objective import Objective, key
 
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
-Format = Literal[
-    "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "xlam", "tokenised"
-]
+Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
@@ -83,10 +81,7 @@ class Data:
     eval: float | str | DataSource | list[str | DataSource] | None = key(
         None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
     )
-    format: Literal["auto", Format] = key(
-        "auto",
-        "Shape of a row; auto recognises it from the columns. Of ranked lists of answers, the best makes a pair with the worst.",
-    )
+    format: Literal["auto", Format] = key("auto", "Shape of a row; auto recognises it from the columns.")
     columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
@@ -97,11 +92,10 @@ class Data:
         "conversations, completion for prompt_completion, all for text.",
     )
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
-    overlong: Literal["auto", "truncate", "keep_start", "keep_end", "drop", "split", "error"] = key(
+    overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",
         "What is done with a document longer than data.max_length; auto splits running text, and truncates all else. "
-        "Preference pairs: truncate (or keep_start) cuts the end, keep_end as much of the prompt's beginning in both "
-        "documents; they are never split.",
+        "Preference pairs are never split.",
     )
     split_text: SplitText = key(
         "document",

@@ -1,26 +1,88 @@
-"""The data sets that training reads: documents or preference pairs by index, from one or more tokenised sources.
+"""The data sets that training reads: documents or preference pairs by index, from one or more tokenised sources; their report.
 
 A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
 numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time, an UnpairedDataset one whose
-documents are desirable or not. A pair's prompt is not stored separately: it is everything before the first trained target of
-either document.
+documents are desirable or not. A pair's prompt is everything before the first trained target of either document.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from packtrain.config.schema import DataSource
-from packtrain.data.row_counts import DataReport, LabelFigures, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 
 LEAST_PROMPT = 2
 """Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What preference pairs are made of.
+
+    `prompt_share` is the prompts' share of all tokens, each prompt counted in both documents of its pair; computing prompts
+    once saves half of it. That is possible for `shareable` of the `pairs`: those with a prompt of at least two tokens.
+    """
+
+    pairs: int
+    prompt_share: float
+    shareable: int
+
+
+@dataclass(frozen=True, slots=True)
+class LabelFigures:
+    """How many documents of an epoch are answers to give, and how many are not."""
+
+    desirable: int
+    undesirable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What a data set is made of; each row is either kept or dropped: rows == kept + sum(dropped.values()).
+
+    rows … retold cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
+    split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
+    Kept rows with a token across the border between what is asked and an answer are `apart` (tokens/encode.py); `retold` ones are
+    rendered by TRL's training version of the chat template, since the model's own gives no exact loss mask for them.
+    documents … trained_tokens describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
+    time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
+    """
+
+    rows: int
+    kept: int
+    dropped: dict[str, int]
+    truncated: int
+    split: int
+    dropped_chunks: int
+    cut_tokens: int
+    apart: int
+    retold: int
+    documents: int
+    tokens: int
+    trained_tokens: int
+    held_out: int
+    format: str
+    sources: tuple[str, ...]
+    seconds: float
+    pairs: PairFigures | None = None
+    labels: LabelFigures | None = None
+    remarks: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers, ready for json.dump."""
+        return {**asdict(self), "sources": list(self.sources), "remarks": list(self.remarks)}
+
+
+SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold")
+"""Figures of a DataReport that are sums over the fates of kept rows."""
 
 
 class TokenDataset:
@@ -138,9 +200,8 @@ class Tokenised:
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of
-    a split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
-    data.max_length and seed. At least one document is held out and one remains, else UserError.
+    Those with the lowest content hashes are held out, as good as a random draw: equal rows, all parts of a split row and pairs with
+    the same prompt fall on the same side, whatever is made of them. At least one document is held out and one remains, else UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)
@@ -168,22 +229,26 @@ def mix_sources(
     `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
     `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
-    rows, first, held_out = [], 0, 0
-    for number, part in enumerate(parts):
-        own = np.arange(first, first + len(part.store), dtype=np.int64)
-        first += len(part.store)
-        if kept is not None:
-            own = own[np.repeat(kept[number], part.store.fates["documents"])]
-            held_out += len(part.store) - len(own)
+    stores = [part.store for part in parts]
+    kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
+    rows, sums, dropped, first, held_out = [], Counter[str](), Counter[str](), 0, 0
+    for number, (store, here) in enumerate(zip(stores, kept, strict=True)):
+        own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
+        first += len(store)
+        held_out += len(store) - len(own)
         if len(own):
-            rows.append(_repeat_by_weight(own, part.source, number, seed, key, together) if weigh else own)
-    stores, all_rows = [part.store for part in parts], np.concatenate(rows)
-    if kept is None:
-        counts = add(store.counts for store in stores)
-    else:
-        counts = add(count(store.fates[side], store.reasons) for store, side in zip(stores, kept, strict=True))
+            rows.append(_repeat_by_weight(own, parts[number].source, number, seed, key, together) if weigh else own)
+        fates = store.fates[here]
+        times = np.bincount(fates["dropped"], minlength=1).tolist()
+        dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
+        fates = fates[fates["dropped"] == 0]
+        sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
+    all_rows = np.concatenate(rows)
+    figures: dict[str, Any] = dict(sums)
     report = DataReport(
-        **asdict(counts),
+        **figures,
+        rows=sums["kept"] + dropped.total(),
+        dropped=dict(dropped),
         documents=len(all_rows),
         tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
         trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),

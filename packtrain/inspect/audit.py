@@ -1,6 +1,6 @@
 """What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
 
-Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/row_counts.py), and tokens show the
+Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/tokens/cache.py), and tokens show the
 rest (scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 from packtrain.config.objective import Traits
 from packtrain.config.schema import RunConfig, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.data.prepare import PREPARE, PreparedData
+from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
@@ -126,13 +126,13 @@ class Corpus:
 
 
 def open_corpus(
-    config: RunConfig, *, tokenizer: Any = None, prepared: PreparedData[Any] | None = None, progress: bool = False
+    config: RunConfig, *, tokenizer: Any = None, prepared: PreparedData | None = None, progress: bool = False
 ) -> Corpus:
     """The data of `config`: tokenised now, or taken from the cache, unless a run has `prepared` it with its `tokenizer`."""
     kind, seed = config.objective.kind, config.trainer.seed
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
-        prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
+        prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}
     unknown, control = tokenizer.unk_token_id, {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.row_counts import DataReport
+from packtrain.data.dataset import DataReport
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.inspect.audit import audit, audit_json, rows_named
 from packtrain.inspect.corpus import Corpus, find_places
@@ -78,7 +78,6 @@ def _list_remarks(report: DataReport) -> list[str]:
     """What was decided about the rows."""
     decisions = {
         "rendered by TRL's training version of the chat template": report.retold,
-        "a document for each question, as the chat template rewrites what came before": report.unrolled,
         "tokenised in parts, as a token would lie over the border of an answer": report.apart,
     }
     return [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for what, rows in decisions.items() if rows)]
@@ -103,8 +102,8 @@ def _restore_lengths(corpus: Corpus) -> np.ndarray:
     fates, chosen, data = corpus.fates, corpus.in_train, corpus.config.data
     rows, lengths = corpus.row_of[chosen], corpus.lengths[chosen].astype(np.int64)
     split = fates["split"][rows]
-    # a row's loss is that of its documents that are as long as can be, or of both answers' prompts
-    is_cut = fates["truncated"][rows] & ((lengths == data.max_length) | (data.overlong == "keep_end"))
+    # a row's loss is that of its documents that are as long as can be
+    is_cut = fates["truncated"][rows] & (lengths == data.max_length)
     times = np.bincount(rows[is_cut], minlength=len(fates))
     restored = lengths + np.where(is_cut, fates["cut_tokens"][rows] // np.maximum(times[rows], 1), 0)
     parts = np.bincount(rows[split], weights=lengths[split], minlength=len(fates))

@@ -12,7 +12,7 @@ from typing import Any
 from packtrain.attention.backends import own_attention
 from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
-from packtrain.data.prepare import PreparedData
+from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -40,7 +40,7 @@ class Prepared:
     peers: Peers | None
     objective: TrainingObjective
     tokenizer: Any
-    data: PreparedData[Any] = field(init=False)
+    data: PreparedData = field(init=False)
     model: Any = None
     attention: str = ""
     precision: Precision = field(init=False)
@@ -85,9 +85,8 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
     own_heartbeat().enter("prepare")
     config = run.config
     with boundary("the data cannot be used", "data.train"):
-        run.data = run.objective.prepare_data(
-            config.data, run.tokenizer, seed=config.trainer.seed, progress=progress and run.ranks.main
-        )
+        kind, progress = config.objective.kind, progress and run.ranks.main
+        run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress)
         if config.data.chat_template:
             give_template(run.tokenizer, config.data.chat_template)
     agree_on_data(run.peers, run.data, timeout_s=preparing_s(config.topology.step_timeout))

@@ -308,7 +308,7 @@ def _try_saving(run: Run) -> None:
     _wait_for_all(run, "saving")
 
 
-def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
+def _spike_rules(run: Run, data: PreparedData) -> SpikeRules:
     """The rules by which steps are judged, with where their examples come from."""
     config = run.config
 

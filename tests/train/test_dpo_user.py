@@ -16,7 +16,7 @@ from running import LLAMA, WORDS, Run, write_jsonl
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
-from packtrain.data.prepare import prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
@@ -112,7 +112,7 @@ def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_setti
     def name(rows: int = 15, ld_alpha: float | None = None, **groups: Any) -> str:
         config = replace(start, **groups)
         data = replace(config.data, train=str(write_jsonl(tmp_path / f"{rows}.jsonl", pairs(rows))))
-        prepared = prepare_pairs(data, tokenizer, seed=0).train
+        prepared = prepare(data, tokenizer, "dpo", seed=0).train
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
         identity = identity_of_reference(model, config.peft, weights_hash(model))
         bf16 = torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None

@@ -83,10 +83,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if held_out == [] or (isinstance(held_out, float) and not 0 < held_out < 1):
         fix = "A fraction of data.train lies between 0 and 1; null holds nothing out."
         yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
-    if data.overlong in ("keep_start", "keep_end") and not config.objective.traits.pairs:
-        fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
-        yield Fault(("data.overlong",), f"{data.overlong} is for preference pairs", fix)
-    elif data.max_length is None and data.overlong not in ("auto", "truncate"):
+    if data.max_length is None and data.overlong not in ("auto", "truncate"):
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         fix = "Set data.max_length, or leave data.overlong out."
         yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")

@@ -101,8 +101,8 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("data.loss_on",), of_them, "Take the key away.")
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"
-        fix = f"Choose truncate, {'keep_end, ' if traits.pairs else ''}drop or error."
-        yield Fault(("data.overlong",), f"{cannot} cannot be split: the later parts would have no prompt", fix)
+        what = f"{cannot} cannot be split: the later parts would have no prompt"
+        yield Fault(("data.overlong",), what, "Choose truncate, drop or error.")
     if config.packing.share_prefix and config.packing.mode == "padding" and traits.pairs:
         what, fix = "padded batches have a prompt for every answer", "Choose packing.mode=packed or padding_free."
         yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from packtrain.config.keys import suggest
-from packtrain.config.objective import TRAITS, ObjectiveKind
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
@@ -19,7 +19,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "preference": ("chosen", "rejected"),
-    "ranked": ("answers",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "xlam": ("query", "answers", "tools"),
@@ -28,29 +27,24 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
 PROMPTS = ("prompt", "conversations", "instruction")
 """Columns that may hold the prompt of a preference."""
-READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "ranks", "margin")}
-"""Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
+OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS, "margin")
 LABEL = "label"
 """The column of packtrain kto that says whether an answer is desirable."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats that it may be beside."""
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
 """Other names that our columns may have without data.columns."""
-LISTS = ("answers", "responses", "completions", "candidates")
-"""Columns that hold all answers to a prompt."""
-PAIR_FORMATS = ("preference", "ranked")
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's, `named` are roles of the chat template."""
+    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
-    named: frozenset[str]
+    roles: frozenset[str]
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""
@@ -88,21 +82,21 @@ def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> s
     return ALIASES[name] if name not in names and ALIASES.get(name, name) in names else name
 
 
+def parse_json(text: str, reason: str, what: str, where: str) -> Any:
+    """The value of JSON text; raises BadRow, with `what` is wrong, for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(reason, f"{what}: {error}", where) from None
+
+
 def list_of(value: Any, where: str) -> list[Any]:
     """A list, or the list in a JSON string (csv and parquet files often hold nested columns that way)."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise BadRow("wrong type", f"expected a list, found a string that is not JSON: {error}", where) from None
+        value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
     if not isinstance(value, list):
         raise wrong_type("a list", value, where)
     return value
-
-
-def name_list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
-    """Which of the columns `names` holds ranked answers; `columns` maps our name to the file's."""
-    return next((name for name in (columns.get("answers"), *LISTS) if name in names), None)
 
 
 def detect_format(
@@ -112,60 +106,44 @@ def detect_format(
 
     `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
-    columns_there, pairs = f"found: {', '.join(names)}", TRAITS[objective].pairs
-    shown = PAIR_FORMATS if pairs else [name for name in REQUIRED if name not in PAIR_FORMATS]
-    needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
-    fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
-    label = column_of(LABEL, names, columns)
+    label, others = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
+    allowed = {"sft": others, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
+
+    def missing(format: str, names: list[str]) -> list[str]:
+        needed = [column_of(need, names, columns) for need in REQUIRED[format]]
+        return [name for name in needed if name not in names]
 
     def refuse(what: str, fix: str) -> UserError:
-        return UserError(f"{what}; {columns_there}", where=where, fix=fix)
+        return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
 
-    known = {*OPTIONAL, LABEL, *(name for named in (REQUIRED, READ_TOO) for some in named.values() for name in some)}
+    known = {*OPTIONAL, *PROMPTS, LABEL, *(name for needed in REQUIRED.values() for name in needed)}
     if unknown := sorted(set(columns) - known):
         fix = suggest(unknown[0], known, f"Ours, which come first, are {', '.join(sorted(known))}.")
         raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix)
     if absent := sorted(set(columns.values()) - set(names)):
         raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
-    fits = _find_fitting(first, columns, objective) if wanted == "auto" else [wanted]
-    if pairs and not set(fits) & set(PAIR_FORMATS):
-        what = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        raise refuse(what, f"{fix} Or train on them with packtrain {'kto' if label in names else 'sft'}.")
-    if len(fits) != 1:
-        what = f"the columns fit {' and '.join(fits) or 'no known format'}"
-        raise refuse(what, f"Set data.format to {' or '.join(fits)}." if fits else fix)
-    format = fits[0]
-    if format in PAIR_FORMATS and not pairs and objective != "kto":
-        raise refuse("these are preference pairs", "Train on them with packtrain dpo.")
-    if objective == "kto" and format not in (*LABELLED, *PAIR_FORMATS):
-        answers = f"Formats with answers are {', '.join(LABELLED)}, and pairs: {', '.join(PAIR_FORMATS)}."
-        raise refuse(f"rows of {format} have no answer that could be good or bad", answers)
-    if objective == "kto" and format not in PAIR_FORMATS and label not in names:
+    fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
+    # for kto, a pair is two answers with labels, where a row has none of its own
+    is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
+    if "preference" in fits and objective != "sft" and not is_labelled:
+        fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
+    if fits and not set(fits) & set(allowed):
+        verb = "dpo" if "preference" in fits else "kto" if label in names and objective != "kto" else "sft"
+        what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs {', '.join(allowed)}"
+        raise refuse(what, f"Train on them with packtrain {verb}.")
+    if len(fits) > 1:
+        raise refuse(f"the columns fit {' and '.join(fits)}", f"Set data.format to {' or '.join(fits)}.")
+    if not fits or (lacking := missing(fits[0], names)):
+        what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
+        needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in fits or allowed)
+        fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
+        if allowed == ["preference"]:
+            fix += " Of a ranked list, write the best answer as chosen and the worst as rejected."
+        raise refuse(what, fix)
+    if objective == "kto" and fits != ["preference"] and label not in names:
         add = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
         raise refuse(f"no column {label!r} says which answers are desirable", add)
-    if missing := _missing(format, names, columns):
-        raise refuse(f"data.format={format} needs the column {missing[0]!r}", fix)
-    return cast(Format, format)
-
-
-def _find_fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
-    """The formats whose required columns are all present. Where pairs are trained, they win over every other format, then ranked lists."""
-    fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
-    takes_pairs = TRAITS[objective].pairs
-    if objective == "kto":  # a pair is two answers with labels, where a row has none of its own
-        takes_pairs = column_of(LABEL, first, columns) not in first
-    if takes_pairs and "preference" in fits:
-        return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    # only pairs are ranked lists: many other data sets have a column `answers` too
-    return ["ranked"] if takes_pairs and not _missing("ranked", first, columns) else fits
-
-
-def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:
-    """The columns that rows of the format need and that are not there, by the file's names."""
-    if format == "ranked":
-        return [] if name_list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
-    needed = [column_of(need, names, columns) for need in REQUIRED[format]]
-    return [name for name in needed if name not in names]
+    return cast(Format, fits[0])
 
 
 def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
@@ -176,7 +154,7 @@ def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     """
     if isinstance(row, BadRow):
         return hash_content([row.reason, row.what])
-    read = (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
+    read = (*REQUIRED[format], *(PROMPTS if format == "preference" else ()), *OPTIONAL)
     ours = {name: row.get(column_of(name, row, columns)) for name in read}
     return hash_content({name: value for name, value in ours.items() if value is not None})
 

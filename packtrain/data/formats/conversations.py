@@ -1,15 +1,13 @@
 """Parses rows with one answer: a conversation, a prompt with its completion, text, or tokens.
 
-One function reads one format; a new format is one more entry of READERS, with its columns in config/schema.py. Errors name the
-field as it is called in the FILE. Shapes follow TRL's dataset formats
-(https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
+One function reads one format; a new format is one more entry of READERS, with its columns in config/schema.py. Shapes follow
+TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from packtrain.data.formats.messages import (
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns whose content a text without them would lack."""
+"""Columns that a text without them would lack."""
 WANTED = ("label", "kto_tag")
 """Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
 
@@ -42,20 +40,18 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     answer_from: int | None = None
 
+    @property
+    def prompt(self) -> Messages:
+        """The messages before the answer."""
+        return self.messages[: self.answer_from]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and its completion, both plain text."""
+    """A prompt and its completion, both plain text; running text is a completion of nothing."""
 
     prompt: str
     completion: str
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Running text."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class Tokens:
     mask: np.ndarray | None
 
 
-Example = Conversation | PromptCompletion | Text | Tokens
+Example = Conversation | PromptCompletion | Tokens
 
 
 def read_row(row: Row, format: Format) -> Example:
@@ -75,24 +71,6 @@ def read_row(row: Row, format: Format) -> Example:
         refuse_media(row)
         refuse_unwanted(row)
     return READERS[format](row)
-
-
-def locate_in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
-    """An error in a conversation with its place as the file has it: `system` and calls of their own change the numbers."""
-    ours = {"messages": "messages", "sharegpt": "conversations"}.get(format)
-    at = re.match(r"messages(?:\[(\d+)\])?", bad.field)
-    if ours is None or at is None:
-        return bad
-    name, place = row.name(ours), ""
-    if at[1]:
-        turns, messages = list_of(row.take(ours), name), read_messages(row, ours)
-        turn = int(at[1]) - (len(with_system(row, messages)) - len(messages))
-        lengths = [
-            len(read_messages(replace(row, values={**row.values, name: turns[:end]}), ours))
-            for end in range(1, len(turns) + 1)
-        ]
-        place = next((f"[{index}]" for index, length in enumerate(lengths) if length > turn), "")
-    return BadRow(bad.reason, bad.what, f"{name}{place}{bad.field[at.end() :]}", bad.fix)
 
 
 def refuse_media(row: Row) -> None:
@@ -130,8 +108,8 @@ def _prompt_completion(row: Row) -> Conversation | PromptCompletion:
     return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 
-def _text(row: Row) -> Text:
-    return Text(row.text("text"))
+def _text(row: Row) -> PromptCompletion:
+    return PromptCompletion("", row.text("text"))
 
 
 def _sharegpt(row: Row) -> Conversation:
@@ -150,10 +128,7 @@ def _xlam(row: Row) -> Conversation:
 
 
 def ask_by_columns(row: Row) -> Messages:
-    """The messages before the answer in Alpaca's columns: `system`, the pairs of `history`, `instruction` and `input`.
-
-    The user says the instruction and, where it is not empty, the input on the next line, as with LLaMA-Factory and ms-swift.
-    """
+    """The messages before the answer in Alpaca's columns: `system`, pairs of `history`, `instruction` with `input` on a line below."""
     messages, where = read_system(row), row.name("history")
     for index, pair in enumerate(list_of(row.optional("history") or [], where)):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
@@ -169,8 +144,7 @@ def _tokenised(row: Row) -> Tokens:
     if not len(ids):
         raise BadRow("empty", "there are no tokens", row.name("input_ids"))
     if row.optional("attention_mask") is not None and not np.all(_integers(row, "attention_mask", len(ids))):
-        where, fix = row.name("attention_mask"), "Give the tokens without padding."
-        raise BadRow("padded", "attention_mask has zeros", where, fix)
+        raise BadRow("padded", "it has zeros", row.name("attention_mask"), "Give the tokens without padding.")
     given = [name for name in MASKS if row.optional(name) is not None]
     if len(given) > 1:
         what = f"both {given[0]} and {given[1]} say what is trained"
@@ -178,17 +152,12 @@ def _tokenised(row: Row) -> Tokens:
     if not given:
         return Tokens(ids, None)
     values, name = _integers(row, given[0], len(ids)), row.name(given[0])
-    if given[0] == "labels":
-        if len(strange := np.flatnonzero((values != -100) & (values != ids))):
-            at = strange[0]
-            what = (
-                f"the label is {values[at]}, the token {ids[at]}: expected that token, or -100 (labels are not shifted)"
-            )
-            raise BadRow("label is not the token", what, f"{name}[{at}]")
-        return Tokens(ids, values != -100)
-    if len(strange := np.flatnonzero((values != 0) & (values != 1))):
-        raise BadRow("wrong type", f"expected 0 or 1, found {values[strange[0]]}", f"{name}[{strange[0]}]")
-    return Tokens(ids, values.astype(bool))
+    mask = values != -100 if given[0] == "labels" else values.astype(bool)
+    if len(strange := np.flatnonzero(values != np.where(mask, ids, -100) if given[0] == "labels" else values != mask)):
+        at = strange[0]
+        wanted = f"{ids[at]} (the token; labels are not shifted) or -100" if given[0] == "labels" else "0 or 1"
+        raise BadRow("wrong mask", f"expected {wanted}, found {values[at]}", f"{name}[{at}]")
+    return Tokens(ids, mask)
 
 
 READERS: dict[str, Callable[[Row], Example]] = {
@@ -206,11 +175,9 @@ def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     values = list_of(row.take(ours), where)
     for index, value in enumerate(values):
-        if not isinstance(value, int) or (isinstance(value, bool) and ours in ("input_ids", "labels")):
-            raise wrong_type("an integer", value, f"{where}[{index}]")
+        is_flag = isinstance(value, bool) and ours in ("input_ids", "labels")
+        if is_flag or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+            raise wrong_type("an integer of 32 bits", value, f"{where}[{index}]")
     if length is not None and len(values) != length:
         raise BadRow("lengths differ", f"{len(values)} values for {length} tokens", where)
-    try:
-        return np.asarray(values, dtype=np.int32)
-    except OverflowError:
-        raise BadRow("token outside the vocabulary", "a number does not fit in 32 bits", where) from None
+    return np.asarray(values, dtype=np.int32)

@@ -8,21 +8,17 @@ All become {"role", "content"} with the content as one string, and of what an as
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
     weight              0 where the turn is not to be trained, also written `loss_weight`, `train` or `loss`
 
-tokens/dialect.py puts that into the words of one template. Errors name the field as it is called in the FILE.
-
-Roles are checked: most templates render any role, so a misspelt one would silently go untrained. Allowed are the common
-roles, and those that the chat template names.
+tokens/chat_template.py puts that into the words of one template. Errors name the field as it is called in the FILE. Roles are
+checked: most templates render any role, so a misspelt one would silently go untrained.
 Sources: https://huggingface.co/docs/transformers/chat_extras, OpenAI's API, LLaMA-Factory's and ms-swift's data formats.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from typing import Any
 
-from packtrain.data.formats.columns import Row, list_of
+from packtrain.data.formats.columns import Row, list_of, parse_json
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -47,7 +43,6 @@ PARTS = {
 """Types of parts, in the order of an assistant's turn, and the keys that they go to."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "train", "loss")
-UNKNOWN_ROLE = "unknown role"
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
@@ -63,12 +58,8 @@ def read_messages(row: Row, ours: str) -> Messages:
     for index, value in enumerate(list_of(row.take(ours), where)):
         message = read_message(value, f"{where}[{index}]", row)
         last = messages[-1] if messages else {}
-        continues = value.get("role", value.get("from")) in CALLS and message.keys() == {
-            "role",
-            "content",
-            "tool_calls",
-        }
-        if continues and last.get("role") == "assistant" and "weight" not in last:
+        is_call = value.get("role", value.get("from")) in CALLS and message.keys() == {"role", "content", "tool_calls"}
+        if is_call and last.get("role") == "assistant" and "weight" not in last:
             last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         else:
             messages.append(message)
@@ -81,47 +72,58 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
     """One message of the file. Keys that are null are left out, as by apply_chat_template. Raises BadRow naming the field."""
     if not isinstance(value, dict):
         raise wrong_type("an object", value, where)
-    message, said = {key: part for key, part in value.items() if part is not None}, "content"
-    if "from" in value and "role" not in value:
-        message, said = {key: part for key, part in message.items() if key not in ("from", "value")}, "value"
-        message |= {"role": _role_of_speaker(value["from"], f"{where}.from"), "content": value.get("value")}
+    message = {key: part for key, part in value.items() if part is not None}
+    who, what = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    if who == "from":
+        message = {key: part for key, part in message.items() if key not in ("from", "value")}
+        message |= {"role": value["from"], "content": value.get("value")}
     if call := message.pop("function_call", None):  # as OpenAI's API had it before tool_calls
         message.setdefault("tool_calls", [call])
-    role = value["from"] if said == "value" else message.get("role")
-    wordless = message.get("tool_calls") or message.keys() & set(THOUGHTS)
+    wordless = bool(message.get("tool_calls") or message.keys() & set(THOUGHTS))
     for key in ("role", "content"):
         if key not in value and key not in message and not (key == "content" and wordless):
             raise BadRow("missing field", f"no {key!r}; found: {', '.join(map(repr, value)) or 'nothing'}", where)
+    role = message.get("role")
     if not isinstance(role, str):
-        raise wrong_type("a string", role, f"{where}.role")
-    if role in CALLS and said in value:
+        raise wrong_type("a string", role, f"{where}.{who}")
+    if role in CALLS and what in value:
         message.pop("content", None)
-        message |= {"role": "assistant", **read_calls(value[said], f"{where}.{said}")}
-    elif role in RESULTS and role not in row.named:
-        message["role"] = "tool"
-    elif role not in row.named and STAND_INS.get(role) in row.named:
-        message["role"] = STAND_INS[role]
-    _check_role(message["role"], row.named, f"{where}.role")
+        message |= read_calls(value[what], f"{where}.{what}")
+    message["role"] = _read_role(role, who, row.roles, f"{where}.{who}")
     if isinstance(message.get("content"), list):
-        message = _join_parts(message, f"{where}.{said}")
-    return _complete(message, where, said)
-
-
-def _complete(message: dict[str, Any], where: str, said: str) -> dict[str, Any]:
-    """A message with text as its content; `said` is the file's word for that."""
+        message = _join_parts(message, f"{where}.{what}")
     _set_weight(message, where)
-    calls = message.pop("tool_calls", None)
-    if calls := _tool_calls(calls, f"{where}.tool_calls") if calls else []:
+    if calls := _tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
         message["tool_calls"] = calls
-    wordless = bool(calls) or bool(message.keys() & set(THOUGHTS))
-    message["content"] = "" if wordless and message.get("content") is None else message.get("content")
+    content = message.get("content")
+    message["content"] = "" if content is None and (calls or message.keys() & set(THOUGHTS)) else content
     if not isinstance(message["content"], str):
-        raise wrong_type("a string", message["content"], f"{where}.{said}")
+        raise wrong_type("a string", content, f"{where}.{what}")
     if message["role"] == "assistant":
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
-            raise BadRow("empty", "the assistant's turn is empty", f"{where}.{said}")
+            raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
     return message
+
+
+def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
+    """Our word for a `role` or, where `who` is "from", a speaker; `named` are roles of the template. Raises BadRow for another.
+
+    Another word for the assistant is refused even where it is named: only `assistant` is ever trained.
+    """
+    if who == "from" and role in SPEAKERS:
+        return SPEAKERS[role]
+    if who == "role":
+        if role in CALLS:
+            return "assistant"
+        if role not in named:
+            role = "tool" if role in RESULTS else STAND_INS[role] if STAND_INS.get(role) in named else role
+        if role in ROLES or (role in named and SPEAKERS.get(role.lower()) != "assistant"):
+            return role
+    what = f"unknown role {role!r}; known: {', '.join(SPEAKERS if who == 'from' else ROLES)}"
+    meant = SPEAKERS.get(role.lower())
+    fix = f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."
+    raise BadRow("unknown role", what, where, fix)
 
 
 def _set_weight(message: dict[str, Any], where: str) -> None:
@@ -137,10 +139,10 @@ def _set_weight(message: dict[str, Any], where: str) -> None:
         if weight and message["role"] != "assistant":
             what = f"what the {message['role']} says is to be trained; packtrain trains the assistant's turns"
             raise BadRow("weight", what, f"{where}.{key}", "Set it to 0, or data.loss_on=all to train everything.")
-        if bool(weight) != bool(next(iter(given.values()))):
-            raise BadRow("weight", f"{' and '.join(given)} say different things", f"{where}.{key}", "Keep one.")
-        if message["role"] == "assistant" and not weight:
-            message["weight"] = 0
+    if len(set(map(bool, given.values()))) > 1:
+        raise BadRow("weight", f"{' and '.join(given)} differ", where, "Keep one.")
+    if message["role"] == "assistant" and given and not any(given.values()):
+        message["weight"] = 0
 
 
 def _set_thought(message: dict[str, Any], where: str) -> None:
@@ -156,7 +158,7 @@ def _set_thought(message: dict[str, Any], where: str) -> None:
 def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
     """A message whose content is a list of parts, with text, thought and calls under their own keys."""
     joined = {**message, "content": ""}
-    order, last = list(PARTS), "reasoning"
+    order, last = list(dict.fromkeys(PARTS.values())), 0
     for index, part in enumerate(message["content"]):
         place = f"{where}[{index}]"
         if not isinstance(part, dict):
@@ -168,9 +170,10 @@ def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
         key = PARTS[kind]
         if kind != "text" and key in message:
             raise BadRow("ambiguous", f"both {key!r} and a part of type {kind!r}", place, "Keep one.")
-        if order.index(kind) < order.index(last) and PARTS[last] != key:
-            fix = "Write it as a message of its own."
-            raise BadRow("order of parts", f"a part of type {kind!r} after one of type {last!r}", place, fix)
+        if order.index(key) < last:
+            fix = "Write thoughts, text and calls in this order, or as messages of their own."
+            raise BadRow("order of parts", f"a part of type {kind!r} after one of type {order[last]!r}", place, fix)
+        last = order.index(key)
         name = next((name for name in (kind, "value", "text", "content") if part.get(name) is not None), None)
         if kind == "tool_call":
             value = read_calls(part if name is None else part[name], place)["tool_calls"]
@@ -179,7 +182,6 @@ def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
         elif not isinstance(value := part[name], str):
             raise wrong_type("a string", value, f"{place}.{name}")
         joined[key] = joined[key] + value if key in joined else value
-        last = kind
     return joined
 
 
@@ -190,7 +192,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
         if value.lstrip().startswith("<think>"):
             thought, _, value = value.lstrip().removeprefix("<think>").partition("</think>")
             said["reasoning_content"] = thought.strip()
-        value = _parse(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
+        value = parse_json(value, "not a call", f"expected a call of a tool as JSON, {CALL}, or a list of calls", where)
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow("not a call", f"an empty list; expected {CALL}", where)
@@ -202,12 +204,10 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
-        if not isinstance(call, dict):
-            raise wrong_type("an object", call, place)
         function = _function(call, CALL, place)
         arguments = function.pop("arguments", function.pop("parameters", None))
         if isinstance(arguments, str) and arguments.strip():
-            arguments = _parse(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
+            arguments = parse_json(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
         if arguments and not isinstance(arguments, dict):
             raise wrong_type("an object", arguments, f"{place}.arguments")
         name = {"id": str(call["id"])} if call.get("id") else {}
@@ -215,17 +215,10 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _parse(text: str, reason: str, what: str, where: str) -> Any:
-    """The value of JSON text; raises BadRow for what is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(reason, f"{what}: {error}", where) from None
-
-
-def _function(value: dict[str, Any], expected: str, where: str) -> dict[str, Any]:
+def _function(value: Any, expected: str, where: str) -> dict[str, Any]:
     """The function of a tool or a call, whether {"type": "function", "function": {…}} or itself; a copy."""
-    inner = value.get("function", {key: part for key, part in value.items() if key not in ("type", "id")})
+    given = value if isinstance(value, dict) else {}
+    inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise BadRow("wrong type", f"expected a function with a name, {expected}", where)
     return dict(inner)
@@ -237,9 +230,11 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
     tools = []
     for index, tool in enumerate(list_of(value, where) if value else []):
         place, expected = f"{where}[{index}]", '{"name": …, "description": …, "parameters": {…}}'
-        tool = _parse(tool, "wrong type", "expected an object or one as JSON", place) if isinstance(tool, str) else tool
-        if not isinstance(tool, dict):
-            raise wrong_type("an object", tool, place)
+        tool = (
+            parse_json(tool, "wrong type", "expected an object or one as JSON", place)
+            if isinstance(tool, str)
+            else tool
+        )
         tools.append({"type": "function", "function": _function(tool, expected, place)})
     return tools or None
 
@@ -257,39 +252,11 @@ def with_system(row: Row, messages: Messages) -> Messages:
 
 def read_variables(row: Row) -> dict[str, Any]:
     """Arguments for the chat template that the row brings."""
-    value = row.optional("chat_template_kwargs")
-    if value is None:
-        return {}
+    value, where = row.optional("chat_template_kwargs") or {}, row.name("chat_template_kwargs")
     if not isinstance(value, dict):
-        raise wrong_type("an object", value, row.name("chat_template_kwargs"))
-    if taken := [key for key, part in value.items() if part is not None and _TAKEN.fullmatch(key)]:
-        what = f"{taken[0]!r} is an argument of apply_chat_template, and no variable of the template"
-        raise BadRow("template argument", what, row.name("chat_template_kwargs"), "Take it away.")
-    return {key: part for key, part in value.items() if part is not None}
-
-
-def _check_role(role: str, named: frozenset[str], where: str) -> None:
-    """Raise BadRow unless `role` is in ROLES or `named` by the template.
-
-    Another word for the assistant is refused even so: only `assistant` is ever trained.
-    """
-    meant = SPEAKERS.get(role.lower())
-    if role in ROLES or (role in named and meant != "assistant"):
-        return
-    what = f"unknown role {role!r}; known: {', '.join(ROLES)}, and what the chat template names"
-    raise BadRow(UNKNOWN_ROLE, what, where, _role_advice(role, [*ROLES, *SPEAKERS], meant))
-
-
-def _role_of_speaker(speaker: object, where: str) -> str:
-    role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        what = f"unknown speaker {speaker!r}; known: {', '.join(SPEAKERS)}"
-        raise BadRow(UNKNOWN_ROLE, what, where, _role_advice(str(speaker), list(SPEAKERS), None))
-    return role
-
-
-def _role_advice(role: str, allowed: list[str], meant: str | None) -> str:
-    near = difflib.get_close_matches(role.lower(), allowed, 1, cutoff=0.6)
-    if meant is None and near:
-        meant = near[0] if near[0] in ROLES else SPEAKERS[near[0]]
-    return f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."
+        raise wrong_type("an object", value, where)
+    variables = {key: part for key, part in value.items() if part is not None}
+    if taken := next(filter(_TAKEN.fullmatch, variables), None):
+        what = f"{taken!r} is an argument of apply_chat_template, and no variable of the template"
+        raise BadRow("template argument", what, where, "Take it away.")
+    return variables

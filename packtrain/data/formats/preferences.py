@@ -1,6 +1,6 @@
 """Parses rows of preference pairs, and of single answers that are desirable or not.
 
-Each pair becomes two examples that begin with the same prompt. Known are, as in TRL
+A pair becomes two examples that begin with the same prompt. Known are, as in TRL
 (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
@@ -8,33 +8,20 @@ Each pair becomes two examples that begin with the same prompt. Known are, as in
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
     instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
 
-and beside messages `tools`, `system` and chat_template_kwargs; and lists of answers, beside a prompt in any of these ways,
-
-    responses, scores                         strings, and a number for each: the highest is the best
-    responses, ranks                          strings, and the place of each: the lowest is the best
-    completions: [{response, overall_score}]  as UltraFeedback writes them
-    answers: [{answer, rank}]                 as Nectar does
-
-and other common names of these columns. A list makes one pair, its best and its worst answer: prompts with more answers
-then do not weigh more, and the order of this pair is the most certain. Write other pairs as separate rows. A list that ranks
-nothing (one answer, or all equal) is counted like a pair of identical answers.
-
-The prompt of two strings is their common beginning, as in TRL. Where the prompt is in a column of another name this would
-mistake common first words of the answers for it, so rows with such a column are refused.
-
-Single answers with a label, which packtrain kto trains on, are rows of prompt and completion (TRL's unpaired preference), of
-messages whose last turn is the answer (LLaMA-Factory's), or of Alpaca's columns; pairs are split into their two answers.
+and beside messages `tools`, `system` and chat_template_kwargs. Where the prompt is in a column of another name, common first words
+of two strings would be taken for it, so rows with such a column are refused. Single answers with a label (packtrain kto) are rows
+of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns; pairs are split into their two answers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import LISTS, PAIR_FORMATS, PROMPTS, Row, list_of, name_list_column
+from packtrain.data.formats.columns import Row
 from packtrain.data.formats.conversations import (
     READERS,
     Conversation,
@@ -51,34 +38,22 @@ from packtrain.data.formats.messages import (
     read_variables,
     with_system,
 )
-from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
+from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ASKED = ("question", "query", "problem")
 """Columns that hold the prompt in many data sets."""
 ASKING = ("system", "developer", "user")
 """Roles that an answer cannot begin with."""
-TEXTS = ("response", "answer", "text", "content", "completion", "output", "value")
-"""Keys of an answer object that may hold its text; its score or rank is another key of the object."""
-SCORES = ("overall_score", "scores", "score", "ratings", "rating", "rewards", "reward", "pm_score")
-RANKS = ("ranks", "rank", "rankings", "ranking")
-FEW_ANSWERS, TIED = "fewer than two answers", "answers ranked equal"
-_LARGEST = 3.4e38
-"""Of a margin: float32 has no more."""
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceExample:
-    """The same prompt twice, with the better and with the worse answer."""
-
-    chosen: Conversation | PromptCompletion
-    rejected: Conversation | PromptCompletion
+Answered = Conversation | PromptCompletion
+"""A prompt with an answer."""
 
 
-def read_preference(row: Row, format: Format) -> PreferenceExample:
-    """A row as its two examples; raises BadRow naming the field, and NoPair where a list of answers ranks nothing."""
+def read_preference(row: Row) -> tuple[Answered, Answered]:
+    """The prompt with the better and with the worse answer; raises BadRow naming the field."""
     refuse_media(row)
-    row = _best_and_worst(row) if format == "ranked" else row
     parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
     turns = row.has("conversations") or _has_instruction(row)
     plain = not turns and all(isinstance(part, str) for part in parts)
@@ -86,35 +61,23 @@ def read_preference(row: Row, format: Format) -> PreferenceExample:
 
 
 def read_margin(row: Row) -> float:
-    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number.
-
-    Numbers may be text, and an empty one is none: csv has no other.
-    """
+    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number."""
     value = row.optional("margin")
-    if value is None or value == "":
+    if value is None or value == "":  # as csv has it
         return 0.0
     try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _LARGEST:  # NaN fails too
+    if not abs(number) <= 3.4e38:  # NaN fails too
         raise wrong_type("a number that float32 holds", value, row.name("margin"))
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class UnpairedExample:
-    """A prompt with its answer, and whether this is one to give."""
-
-    answered: Conversation | PromptCompletion
-    desirable: bool
-
-
-def read_unpaired(row: Row, format: Format) -> list[UnpairedExample]:
-    """A row as one example, or a pair as two; raises BadRow naming the field."""
-    if format in PAIR_FORMATS:
-        pair = read_preference(row, format)
-        return [UnpairedExample(pair.chosen, True), UnpairedExample(pair.rejected, False)]
+def read_unpaired(row: Row, format: Format) -> tuple[list[Answered], bool]:
+    """A row as one answer, or a pair as two, and whether the first is desirable; raises BadRow naming the field."""
+    if format == "preference":
+        return [*read_preference(row)], True
     refuse_media(row)
     value = row.take("label")  # as text in csv
     label = _LABELS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
@@ -124,7 +87,7 @@ def read_unpaired(row: Row, format: Format) -> list[UnpairedExample]:
     if isinstance(example, Conversation):
         example = _with_answer(example)
     assert isinstance(example, (Conversation, PromptCompletion))
-    return [UnpairedExample(example, label)]
+    return [example], label
 
 
 def _with_answer(conversation: Conversation) -> Conversation:
@@ -146,24 +109,24 @@ def read_prompt(row: Row, format: Format) -> str | Messages:
 
     A prompt that is the common beginning of two strings loses its last line, where the answers' common words may be.
     """
-    if format not in PAIR_FORMATS:
-        answered = read_unpaired(row, format)[0].answered
-        return answered.messages[: answered.answer_from] if isinstance(answered, Conversation) else answered.prompt
-    chosen = read_preference(row, format).chosen
-    if isinstance(chosen, Conversation):
-        return chosen.messages[: chosen.answer_from]
+    if format != "preference":
+        (answered,), _ = read_unpaired(row, format)
+        return answered.prompt
+    chosen, _ = read_preference(row)
+    if isinstance(chosen, Conversation) or row.has("prompt"):
+        return chosen.prompt
     before, line, _ = chosen.prompt.rpartition("\n")
-    return before if line and not row.has("prompt") else chosen.prompt
+    return before if line else chosen.prompt
 
 
-def _pair_strings(row: Row) -> PreferenceExample:
+def _pair_strings(row: Row) -> tuple[Answered, Answered]:
     chosen, rejected = row.text("chosen"), row.text("rejected")
     asked = next((name for name in ASKED if name in row.values), "")
     named = row.name("prompt") if row.has("prompt") else asked
     refuse_chat_columns(row, f"{f'Set data.columns.instruction={named}, or take' if named else 'Take'} the column out.")
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
-        return PreferenceExample(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
+        return PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)
     if asked:
         what = f"there is no prompt; the column {asked!r} looks like one"
         raise BadRow("no prompt", what, asked, f"Set data.columns.prompt={asked}, or rename the column.")
@@ -173,12 +136,11 @@ def _pair_strings(row: Row) -> PreferenceExample:
     if not chosen[:border].strip():
         what = f"there is no prompt: no column {row.name('prompt')!r}, and the answers begin differently"
         raise BadRow("no common prompt", what, row.name("chosen"), "Name the prompt's column with data.columns.")
-    return PreferenceExample(
-        PromptCompletion(chosen[:border], chosen[border:]), PromptCompletion(chosen[:border], rejected[border:])
-    )
+    prompt = chosen[:border]
+    return PromptCompletion(prompt, chosen[border:]), PromptCompletion(prompt, rejected[border:])
 
 
-def _pair_messages(row: Row) -> PreferenceExample:
+def _pair_messages(row: Row) -> tuple[Answered, Answered]:
     chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
     prompt = _prompt(row)
     whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
@@ -198,7 +160,7 @@ def _pair_messages(row: Row) -> PreferenceExample:
             raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", row.name(ours))
     tools, variables = read_tools(row), read_variables(row)
     first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in (chosen, rejected))
-    return PreferenceExample(first, second)
+    return first, second
 
 
 def _has_instruction(row: Row) -> bool:
@@ -217,7 +179,7 @@ def _prompt(row: Row) -> Messages | None:
         return None
     if isinstance(row.take("prompt"), str):
         return [{"role": "user", "content": row.text("prompt")}]
-    return _read_turns(row, "prompt")
+    return read_messages(row, "prompt")
 
 
 def _answer(row: Row, ours: str) -> Messages:
@@ -225,13 +187,7 @@ def _answer(row: Row, ours: str) -> Messages:
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"role": "assistant", "content": row.text(ours)}]
-    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else _read_turns(row, ours)
-
-
-def _read_turns(row: Row, ours: str) -> Messages:
-    if not isinstance(row.take(ours), (str, list)):
-        raise wrong_type("a string or a list of messages", row.take(ours), row.name(ours))
-    return read_messages(row, ours)
+    return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else read_messages(row, ours)
 
 
 def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
@@ -244,64 +200,3 @@ def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """The index of the first difference; the last common index if one is a prefix of the other."""
     shortest = min(len(chosen), len(rejected))
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)
-
-
-def _best_and_worst(row: Row) -> Row:
-    """The row with its best answer in the column `chosen` and its worst in `rejected`; of equals the first."""
-    column = name_list_column(list(row.values), row.columns)
-    columns = ", ".join(map(repr, row.values)) or "none"
-    if column is None:
-        raise BadRow("missing column", f"no column {' or '.join(map(repr, LISTS))}; found: {columns}")
-    answers = list_of(row.values[column], column)
-    if not any(row.has(ours) for ours in PROMPTS):  # the common beginning of answers in a list is not a prompt
-        asked = next((name for name in ASKED if name in row.values), "…")
-        fix = f"Set data.columns.prompt={asked}, or rename the column."
-        raise BadRow("no prompt", f"there is no prompt; found: {columns}", fix=fix)
-    if len(answers) < 2:
-        raise NoPair(FEW_ANSWERS, f"there is {'one answer' if answers else 'no answer'}", column)
-    worth = _rank(row, column, answers)
-    best, worst = worth.index(max(worth)), worth.index(min(worth))
-    if best == worst:
-        raise NoPair(TIED, "all answers are ranked equal", column)
-    values = dict(row.values)
-    for ours, at in (("chosen", best), ("rejected", worst)):
-        values[row.name(ours)] = _read_answer(answers[at], f"{column}[{at}]")
-    return replace(row, values=values)
-
-
-def _rank(row: Row, column: str, answers: list[Any]) -> list[float]:
-    """A number for each answer, higher for better ones: from a column of them, or under a key that the first answer has."""
-    first = answers[0] if isinstance(answers[0], dict) else {}
-    for ours, names, sign in (("scores", SCORES, 1), ("ranks", RANKS, -1)):
-        for name in filter(None, (row.columns.get(ours), *names)):
-            place, value = name, row.values.get(name)
-            if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
-                numbers = list_of(value, name)
-            elif name in first:
-                place = f"{column}[…].{name}"
-                numbers = [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
-            else:
-                continue
-            if len(numbers) != len(answers):
-                raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)
-            for at, number in enumerate(numbers, 1):
-                if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
-                    raise wrong_type("a number", number, f"{place}, answer {at}")
-            return [sign * float(number or 0) for number in numbers]
-    what = "nothing says which answer is better: no list of scores or ranks, nor one of them in each answer"
-    fix = "Name their column with data.columns.scores=…, or write a row for each pair: prompt, chosen, rejected."
-    raise BadRow("not ranked", what, column, fix)
-
-
-def _read_answer(answer: Any, where: str) -> str:
-    if isinstance(answer, dict):
-        name = next((name for name in TEXTS if name in answer), None)
-        if name is None:
-            what = f"no text of the answer ({', '.join(TEXTS)}); found: {', '.join(map(repr, answer)) or 'nothing'}"
-            raise BadRow("missing field", what, where)
-        answer, where = answer[name], f"{where}.{name}"
-    if not isinstance(answer, str):
-        raise wrong_type("a string", answer, where)
-    if not answer.strip():
-        raise BadRow("empty", "the answer is empty", where)
-    return answer

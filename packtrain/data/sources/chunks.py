@@ -1,13 +1,13 @@
-"""Chunks of raw rows for the tokenising processes: picklable, with the file and line of every row.
+"""Chunks of raw rows for the tokenising processes: picklable, with the place (file and line, or number) of every row.
 
 The process that receives a chunk parses it (JSON, Arrow to Python), so parsing runs in parallel; the reader only cuts files
-into chunks. An unreadable row is replaced by a `BadRow` that says why.
+into chunks. A row that cannot be read is replaced by a `BadRow` that says why.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from packtrain.errors import Problem
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
-SKIP_ADVICE = "data.bad_rows=skip counts and skips such rows."
 
 
 class BadRow(Exception):
@@ -30,90 +29,76 @@ class BadRow(Exception):
     def problem(self, where: str) -> Problem:
         """The error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
-        return Problem(self.what, place, f"{self.fix} Or: {SKIP_ADVICE}" if self.fix else f"Mend it, or {SKIP_ADVICE}")
-
-
-class NoPair(BadRow):
-    """A valid row that makes no preference pair: it is counted, and never an error."""
+        fix = f"{self.fix} Or:" if self.fix else "Mend it, or"
+        return Problem(self.what, place, f"{fix} data.bad_rows=skip counts and skips such rows.")
 
 
 RawRow = dict[str, Any] | BadRow
+Value = bytes | RawRow
+"""A row that is parsed, or a line of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineChunk:
-    """Lines of a JSON Lines file; `first` is the number of the first one, from 1. `size` in bytes. Blank lines are no rows."""
+class Chunk:
+    """Some rows of the file or data set `origin`, as values or as a batch of a table.
 
-    origin: str
-    first: int
-    lines: list[bytes]
-    size: int
-
-    def __len__(self) -> int:
-        return sum(1 for line in self.lines if not line.isspace())
-
-    def rows(self) -> Iterator[tuple[str, RawRow]]:
-        """Each row with its place."""
-        for number, line in enumerate(self.lines, self.first):
-            if not line.isspace():
-                yield f"{self.origin}:{number}", _parse_line(line)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedChunk:
-    """Rows that the reader had to parse itself (csv, text, a JSON list), each with its line number. `size` in bytes."""
-
-    origin: str
-    numbers: list[int]
-    values: list[RawRow]
-    size: int
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def rows(self) -> Iterator[tuple[str, RawRow]]:
-        """Each row with its place."""
-        for number, row in zip(self.numbers, self.values, strict=True):
-            yield f"{self.origin}:{number}", row
-
-
-@dataclass(frozen=True, slots=True)
-class TableChunk:
-    """Rows of a table (parquet, Arrow); `first` is the number of the first one, from 1. `size` in rows.
-
-    All objects of a table have the same fields; fields that a row lacks are null, so a tool call would get the arguments of
-    every other tool. Nulls inside a column are therefore dropped.
+    `numbers` are those of their lines or, where `by_line` is not set, of the rows, from 1. `size` is in bytes or rows, as the
+    source's.
     """
 
     origin: str
-    first: int
-    batch: pa.RecordBatch
+    numbers: Sequence[int]
+    values: Sequence[Value] | pa.RecordBatch
     size: int
+    by_line: bool = True
 
     def __len__(self) -> int:
-        return self.batch.num_rows
+        return len(self.numbers)
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place."""
-        for number in range(len(self)):
-            try:
-                values = self.batch.slice(number, 1).to_pylist()[0]
-                row: RawRow = {name: _without_nulls(value) for name, value in values.items()}
-            except UnicodeDecodeError as error:
-                row = not_utf8(f"the row holds the byte 0x{error.object[error.start]:02x}")
-            except (ValueError, OverflowError) as error:  # dates beyond Python's
-                row = BadRow("unreadable", f"the row cannot be read: {error}")
-            yield f"{self.origin}, row {self.first + number}", row
+        for at, number in enumerate(self.numbers):
+            if isinstance(self.values, pa.RecordBatch):
+                row = _read_table_row(self.values, at)
+            else:
+                value = self.values[at]
+                row = _parse_line(value) if isinstance(value, bytes) else value
+            yield f"{self.origin}{':' if self.by_line else ', row '}{number}", row
 
 
-Chunk = LineChunk | ParsedChunk | TableChunk
+def cut_into_chunks(origin: str, rows: Iterable[tuple[int, Value, int]], *, by_line: bool = True) -> Iterator[Chunk]:
+    """Chunks of rows, each given by its number, value and size."""
+    numbers: list[int] = []
+    values: list[Value] = []
+    size = 0
+    for number, value, weight in rows:
+        numbers.append(number)
+        values.append(value)
+        size += weight
+        if len(values) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(origin, numbers, values, size, by_line)
+            numbers, values, size = [], [], 0
+    if values:
+        yield Chunk(origin, numbers, values, size, by_line)
 
 
-def _without_nulls(value: Any) -> Any:
+def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
+    """Row `at`, without nulls inside its columns.
+
+    All objects of a table have the same fields; those that a row lacks are null, so a tool call would get the arguments of
+    every other tool.
+    """
+    try:
+        return {name: _drop_nulls(value) for name, value in batch.slice(at, 1).to_pylist()[0].items()}
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, dates beyond Python's
+        return BadRow("unreadable", f"the row cannot be read: {error}")
+
+
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not long lists of token ids
-        return [_without_nulls(part) for part in value]
+        return [_drop_nulls(part) for part in value]
     return value
 
 
@@ -121,7 +106,8 @@ def _parse_line(line: bytes) -> RawRow:
     try:
         return check_object(json.loads(line.decode("utf-8"), object_pairs_hook=refuse_repeated_keys))
     except UnicodeDecodeError as error:
-        return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
+        what = f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}"
+        return BadRow("not UTF-8", what, fix="Convert the file (iconv -f latin1 -t utf-8).")
     except (ValueError, RecursionError) as error:
         fix = "Write one object a line (jq -c . FILE > rows.jsonl)."
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
@@ -134,11 +120,6 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
     return values
-
-
-def not_utf8(what: str, field: str = "") -> BadRow:
-    """The BadRow of text in another encoding."""
-    return BadRow("not UTF-8", f"not UTF-8: {what}", field, "Convert the file (iconv -f latin1 -t utf-8).")
 
 
 def check_object(row: Any) -> RawRow:

@@ -1,8 +1,4 @@
-"""Finds the sources of data.train and data.eval (files, folders, hub, quickstart) and reads them as streams of chunks.
-
-Each source has an `identity`, a hash of its content: its cached tokens are still found after a file was moved or touched,
-and never reused after a byte of it changed.
-"""
+"""Finds the sources of data.train and data.eval (files, folders, hub, quickstart) and reads them as streams of chunks."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,9 +18,9 @@ from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
-from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, TableChunk
-from packtrain.data.sources.files import READABLE, kind_of, read_file, read_texts, suffix_of
-from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, cut_into_chunks
+from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of
+from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
 
@@ -38,75 +36,7 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """The words of file names for splits, as in `datasets`."""
-HashFile = Callable[[Path], str]
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files of SUFFIXES, read in the order given; `split_text` is for those of running text, `size` in bytes.
-
-    They are a split of a folder that holds `all_files`, where that is not 0.
-    """
-
-    name: str
-    paths: tuple[Path, ...]
-    split_text: SplitText = "document"
-    all_files: int = 0
-
-    @property
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
-
-    def identity(self, hash_file: HashFile) -> str:
-        """Hash of the files' bytes and kinds, and of what is a document of running text."""
-        kinds = {path: f"{suffix_of(path)}{f' {self.split_text}' * _is_text(path)}" for path in self.paths}
-        return _digest("files", *(f"{kind} {hash_file(path)}" for path, kind in kinds.items()))
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All rows; raises UserError for a file that cannot be read at all."""
-        for path in self.paths:
-            yield from read_file(path, self.split_text)
-
-    def remark(self) -> str:
-        """What was decided about them, and what was taken for a row of running text; "" for nothing."""
-        remarks = (
-            [f"{self.name}: {len(self.paths)} of {self.all_files} files, by their names"] if self.all_files else []
-        )
-        if any(map(_is_text, self.paths)):
-            text = f"each {self.split_text} is a row"
-            if self.split_text == "document":
-                lines = sum(1 for path in self.paths if _is_text(path) for _ in read_texts(path, "line"))
-                text = f"each .txt file is a row (data.split_text=line would make {lines:,})"
-            remarks.append(f"{self.name}: {text}")
-        return "; ".join(remarks)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A data set of the `datasets` library: from the hub, or a folder that save_to_disk wrote; `size` in rows."""
-
-    name: str
-    dataset: datasets.Dataset
-
-    @property
-    def size(self) -> int:
-        return self.dataset.num_rows
-
-    def identity(self, hash_file: HashFile) -> str:
-        """The fingerprint by `datasets`, which covers the origin and all transformations."""
-        return _digest("table", self.dataset._fingerprint, str(self.dataset.num_rows))
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All rows."""
-        first = 1
-        tables = cast(Iterator[pa.Table], self.dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS))
-        for table in tables:
-            for batch in table.combine_chunks().to_batches():
-                yield TableChunk(self.name, first, batch, batch.num_rows)
-                first += batch.num_rows
-
-
 _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
     "sft": quickstart.conversations,
     "dpo": quickstart.preferences,
@@ -116,67 +46,45 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Quickstart:
-    """packtrain's built-in data of an objective; `size` is unknown before they are generated."""
+class Source:
+    """Rows that `chunks` reads in order, raising UserError for a file that cannot be read at all.
+
+    `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
+    `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
+    byte of it changed.
+    """
 
     name: str
-    split: Split
-    seed: int
-    objective: ObjectiveKind = "sft"
-    size: int = 0
+    key: str
+    paths: tuple[Path, ...]
+    size: int
+    chunks: Callable[[], Iterator[Chunk]]
+    remark: str = ""
 
-    def identity(self, hash_file: HashFile) -> str:
-        """Hash of the code that generates them."""
-        return _digest(
-            "quickstart", hash_file(Path(str(quickstart.__file__))), self.objective, self.split, str(self.seed)
-        )
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All rows."""
-        rows = _QUICKSTART[self.objective](self.split, self.seed, None)
-        for start in range(0, len(rows), CHUNK_ROWS):
-            part = rows[start : start + CHUNK_ROWS]
-            yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), [*part], len(part))
+    def identity(self, hash_file: Callable[[Path], str]) -> str:
+        """A hash of what determines the rows."""
+        parts = (self.key, *(f"{suffix_of(path)} {hash_file(path)}" for path in self.paths))
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-Source = Files | Table | Quickstart
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def locate(
-    source: DataSource,
-    role: Split,
-    seed: int,
-    objective: ObjectiveKind = "sft",
-    split_text: SplitText = "document",
-) -> Source:
+def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind, split_text: SplitText) -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path, where = source.path, f"data.{role}"
     if path == "quickstart":
-        if (
-            source.split not in ("train", "eval")
-            or source.subset is not None
-            or (role, source.split) == ("eval", "train")
-        ):
-            what = f"quickstart has no {f'subset {source.subset!r}' if source.subset else f'split {source.split!r}'} for {where}"
-            raise UserError(
-                what, where=where, fix="Take split train or eval to train on, eval to evaluate on; no subset."
-            )
-        return Quickstart(path, source.split, seed, objective)
+        if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
+            named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
+            fix = "Take split train or eval to train on, eval to evaluate on; no subset."
+            raise UserError(f"quickstart has no {named} for {where}", where=where, fix=fix)
+        return _generate(source.split, seed, objective)
     local = Path(path).expanduser()
-    if (local / "state.json").exists():
-        return Table(str(local), _load_saved(local, source))
-    if (local / "dataset_dict.json").exists():
-        return Table(f"{local} [{source.split}]", _load_saved(local, source))
+    if (local / "state.json").exists() or (local / "dataset_dict.json").exists():
+        return _load_saved(local, source)
     if not (local.exists() or any(sign in path for sign in "*?[")):
         if not looks_local(path):
-            return Table(f"{path} [{source.split}]", _load_from_hub(source, role))
+            return _load_from_hub(source, where)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     files = _list_files(local)
@@ -188,15 +96,47 @@ def locate(
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
         raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
     if len(splits) < 2:
-        return Files(str(local), tuple(files), split_text)
+        return _from_files(str(local), files, split_text)
     if (wanted := _SPLITS.get(source.split, source.split)) not in splits:
         fix = f"Give split, one of {', '.join(splits)}; or name files."
         raise UserError(f"no file is of the split {source.split!r}", where=str(local), fix=fix)
-    return Files(f"{local} [{wanted}]", tuple(splits[wanted]), split_text, len(files))
+    chosen = splits[wanted]
+    remark = f"{len(chosen)} of {len(files)} files, by their names"
+    return _from_files(f"{local} [{wanted}]", chosen, split_text, remark)
 
 
-def _is_text(path: Path) -> bool:
-    return kind_of(path) == ".txt"
+def _generate(split: Split, seed: int, objective: ObjectiveKind) -> Source:
+    def chunks() -> Iterator[Chunk]:
+        rows = _QUICKSTART[objective](split, seed, None)
+        return cut_into_chunks("quickstart", ((number, row, 1) for number, row in enumerate(rows, 1)))
+
+    return Source("quickstart", f"quickstart {objective} {split} {seed}", (Path(str(quickstart.__file__)),), 0, chunks)
+
+
+def _from_files(name: str, files: list[Path], split_text: SplitText, remark: str = "") -> Source:
+    remarks, key = [remark], "files"
+    if any(kind_of(path) == ".txt" for path in files):
+        remarks.append(f"each {'.txt file' if split_text == 'document' else split_text} is a row (data.split_text)")
+        key += f" {split_text}"
+    size = sum(path.stat().st_size for path in files)
+    said = "; ".join(f"{name}: {remark}" for remark in remarks if remark)
+    read = partial(read_file, split_text=split_text)
+    return Source(name, key, tuple(files), size, lambda: chain.from_iterable(map(read, files)), said)
+
+
+def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
+    """Of a data set of the `datasets` library; its fingerprint covers the origin and all transformations."""
+
+    def chunks() -> Iterator[Chunk]:
+        first = 1
+        tables = cast(Iterator[pa.Table], dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS))
+        for table in tables:
+            for batch in table.combine_chunks().to_batches():
+                numbers = range(first, first + batch.num_rows)
+                yield Chunk(name, numbers, batch, len(numbers), by_line=False)
+                first = numbers.stop
+
+    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, chunks)
 
 
 def _list_files(local: Path) -> list[Path]:
@@ -224,7 +164,8 @@ def looks_local(path: str) -> bool:
     return is_local(path, DATA_SUFFIXES) or (Path(first).is_dir() if slash else "." in first)
 
 
-def _load_saved(folder: Path, source: DataSource) -> datasets.Dataset:
+def _load_saved(folder: Path, source: DataSource) -> Source:
+    """A folder of datasets.save_to_disk."""
     import datasets
 
     try:
@@ -232,14 +173,14 @@ def _load_saved(folder: Path, source: DataSource) -> datasets.Dataset:
     except Exception as error:  # whatever a damaged folder makes `datasets` raise
         raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
     if isinstance(loaded, datasets.Dataset):
-        return loaded
+        return _from_dataset(str(folder), loaded)
     if source.split not in loaded:
         fix = f"Give split, one of {', '.join(map(str, loaded))}."
         raise UserError(f"no split {source.split!r}", where=str(folder), fix=fix)
-    return loaded[source.split]
+    return _from_dataset(f"{folder} [{source.split}]", loaded[source.split])
 
 
-def _load_from_hub(source: DataSource, role: Split) -> datasets.Dataset:
+def _load_from_hub(source: DataSource, where: str) -> Source:
     import datasets
 
     with offline_unless_reachable() as online:
@@ -249,6 +190,6 @@ def _load_from_hub(source: DataSource, role: Split) -> datasets.Dataset:
         except Exception as error:  # network, access, name, split, subset: the library's message has it
             what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
-            raise UserError(what, where=f"data.{role}", fix=fix) from error
+            raise UserError(what, where=where, fix=fix) from error
     assert isinstance(loaded, datasets.Dataset), "load_dataset with a split gives one data set"
-    return loaded
+    return _from_dataset(f"{source.path} [{source.split}]", loaded)

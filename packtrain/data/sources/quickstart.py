@@ -1,17 +1,15 @@
 """Built-in conversations, preference pairs and their tokenizer, so that a first run needs no download and no account.
 
-The conversations are generated: small exercises (facts, sums, days, counting, spelling, lists, tables, a shop with
-prices) whose answers are right or wrong, so that learning shows in the samples and not only in the loss. Most take a
-line and some take a page: lengths are long-tailed as in real chat data, which is what packing is for.
+The conversations are small generated exercises whose answers are right or wrong, so that learning shows in the samples. Most
+take a line and some a page: lengths are long-tailed as in real chat data, which is what packing is for.
 
 The hash of a question's wording decides its split, so no question of `eval` is in `train`. The tokenizer is a byte-level BPE
-trained on the `train` split at first use (a fraction of a second), so it always matches the data. A run folder keeps its own,
-since another version of `tokenizers` may train a different one.
+trained on the `train` split at first use (a fraction of a second). A run folder keeps its own, since another version of
+`tokenizers` may train a different one.
 
-In preference pairs, the wrong answer is the right one with a random item replaced by another of its kind (a capital by a
-capital, a number by a nearby one), or one letter of a spelt word: length, form and words do not reveal the right answer. Of
-answers with labels, and of pairs for a reward model, a wrong one is the right answer to another question: in a minute a model
-from nothing learns to tell these apart, those not.
+In preference pairs, the wrong answer is the right one with a random item replaced by another of its kind, or one letter of a
+spelt word: length, form and words do not reveal the right answer. Of answers with labels, and of pairs for a reward model, a wrong
+one is the right answer to another question: in a minute a model from nothing learns to tell these apart, those not.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ Exercise = list[tuple[str, str]]
 
 COUNTS = {"train": 10_000, "eval": 200}
 PAIR_COUNTS = {"train": 4_000, "eval": 200}
-HELD_OUT_ONE_IN = 8
 VOCABULARY = 960
-END_OF_TURN = "<|im_end|>"
-PAD = "<|endoftext|>"
 
 ANIMALS = {  # young, sound, number of legs
     "cat": ("kitten", "meows", 4), "dog": ("puppy", "barks", 4), "cow": ("calf", "moos", 4),
@@ -59,10 +54,8 @@ COUNTRIES = {  # capital, continent
 }  # fmt: skip
 ANIMAL_FACTS = {  # what is said of them, and how to ask for it
     "A young {0} is called a {1}.": (
-        "What is a young {0} called?",
-        "What do you call the young of a {0}?",
-        "Name the young of the {0}.",
-        "A {0} has young. What are they called?",
+        *("What is a young {0} called?", "What do you call the young of a {0}?"),
+        *("Name the young of the {0}.", "A {0} has young. What are they called?"),
     ),
     "A {0} {2}.": ("What sound does a {0} make?", "Which sound can I hear from a {0}?", "How does a {0} sound?"),
     "A {0} has {3} legs.": (
@@ -73,10 +66,8 @@ ANIMAL_FACTS = {  # what is said of them, and how to ask for it
 }
 COUNTRY_FACTS = {
     "The capital of {0} is {1}.": (
-        "What is the capital of {0}?",
-        "Which city is the capital of {0}?",
-        "Name the capital of {0}.",
-        "I travel to {0}. What is its capital?",
+        *("What is the capital of {0}?", "Which city is the capital of {0}?"),
+        *("Name the capital of {0}.", "I travel to {0}. What is its capital?"),
     ),
     "{0} is in {2}.": ("On which continent is {0}?", "Where is {0}?", "To which continent does {0} belong?"),
 }
@@ -109,7 +100,7 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
 
 def held_out(question: str) -> bool:
     """Whether an exercise that starts with `question` belongs to the eval split."""
-    return zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0
+    return zlib.crc32(question.encode()) % 8 == 0
 
 
 @lru_cache(maxsize=1)
@@ -125,7 +116,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[PAD, "<|im_start|>", END_OF_TURN],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -134,8 +125,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
         model_max_length=2048,
@@ -250,23 +241,16 @@ TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
 KINDS = (
-    sorted({young for young, _, _ in ANIMALS.values()}),
-    sorted({sound for _, sound, _ in ANIMALS.values()}),
-    sorted({capital for capital, _ in COUNTRIES.values()}),
-    sorted({continent for _, continent in COUNTRIES.values()}),
-    DAYS,
-    WORDS,
+    *(sorted({str(row[column]) for row in ANIMALS.values()}) for column in (0, 1)),
+    *(sorted({row[column] for row in COUNTRIES.values()}) for column in (0, 1)),
+    *(DAYS, WORDS),
 )
 ITEM = re.compile(rf"\b(?:\d+|{'|'.join(word for kind in KINDS for word in kind)})\b")
 SPELT = re.compile(r"[a-z](?:-[a-z])+")
 
 
 def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """`count` rows (4,000 for train, 200 for eval) of the form {"prompt", "chosen", "rejected"}, each a list of messages.
-
-    The same arguments give the same rows on every machine, and the first rows do not depend on `count`. No question of
-    eval is asked in train, neither here nor in the quickstart's conversations.
-    """
+    """As `conversations`, 4,000 rows for train of the form {"prompt", "chosen", "rejected"}, each a list of messages."""
     return _pairs("pairs", split, seed, count, _change_item)
 
 

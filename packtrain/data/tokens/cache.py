@@ -4,16 +4,16 @@
     mask.bin       bool[T]      which of them are trained targets
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
-    fates.npy      FATES[rows]  what became of each row of the source, in its order (row_counts.py)
-    manifest.json  sizes of the above, a hash of their content, and the counts of rows kept and dropped
+    fates.npy      FATES[rows]  what became of each row of the source, in its order
+    manifest.json  sizes of the above, a hash of their content, and the reasons why rows were dropped
 
-Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
-folder whose files do not have the manifest's sizes is damaged, and made anew.
+Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages.
 
 A store is built in a temporary folder and renamed when complete, under a lock that the system releases when its holder dies:
 processes that start together build it once, an interrupted build is never mistaken for a result, and its remains
-(`*.building`) are removed by the next build. Complete stores are only read (the disk may be read-only) and never removed:
-another process or machine may be training from them. The README that is written into the folder says so.
+(`*.building`) are removed when the same store is built. Complete stores are only read (the disk may be read-only) and never
+removed: another process or machine may be training from them. A folder whose files do not have the manifest's sizes is damaged,
+and made anew.
 """
 
 from __future__ import annotations
@@ -23,30 +23,22 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from packtrain.data.row_counts import FATES, Fate, RowCounts, count
-from packtrain.data.tokens.encode import Documents
 from packtrain.durable import publish, write_text
-from packtrain.errors import PeerFailed, UserError
+from packtrain.errors import Problem, UserError
 from packtrain.monitor.heartbeat import progress
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
-README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
-
-Nothing here is removed automatically, and everything can be rebuilt. To free the disk:
-    rm -r THIS_FOLDER                                      while no run uses it, or
-    find THIS_FOLDER -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {} +    for what is older than 30 days.
-"""
-STALLED_S = 900.0
 POLL_S = 0.5
 SETTLED_S = 2.0
 """A file changed this recently might change again within the file system's clock tick: its hash is not remembered."""
@@ -64,33 +56,75 @@ class Document:
     loss_mask: np.ndarray
 
 
+class Fate(NamedTuple):
+    """What became of one row: it gave `documents` documents, or was `dropped` for a reason.
+
+    `content` is a hash of the row itself (formats/columns.py), whatever is made of it. DataReport says what the fields up to
+    `retold` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template), `garbled` (text in a
+    wrong encoding) and `unsaid` (the template leaves the system prompt out). `margin` is by how much the chosen answer is better
+    (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
+    """
+
+    content: int
+    cut_tokens: int = 0
+    documents: int = 0
+    dropped_chunks: int = 0
+    dropped: str = ""
+    truncated: bool = False
+    split: bool = False
+    apart: bool = False
+    retold: bool = False
+    marker: bool = False
+    garbled: bool = False
+    unsaid: bool = False
+    margin: float = 0.0
+    desirable: bool = False
+
+
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
+FATES.names = Fate._fields
+"""A Fate on disk; its `dropped` is the number of the reason, 0 where the row is not dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """The documents of a chunk end to end, ids int32[T], mask bool[T] and lengths int32[n], and the fate of each row.
+
+    Any `problems` must stop the run.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    lengths: np.ndarray
+    fates: list[Fate]
+    problems: list[Problem]
+
+
 class StoreWriter:
     """Writes a store into an empty folder, chunk by chunk; the folder is a store only after `finish`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.dropped = Counter[str]()
         self._lengths: list[np.ndarray] = []
         self._trained: list[np.ndarray] = []
         self._fates: list[np.ndarray] = []
         self._reasons = {"": 0}
 
-    def add(self, documents: Documents, fates: list[Fate]) -> None:
+    def add(self, chunk: EncodedChunk) -> None:
         """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
+        fates = chunk.fates
+        self.dropped.update(fate.dropped for fate in fates if fate.dropped)
         numbers: list[Any] = [self._reasons.setdefault(fate.dropped, len(self._reasons)) for fate in fates]
         rows = [tuple(fate._replace(dropped=number)) for fate, number in zip(fates, numbers, strict=True)]
         self._fates.append(np.array(rows, FATES))
-        if len(documents.lengths):
-            for name, values in ((TOKENS, documents.ids), (MASK, documents.mask)):
+        if len(chunk.lengths):
+            for name, values in ((TOKENS, chunk.ids), (MASK, chunk.mask)):
                 with open(self.folder / name, "ab") as file:
                     file.write(values.data)
-            starts = np.cumsum(documents.lengths, dtype=np.int64) - documents.lengths
-            self._lengths.append(documents.lengths)
-            self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
-
-    @property
-    def counts(self) -> RowCounts:
-        """The counts of all rows so far."""
-        return count(np.concatenate(self._fates or [np.empty(0, FATES)]), list(self._reasons))
+            starts = np.cumsum(chunk.lengths, dtype=np.int64) - chunk.lengths
+            self._lengths.append(chunk.lengths)
+            self._trained.append(np.add.reduceat(chunk.mask, starts, dtype=np.int32))
 
     def finish(self, format: str, seconds: float) -> None:
         """Write the index arrays and, last, the manifest."""
@@ -103,7 +137,6 @@ class StoreWriter:
             "format": format,
             "seconds": round(seconds, 3),
             "reasons": list(self._reasons),
-            "counts": asdict(self.counts),
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -113,17 +146,19 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = _verified(folder)
-        self.fingerprint: str = manifest["fingerprint"]
-        self.format: str = manifest["format"]
-        self.seconds: float = manifest["seconds"]
-        self.counts = RowCounts(**manifest["counts"])
-        self.reasons: list[str] = manifest["reasons"]
         try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            for name, size in manifest["sizes"].items():
+                if (actual := (folder / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {actual} bytes, the manifest says {size}")
+            self.fingerprint: str = manifest["fingerprint"]
+            self.format: str = manifest["format"]
+            self.seconds: float = manifest["seconds"]
+            self.reasons: list[str] = manifest["reasons"]
             self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
-            self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
-        except (ValueError, EOFError) as error:  # of the right size, and no arrays
-            raise DamagedStore(str(error)) from error
+            self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedStore(f"{type(error).__name__}: {error}") from error
         self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))
         self._mask = np.asarray(np.memmap(folder / MASK, bool, "r"))
         self._borders = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
@@ -151,18 +186,6 @@ class Store:
         """Document number `index`, from 0."""
         inside = slice(self._borders[index], self._borders[index + 1])
         return Document(self._ids[inside], self._mask[inside])
-
-
-def _verified(folder: Path) -> dict[str, Any]:
-    """The manifest; raises DamagedStore if a file does not have its size."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, size in manifest["sizes"].items():
-            if (actual := (folder / name).stat().st_size) != size:
-                raise DamagedStore(f"{name} has {actual} bytes, the manifest says {size}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedStore(f"{type(error).__name__}: {error}") from error
-    return manifest
 
 
 def hash_bytes(path: Path) -> str:
@@ -209,7 +232,7 @@ def open_or_build(
 ) -> tuple[Store, bool]:
     """The store of `key` and whether it was built now; `build(empty folder)` makes it where there is none.
 
-    Raises PeerFailed if another process builds it and writes nothing for STALLED_S seconds, UserError on a full disk.
+    Raises UserError on a full disk.
     """
     final, building = folder / key, folder / f"{key}.building"
     if (store := _open_whole(final, say)) is not None:
@@ -217,16 +240,11 @@ def open_or_build(
     if not os.access(folder, os.W_OK):
         what = f"this data is not in {folder} yet, and nothing can be written there"
         raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
-    with _lock(folder, key, say):
+    with _acquire(folder / f"{key}.lock", say):
         if (store := _open_whole(final, say)) is not None:
             return store, False
-        if not (folder / "README.txt").exists():  # it may be the user's, who names the folder
-            with suppress(FileNotFoundError):  # another process has just written it
-                write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)))
-        for remains in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
-            if remains == building or time.time() - _time_last_write(remains) > STALLED_S:  # too old to be in use
-                shutil.rmtree(remains, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)
+        for remains in (building, final):
+            shutil.rmtree(remains, ignore_errors=True)
         building.mkdir()
         try:
             build(building)
@@ -248,31 +266,13 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
         return None
 
 
-@contextmanager
-def _lock(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `key`; raises PeerFailed if the process that holds it stalls."""
-    lock, building = FileLock(folder / f"{key}.lock"), folder / f"{key}.building"
-    waiting_since, written = time.time(), 0.0
+def _acquire(path: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """The lock, held until its `with` ends, once the process that has it is done or has died."""
+    lock, waits = FileLock(path), False
     while True:
         with suppress(Timeout):
-            lock.acquire(timeout=POLL_S)
-            break
-        progress()  # the watchdog need not act: this loop has its own time limit
-        if not written:
+            return lock.acquire(timeout=POLL_S)
+        progress()  # for the watchdog: of a rank that hangs with the lock it hears nothing
+        if not waits:
             say("another process is tokenising this data; waiting for it")
-        written = max(waiting_since, _time_last_write(building))
-        if time.time() - written > STALLED_S:
-            what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"
-            raise PeerFailed(what, where=str(building), fix="See whether it hangs, end it, and start again.")
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _time_last_write(folder: Path) -> float:
-    """Time of the last write in the folder, 0 for one that is not there."""
-    try:
-        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:
-        return 0.0
+        waits = True

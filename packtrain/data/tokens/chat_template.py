@@ -1,9 +1,13 @@
-"""Chooses the chat template, and finds its marked twin if there is one.
+"""The chat template, its marked twin if there is one, and a conversation in its words, so that nothing it holds goes unread.
 
 TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
 the same template with `{% generation %}` marks around the model's turns. They are read as files, without importing
 TRL. A template that equals one of TRL's gets the twin as `marked`; loss_mask.py uses it only for conversations that both
 render alike, for some twins change the text.
+
+Templates agree on `content` and mostly on `tool_calls`, and on little else: a thought is read from `reasoning_content`, `reasoning`
+or `thinking` (gpt-oss), by others from <think> in the content (SmolLM3, DeepSeek R1's distillates). Mistral's want an id of nine
+characters for each call and its answer, Hermes' the tool's name with the answer. What still goes unread loss_mask.py refuses.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
+from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.messages import THOUGHTS, Messages
 from packtrain.data.sources.files import check_regular
 from packtrain.errors import UserError
 
@@ -34,37 +40,32 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """The generation mark covers an answer and its end token, and not the header in front of it."""
-OWN = "the tokenizer's own"
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Template:
     """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
 
     text: str
     marked: str | None
-    tools_text: str | None = None
-    name: str = field(default="the chat template", compare=False)
+    name: str = field(default="the tokenizer's own", compare=False)
 
-    @property
+    @cached_property
     def words(self) -> frozenset[str]:
-        """All quoted words of the texts: the roles they name, and harmless others."""
-        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + (self.tools_text or "")))
+        """All quoted words of the text: the roles they name, and harmless others."""
+        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
 
     @property
     def has_marks(self) -> bool:
         """Whether the template itself marks the model's turns."""
         return has_marks(self.text)
 
-    def for_tools(self) -> Template:
-        """The variant for conversations with tools (tokenizers with several named templates have one)."""
-        return Template(self.tools_text, _find_twin(self.tools_text), name=self.name) if self.tools_text else self
-
     @property
     def content(self) -> str:
         """Hash of the texts."""
-        return hashlib.blake2b(repr((self.text, self.marked, self.tools_text)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self.text, self.marked)).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache
@@ -81,23 +82,21 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
-        texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
-        if odd := [text for text in texts.values() if not isinstance(text, str)]:
-            what = f"the chat template of the tokenizer is no text: {odd[0]!r}"
-            raise UserError(what, where="model.tokenizer", fix=f"Mend its tokenizer_config.json. {ADVICE}")
-        text = texts.get("default") or next(iter(texts.values()), None)
-        return _make_template(text, OWN, texts.get("tool_use")) if text else None
+        text = own.get("default") if isinstance(own, dict) else own
+        return Template(text, _find_twin(text)) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         check_regular(path, "data.chat_template")
         try:
-            return _make_template(path.read_text(encoding="utf-8"), str(path))
+            text = path.read_text(encoding="utf-8")
+            return Template(text, _find_twin(text), name=str(path))
         except (OSError, UnicodeDecodeError) as error:
             what = f"cannot read the chat template: {error}"
             raise UserError(what, where="data.chat_template", fix=ADVICE) from error
     if (key := as_name(name)) not in template_names():
         raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=ADVICE)
-    return _make_template(CHATML if key == "chatml" else _read_shipped(key), key)
+    text = CHATML if key == "chatml" else _read_shipped(key)
+    return Template(text, _find_twin(text), name=key)
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -107,24 +106,10 @@ def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """
     template = choose_template(name, tokenizer)
     if template is not None:
-        unmarked = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template.text)
-        tokenizer.chat_template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", unmarked)
-
-
-def _make_template(text: str, name: str, tools_text: str | None = None) -> Template:
-    """The template with its twin; raises UserError for text that jinja2 cannot parse."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    for source in filter(None, (text, tools_text)):
-        try:
-            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
-        except TemplateSyntaxError as error:
-            place = f"{name}, line {error.lineno} of the chat template"
-            raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
-        except Exception:
-            continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
-    return Template(text, _find_twin(text), tools_text, name)
+        marks = re.compile(r"(\{%-?\s*)(end)?generation(\s*-?%\})")
+        tokenizer.chat_template = marks.sub(
+            lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", template.text
+        )
 
 
 def _read_shipped(name: str) -> str:
@@ -135,3 +120,55 @@ def _find_twin(text: str) -> str | None:
     names = () if has_marks(text) else template_names()
     pairs = ((name, f"{name}_training") for name in names if f"{name}_training" in names)
     return next((_read_shipped(twin) for name, twin in pairs if _read_shipped(name).strip() == text.strip()), None)
+
+
+@lru_cache
+def _find_thought_key(template: str) -> str | None:
+    """The key from which a template reads thoughts, "content" for <think> in the content; None where it reads none."""
+    read = (key for key in THOUGHTS if re.search(rf"""[.'"]{key}\b""", template))
+    return next(read, "content" if "</think>" in template else None)
+
+
+def in_dialect_of(template: str, conversation: Conversation) -> Conversation:
+    """The conversation with its thoughts, calls and ids where the template reads them."""
+    messages, key = conversation.messages, _find_thought_key(template)
+    if any("tool_calls" in message for message in messages):
+        messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
+    if key is not None and any("reasoning_content" in message for message in messages):
+        messages = [_move_thought(message, key) for message in messages]
+    return conversation if messages is conversation.messages else replace(conversation, messages=messages)
+
+
+def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
+    message = dict(message)
+    thought = message.pop("reasoning_content", None)
+    if thought is not None and key == "content":
+        message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+    elif thought is not None:
+        message[key] = thought
+    return message
+
+
+def _with_ids(messages: Messages, short: bool) -> Messages:
+    """Each call with an id, each answer of a tool with id and name of its call; with `short`, ids are of nine characters."""
+    made: Messages = []
+    named: dict[str, tuple[str, str]] = {}
+    number, waiting = 0, dict[str, str]()
+    for message in messages:
+        if "tool_calls" in message:
+            calls, waiting = [], {}
+            for call in message["tool_calls"]:
+                given, number = call.get("id"), number + 1
+                name = given if given and (SHORT_ID.fullmatch(given) or not short) else f"call{number:05d}"
+                waiting[name] = call["function"]["name"]
+                named[given or name] = name, waiting[name]
+                calls.append({**call, "id": name})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            answered = named.get(str(given)) if given else next(iter(waiting.items()), None)
+            if answered is not None:
+                waiting.pop(answered[0], None)
+                message = {"name": answered[1], **message, "tool_call_id": answered[0]}
+        made.append(message)
+    return made

@@ -1,26 +1,18 @@
 """Rows to documents: parse, tokenise, mask, and fit to data.max_length. No side effects; runs in every tokenising process.
 
 A document's mask marks the trained TARGETS, so its first token is never trained. A text ends in EOS, and starts with BOS
-if the tokenizer adds one; rendered conversations contain their own.
+if the tokenizer adds one; rendered conversations contain their own. A document that is cut keeps its first tokens; `split` gives
+consecutive parts of data.max_length, without overlap.
 
 Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
 does). If the text does not begin with the prompt's own tokens (a token crosses the border), both are tokenised separately and
-joined, since that is what the model sees at inference; such rows are counted, as are conversations with a token across the
-border of a turn (loss_mask.py).
-
-Templates that rewrite history (Mistral's put the tools in front of the last question) leave no text in which all answers follow
-what the model sees when it is asked. Then each question with its answers becomes a document, after all that came before, which
-is not trained again; such rows are counted. TRL's version of a template for training is preferred where there is one.
-
-A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
+joined, since that is what the model sees at inference; such rows are counted (`apart`).
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt.
-That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone; such rows
-are counted. Every later token is a target, also the user's turns within an answer. So both documents begin with the same
-tokens, and their first targets are at the same place; for plain text EOS is the last. (An answer with a label, packtrain kto,
-becomes one document in the same way, with the ids and targets of TRL's KTOTrainer.) A pair that is too long keeps the first
-tokens of each document (TRL's `keep_start`), or loses the beginning of the prompt (`keep_end`), equally much in both.
+That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone (`apart`).
+Every later token is a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one
+document in the same way, with the ids and targets of TRL's KTOTrainer.
 """
 
 from __future__ import annotations
@@ -29,26 +21,17 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from packtrain.config.objective import ObjectiveKind
+from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, hash_content, hash_row
-from packtrain.data.formats.conversations import (
-    Conversation,
-    Example,
-    PromptCompletion,
-    Text,
-    Tokens,
-    locate_in_file,
-    read_row,
-)
-from packtrain.data.formats.preferences import read_margin, read_preference, read_prompt, read_unpaired
-from packtrain.data.row_counts import Fate
-from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
+from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
+from packtrain.data.formats.preferences import Answered, read_margin, read_preference, read_prompt, read_unpaired
+from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
+from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
@@ -60,7 +43,6 @@ UNTRAINED_ONCE_CUT = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers"
 SAME_ONCE_CUT = "identical answers within data.max_length"
-NO_PROMPT = "an answer leaves no room for its prompt within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 _find_garbled = re.compile("\ufffd|Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€[\x80-\x9d™˜œ“”¢¦]").search
 """Finds a replacement character, or the letters that UTF-8 becomes when it is read as latin-1 or Windows-1252."""
@@ -70,32 +52,14 @@ IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """Some documents end to end: ids int32[T], mask bool[T] and lengths int32[n]."""
-
-    ids: np.ndarray
-    mask: np.ndarray
-    lengths: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk's documents and the fate of each row; any `problems` (at most MOST_PROBLEMS) must stop the run."""
-
-    documents: Documents
-    fates: list[Fate]
-    problems: list[Problem]
-
-
 @dataclass(frozen=True)
 class Encoder:
-    """Turns chunks of rows into documents."""
+    """Turns chunks of rows into the documents of an objective: of a pair two, the chosen one first."""
 
     tokenizer: PlainTokenizer
     template: Template | None
     data: Data
-    hashes_prompts: ClassVar[bool] = False
+    objective: ObjectiveKind
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Every row of the chunk, in order."""
@@ -103,12 +67,12 @@ class Encoder:
         fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
-            content = self._content(row, format)
+            content = self._hash(row, format)
             try:
-                documents, flags = self._encode_row(row, format)
+                documents, flags = self.encode_row(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
-                if self.data.bad_rows == "error" and not isinstance(bad, NoPair):
+                if self.data.bad_rows == "error":
                     problems.append(bad.problem(where))
                 continue
             longest = max(len(ids) for ids, _ in documents)
@@ -119,41 +83,32 @@ class Encoder:
             parts, fate = self._fit(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
-        joined = Documents(
+        return EncodedChunk(
             ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
             mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
             lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
+            fates=fates,
+            problems=problems[:MOST_PROBLEMS],
         )
-        return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
-
-    def documents_of(self, row: RawRow, format: Format) -> list[IdsAndMask]:
-        """The documents of one row before data.max_length; raises BadRow where it cannot be used."""
-        return self._encode_row(row, format)[0]
 
     def check(self, format: Format, where: str) -> None:
-        """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
+        """Raise UserError if this tokenizer and data.loss_on cannot serve rows of the format at all."""
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
-        if format in ("messages", "sharegpt", "alpaca", "xlam") and self.template is None:
-            raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
 
-    def _content(self, row: RawRow, format: Format) -> int:
+    def _hash(self, row: RawRow, format: Format) -> int:
         """The hash of the row, or of its prompt alone, so that all answers to it are trained, or all held out."""
-        if self.hashes_prompts and isinstance(row, dict):
+        if self.objective != "sft" and isinstance(row, dict):
             with suppress(BadRow):
                 return hash_content(read_prompt(self._row(row), format))
         return hash_row(row, format, self.data.columns)
 
     def _row(self, values: dict[str, Any]) -> Row:
-        return Row(values, self.data.columns, self._named_roles)
-
-    @cached_property
-    def _named_roles(self) -> frozenset[str]:
-        return frozenset() if self.template is None else self.template.words
+        return Row(values, self.data.columns, frozenset() if self.template is None else self.template.words)
 
     @cached_property
     def _chat(self) -> ChatEncoder:
@@ -164,34 +119,30 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
-    def _end(self) -> str:
-        return "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-
-    @cached_property
     def _markers(self) -> re.Pattern[str]:
         """Finds a text that becomes a control token."""
-        return re.compile("|".join(map(re.escape, self.tokenizer.control_texts)) or "(?!)")
+        ids = () if self.tokenizer.encode_special_tokens else self.tokenizer.special_ids
+        texts = filter(None, map(self.tokenizer.text_of, sorted(ids)))
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
         """Faults that can be seen only in the text, for `packtrain inspect`; see Fate."""
-        found: Flags = {}
+        faults = Flags()
         for example in examples:
+            if isinstance(example, Tokens):
+                continue
             if isinstance(example, Conversation):
                 texts = [message["content"] for message in example.messages]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
-                    found["unsaid"] = True
-            elif isinstance(example, Tokens):
-                continue
+                    faults["unsaid"] = True
             else:
-                texts = (
-                    [example.prompt, example.completion] if isinstance(example, PromptCompletion) else [example.text]
-                )
-                texts[-1] = texts[-1].rstrip().removesuffix(self._end)  # an end that the file writes itself
+                end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
+                texts = [example.prompt, example.completion.rstrip().removesuffix(end)]  # an end that the file writes
             if any(map(self._markers.search, texts)):
-                found["marker"] = True
+                faults["marker"] = True
             if any(not text.isascii() and _find_garbled(text) for text in texts):
-                found["garbled"] = True
-        return found
+                faults["garbled"] = True
+        return faults
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -200,32 +151,26 @@ class Encoder:
             return None
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
-    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[IdsAndMask], Flags]:
-        """The documents of a conversation: one, or where no template gives an exact mask for all of it one for each question."""
+    def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[IdsAndMask, Flags]:
+        """The document of a conversation, by the template or by TRL's version of it where only that gives an exact mask."""
         try:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
-            return [(ids, mask)], {"apart": apart}
+            return (ids, mask), {"apart": apart}
         except BadRow as bad:
-            if bad.reason != REFUSED:
+            if bad.reason != REFUSED or self._training is None:
                 raise
-            if self._training is not None:
-                with suppress(BadRow):
-                    ids, mask, apart = self._training.encode(conversation, loss_on)
-                    return [(ids, mask)], {"apart": apart, "retold": True}
-            questions = _split_at_questions(conversation) if loss_on == "assistant" else []
-            if len(questions) > 1:
-                with suppress(BadRow):
-                    encoded = [self._chat.encode(asked, "completion") for asked in questions]
-                    documents = [(ids, mask) for ids, mask, _ in encoded if mask.any()]
-                    return documents, {"apart": any(apart for *_, apart in encoded), "unrolled": True}
+            with suppress(BadRow):
+                ids, mask, apart = self._training.encode(conversation, loss_on)
+                return (ids, mask), {"apart": apart, "retold": True}
             raise
 
-    def _encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents, and what is to be counted of it."""
+    def encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """The row's documents before data.max_length, and what is to be counted of it; raises BadRow where it cannot be used."""
         if isinstance(row, BadRow):
             raise row
+        encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
         try:
-            documents, flags = self._documents(self._row(row), format)
+            documents, flags = encode(self._row(row), format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."
@@ -234,26 +179,38 @@ class Encoder:
             mask[:1] = False
         return documents, flags
 
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+    def _encode_example(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         example = read_row(row, format)
-        loss_on = self.data.loss_on
-        apart = False
+        loss_on, flags = self.data.loss_on, Flags()
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
-            try:
-                documents, flags = self._encode_chat(example, default if loss_on == "auto" else loss_on)
-                return documents, flags | self._find_faults(example)
-            except BadRow as bad:
-                raise locate_in_file(bad, row, format) from bad
-        if isinstance(example, PromptCompletion):
-            ids, prompt_tokens, apart = self._encode_pair(example)
-            mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
-        elif isinstance(example, Text):
-            ids = self._with_eos(self._encode_whole(example.text))
-            mask = np.ones(len(ids), dtype=bool)
+            document, flags = self._encode_chat(example, default if loss_on == "auto" else loss_on)
+        elif isinstance(example, PromptCompletion):
+            ids, prompt_tokens, flags["apart"] = self._join_completion(example)
+            document = ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
         else:
-            ids, mask = self._check_tokens(example)
-        return [(ids, mask)], {"apart": apart, **self._find_faults(example)}
+            document = self._check_tokens(example)
+        return [document], flags | self._find_faults(example)
+
+    def _encode_pair(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        pair = read_preference(row)
+        prompt, *answered = self._encode_answers(*pair)
+        border = min(_count_common(prompt, ids) for ids in answered)
+        flags = {"apart": border < len(prompt), **self._find_faults(*pair)}
+        if self.objective == "reward":
+            flags["margin"] = read_margin(row)
+        return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
+
+    def _encode_labelled(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """One document for each answer, with the ids and targets of TRL's KTOTrainer."""
+        examples, desirable = read_unpaired(row, format)
+        documents, apart = [], False
+        for example in examples:
+            prompt, ids = self._encode_answers(example)
+            border = _count_common(prompt, ids)
+            documents.append((ids, np.arange(len(ids)) >= border))
+            apart |= border < len(prompt)
+        return documents, {"apart": apart, "desirable": desirable, **self._find_faults(*examples)}
 
     def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -268,53 +225,56 @@ class Encoder:
 
     def _encode_prompt(self, text: str) -> np.ndarray:
         """Ids of a prompt alone, without the EOS of tokenizers that end every text."""
-        ids = self._encode_whole(text)
+        ids = self.tokenizer.ids(text, special=True)
         return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
-
-    def _encode_whole(self, text: str) -> np.ndarray:
-        return self.tokenizer.ids(text, special=True)
 
     def _with_eos(self, ids: np.ndarray) -> np.ndarray:
         """`ids` with EOS after them, unless it is there."""
         eos = self.tokenizer.eos_id
         return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
-    def _encode_pair(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
+    def _join_completion(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
         """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether both were tokenised separately."""
         prompt = self._encode_prompt(pair.prompt)
-        whole = self._encode_whole(pair.prompt + pair.completion)
+        whole = self.tokenizer.ids(pair.prompt + pair.completion, special=True)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
             return self._with_eos(whole), len(prompt), False
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Conversation | PromptCompletion) -> list[np.ndarray]:
+    def _encode_answers(self, *answers: Answered) -> list[np.ndarray]:
         """Ids of the prompt, and of the prompt with each of its answers, as TRL's trainers of preferences make them."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             return self._chat.encode_answers(*chats)
         texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
         if self.tokenizer.eos_id is None:
             raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        whole = (self._encode_whole(text.prompt + text.completion) for text in texts)
+        whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
         return [self._encode_prompt(texts[0].prompt), *map(self._with_eos, whole)]
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """The parts of the documents that are kept, each with a trained token, and the updated `fate`."""
+        """The parts of the documents that are kept, each with a trained token (of a pair both or none), and the updated `fate`."""
+        is_pair = TRAITS[self.objective].pairs
+        if is_pair and np.array_equal(documents[0][0], documents[1][0]):
+            return [], fate._replace(dropped=SAME)
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
         fates = [own for parts, own in fitted if parts]
-        if len(documents) == 1 or not fates:
-            return kept, fitted[0][1] if fitted else fate._replace(dropped=UNTRAINED)
+        if not kept or (is_pair and len(fates) < 2):
+            return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
+        if is_pair and np.array_equal(kept[0][0], kept[1][0]):
+            return [], fate._replace(dropped=SAME_ONCE_CUT)
         return kept, fate._replace(
             documents=len(kept),
             cut_tokens=sum(own.cut_tokens for own in fates),
             dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
             truncated=any(own.truncated for own in fates),
             split=any(own.split for own in fates),
+            desirable=fate.desirable and bool(fitted[0][0]),  # of a pair only the rejected answer may be kept
         )
 
     def _fit_document(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """As `_fit`, of one document."""
+        """As `_fit`, of one document; its fate counts what was cut."""
         ids, mask = document
         limit = self.data.max_length or len(ids)
         if not mask.any():
@@ -323,114 +283,19 @@ class Encoder:
             return [document], fate._replace(documents=1)
         if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
-        if self.data.overlong != "split" and not (self.data.overlong == "auto" and format == "text"):
-            if not mask[:limit].any():
-                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-            cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
-            return [(ids[:limit], mask[:limit])], cut
+        splits = self.data.overlong == "split" or (self.data.overlong == "auto" and format == "text")
         mask[::limit] = False  # nothing predicts the first token of a part
-        starts = range(0, len(ids), limit)
+        starts = range(0, len(ids) if splits else limit, limit)
         parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
         if not parts:
             return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-        lost = len(ids) - sum(len(part) for part, _ in parts)
-        dropped = len(starts) - len(parts)
-        return parts, fate._replace(documents=len(parts), split=True, dropped_chunks=dropped, cut_tokens=lost)
-
-
-@dataclass(frozen=True)
-class PairEncoder(Encoder):
-    """Turns chunks of preference pairs into documents, two for each row that is kept."""
-
-    hashes_prompts = True
-
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        choice = read_preference(row, format)
-        prompt, *answered = self._encode_answers(choice.chosen, choice.rejected)
-        border = min(_count_common(prompt, ids) for ids in answered)
-        flags = {"apart": border < len(prompt), **self._find_faults(choice.chosen, choice.rejected)}
-        return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
-
-    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """Both documents or none, and the updated `fate`."""
-        kept, limit = documents, self.data.max_length
-        if _are_equal(documents):
-            return [], fate._replace(dropped=SAME)
-        if not all(mask.any() for _, mask in documents):
-            return [], fate._replace(dropped=UNTRAINED)
-        excess = 0 if limit is None else max(len(ids) for ids, _ in documents) - limit
-        if excess <= 0:
-            return documents, fate._replace(documents=2)
-        if self.data.overlong == "drop":
-            return [], fate._replace(dropped=TOO_LONG)
-        if self.data.overlong == "keep_end":
-            if excess >= int(np.argmax(documents[0][1])):
-                return [], fate._replace(dropped=NO_PROMPT)
-            kept = [(ids[excess:], mask[excess:]) for ids, mask in documents]
-        else:
-            kept = [(ids[:limit], mask[:limit]) for ids, mask in documents]
-            if not all(mask.any() for _, mask in kept):
-                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
-            if _are_equal(kept):
-                return [], fate._replace(dropped=SAME_ONCE_CUT)
-        lost = sum(len(ids) for ids, _ in documents) - sum(len(ids) for ids, _ in kept)
-        return kept, fate._replace(documents=2, truncated=True, cut_tokens=lost)
-
-
-@dataclass(frozen=True)
-class MarginEncoder(PairEncoder):
-    """As PairEncoder, for pairs that may have a margin."""
-
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        documents, flags = super()._documents(row, format)
-        return documents, {**flags, "margin": read_margin(row)}
-
-
-@dataclass(frozen=True)
-class UnpairedEncoder(Encoder):
-    """Turns chunks of answers with labels into documents: one for each answer, with the ids and targets of TRL's KTOTrainer."""
-
-    hashes_prompts = True
-
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        examples = read_unpaired(row, format)
-        documents, apart = [], False
-        for example in examples:
-            prompt, ids = self._encode_answers(example.answered)
-            border = _count_common(prompt, ids)
-            documents.append((ids, np.arange(len(ids)) >= border))
-            apart |= border < len(prompt)
-        faults = self._find_faults(*(example.answered for example in examples))
-        return documents, {"apart": apart, "desirable": examples[0].desirable, **faults}
-
-    def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        kept, fitted = super()._fit(documents, fate, format)
-        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be kept
-            chosen, _ = self._fit_document(documents[0], fate, format)
-            fitted = fitted._replace(desirable=bool(chosen))
-        return kept, fitted
-
-
-ENCODERS: dict[ObjectiveKind, type[Encoder]] = {
-    "sft": Encoder,
-    "dpo": PairEncoder,
-    "kto": UnpairedEncoder,
-    "reward": MarginEncoder,
-}
-"""What makes documents of the rows of each objective."""
-
-
-def _split_at_questions(conversation: Conversation) -> list[Conversation]:
-    """The conversation up to each question that the assistant answers, whose answers begin at `answer_from`."""
-    messages = conversation.messages
-    asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
-    parts = [
-        replace(conversation, messages=messages[:end], answer_from=start + 1)
-        for start, end in pairwise([*asked, len(messages)])
-    ]
-    return [
-        part for part in parts if any(message["role"] == "assistant" for message in part.messages[part.answer_from :])
-    ]
+        return parts, fate._replace(
+            documents=len(parts),
+            dropped_chunks=len(starts) - len(parts),
+            cut_tokens=len(ids) - sum(len(part) for part, _ in parts),
+            truncated=not splits,
+            split=splits,
+        )
 
 
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:
@@ -438,7 +303,3 @@ def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]
     return int(np.argmax(differs)) if differs.any() else shortest
-
-
-def _are_equal(documents: list[IdsAndMask]) -> bool:
-    return np.array_equal(documents[0][0], documents[1][0])

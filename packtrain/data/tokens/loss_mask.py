@@ -1,22 +1,18 @@
 """Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
 
-The conversation is rendered to text once and tokenised once. The model's turns are found as spans of characters and mapped
-to tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before
-it ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
+The conversation is rendered to text and tokenised once. The model's turns are found as spans of characters and mapped to
+tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before it
+ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
-   earlier thoughts, is refused; encode.py then takes TRL's version for training). The turn is what lies between, through
-   its end-of-turn token.
+   earlier thoughts, is refused; encode.py then takes TRL's version for training).
 
-Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
-are not trained, and marks over turns of the user or the system are refused.
-Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are extended
-over it, and a turn without one is refused. So is a turn whose answer, thought or call of a tool is missing in the text, and
-tools that the template leaves out. Turns of weight 0 are not trained. Way 3 costs two more renderings for each turn, the check
-of tools one.
+Of marked text the role's header before an answer and white space after its end are not trained. Refused are marks over turns
+of the user or the system, turns that do not end in a control token (the model would not learn to stop) or whose answer, thought
+or call of a tool is missing in the text, and tools that the template leaves out. Turns of weight 0 are not trained.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 
@@ -32,9 +28,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks
-from packtrain.data.tokens.dialect import in_dialect_of
+from packtrain.data.tokens.chat_template import Template, has_marks, in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.wording import first_line
 
@@ -61,11 +57,9 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
         when ids or targets are uncertain.
         """
-        template = self.template.for_tools() if conversation.tools else self.template
-        given, conversation = conversation, in_dialect_of(template.text, conversation)
-        text, marks = self._render(template.text, conversation, conversation.messages)
-        if given.tools:
-            self._check_tools(template, given, text)
+        given, conversation = conversation, in_dialect_of(self.template.text, conversation)
+        text, marks = self._render(conversation)
+        self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
@@ -73,7 +67,7 @@ class ChatEncoder:
             if untrained:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
-            self._check_said(template, given, turns[-1:], text, text)
+            self._check_said(given, turns[-1:], text, text)
             return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
         wanted = turns
         if loss_on == "completion":
@@ -82,16 +76,16 @@ class ChatEncoder:
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
-        spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
+        spans, whole = self._spans(conversation, text, marks, turns, wanted)
         if not whole:
-            _check_others(conversation, text, spans, template.name)
+            _check_others(conversation, text, spans, self.template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
-        self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
-        encoded, separated = self._separate_at_borders(encoded, text, spans, wanted)
+        self._check_said(given, wanted, spoken if whole else text, text if self.template.has_marks else spoken)
+        encoded, separated = self._separate_at_borders(encoded, text, spans)
         mask = np.zeros(len(encoded.ids), dtype=bool)
-        parts = [((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0] for start, end in spans]
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            mask[self._through_its_end(part, following, encoded, text, whole)] = True
+        for start, end in spans:
+            turn = ((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0]
+            mask[self._through_its_end(turn, encoded, text)] = True
         return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
@@ -100,50 +94,41 @@ class ChatEncoder:
         All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
         first = answered[0]
-        template = self.template.for_tools() if first.tools else self.template
-        prompt = first.messages[: first.answer_from]
-        asked = in_dialect_of(template.text, replace(first, messages=prompt))
-        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
+        asked = in_dialect_of(self.template.text, replace(first, messages=first.prompt))
+        texts = [self._render(asked, generation_prompt=True)[0]]
         for side in answered:
-            text = self._render_whole(template, side)
-            if side.tools:
-                self._check_tools(template, side, text)
+            text = self.render(side)
+            self._check_tools(side, text)
             turns = range(side.answer_from or 0, len(side.messages))
             said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
-            self._check_said(template, side, said, text, text)
+            self._check_said(side, said, text, text)
             texts.append(text)
         return [self.tokenizer.ids(text) for text in texts]
 
     def _spans(
-        self,
-        template: Template,
-        conversation: Conversation,
-        text: str,
-        marks: list[Span],
-        turns: list[int],
-        wanted: list[int],
+        self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
     ) -> tuple[list[Span], bool]:
         """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
-        if not template.has_marks and template.marked is not None:
-            twin_text, twin_marks = self._render(template.marked, conversation, conversation.messages)
+        if not self.template.has_marks and self.template.marked is not None:
+            twin_text, twin_marks = self._render(conversation, template=self.template.marked)
             marks = twin_marks if twin_text == text else []
         marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._prefix_span(template.text, conversation, text, turn) for turn in wanted], True
+        return [self._prefix_span(conversation, text, turn) for turn in wanted], True
 
-    def _prefix_span(self, template: str, conversation: Conversation, text: str, turn: int) -> Span:
+    def _prefix_span(self, conversation: Conversation, text: str, turn: int) -> Span:
         messages, place = conversation.messages, f"messages[{turn}]"
         try:
-            before = self._render(template, conversation, messages[:turn], generation_prompt=True)[0]
+            before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(REFUSED, what, place, ADVICE) from bad
         if not text.startswith(before):
             raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
-        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1])[0]
+        through = text if turn + 1 == len(messages) else self._render(conversation, messages[: turn + 1])[0]
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
             raise BadRow(REFUSED, what, place, ADVICE)
@@ -160,63 +145,52 @@ class ChatEncoder:
 
     @cached_property
     def _header(self) -> str:
-        """The text before every answer: the generation prompt, without an opening <think>.
+        """The text before every answer: the generation prompt, without an opening <think>, as answers may have no thought."""
+        question = {"role": "user", "content": "question"}
+        plain, asked = self._probe(question), self._probe(question, generation_prompt=True)
+        return asked.removeprefix(plain).split("<think>")[0] if plain and asked.startswith(plain) else ""
 
-        Templates add it to make the model think; answers in the data may have no thought.
-        """
-        question = Conversation([{"role": "user", "content": "question"}])
-        try:
-            plain = self._render(self.template.text, question, question.messages)[0]
-            asked = self._render(self.template.text, question, question.messages, generation_prompt=True)[0]
-        except BadRow:  # the template requires more than a question
-            return ""
-        return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
+    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False) -> str:
+        """The messages as the template renders them, "" where it refuses them."""
+        with suppress(BadRow):
+            return self._render(Conversation([*messages]), generation_prompt=generation_prompt)[0]
+        return ""
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as the template renders it; raises BadRow when the template refuses."""
-        return self._render_whole(self.template, conversation)
+        return self._render(in_dialect_of(self.template.text, conversation))[0]
 
     @cached_property
     def drops_system(self) -> bool:
         """Whether the template leaves out what the system says, without an error."""
-        asked = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}]
-        try:
-            text = self._render_whole(self.template, Conversation([*asked, {"role": "assistant", "content": "answer"}]))
-        except BadRow:
-            return False
-        return "SYSTEM" not in text
+        asked = {"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}
+        text = self._probe(*asked, {"role": "assistant", "content": "answer"})
+        return bool(text) and "SYSTEM" not in text
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
-        probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
-        try:
-            text = self._render(self.template.text, probe, probe.messages)[0]
-        except BadRow:
-            return frozenset(ends)
+        text = self._probe({"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"})
         _, answer, rest = text.rpartition("ANSWER")
         tail = self.tokenizer.ids(rest.lstrip()) if answer else []
         if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
 
-    def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
+    def _check_tools(self, conversation: Conversation, text: str) -> None:
         """Raise BadRow if the text is the same without the tools."""
+        if not conversation.tools:
+            return
         without = ""
         with suppress(BadRow):  # some templates are for tools only
-            without = self._render_whole(template, replace(conversation, tools=None))
+            without = self.render(replace(conversation, tools=None))
         if without == text:
-            what = f"the chat template ({template.name}) leaves out the tools"
+            what = f"the chat template ({self.template.name}) leaves out the tools"
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
-    def _check_said(
-        self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
-    ) -> None:
-        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`.
-
-        Thoughts must follow each other, so that one does not stand for another.
-        """
+    def _check_said(self, conversation: Conversation, turns: list[int], answers: str, others: str) -> None:
+        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
         position = 0
         for turn in turns:
             message, place = conversation.messages[turn], f"messages[{turn}]"
@@ -227,100 +201,75 @@ class ChatEncoder:
                 raise BadRow(REFUSED, what, f"{place}.content", "Set data.chat_template to another template.")
             if thought := _find_thought(message):
                 if (position := others.find(thought, position)) < 0:
-                    what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
+                    what = f"the chat template ({self.template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
                     raise BadRow(REFUSED, what, f"{place}.reasoning_content", fix)
-                position += len(thought)
+                position += len(thought)  # one thought does not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
-            unsure = len(calls) > 1 or (calls and template.has_marks)
-            if lost is None and unsure and not self._depends_on_last_call(template, conversation, turn):
+            unsure = len(calls) > 1 or (calls and self.template.has_marks)
+            if lost is None and unsure and not self._depends_on_last_call(conversation, turn):
                 lost = calls[-1]
             if lost is not None:
-                what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
+                what = f"the chat template ({self.template.name}) leaves out the call of {lost!r}"
                 fix = f"Write parallel calls as turns of their own, or: {TEMPLATE_ADVICE}"
                 raise BadRow(REFUSED, what, f"{place}.tool_calls", fix)
 
-    def _depends_on_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
+    def _depends_on_last_call(self, conversation: Conversation, turn: int) -> bool:
         """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
         until = conversation.messages[: turn + 1]
         fewer = {**until[turn], "tool_calls": until[turn]["tool_calls"][:-1]}
         if not fewer["tool_calls"]:
             del fewer["tool_calls"]
         try:
-            without = self._render_whole(template, replace(conversation, messages=[*until[:-1], fewer]))
+            without = self.render(replace(conversation, messages=[*until[:-1], fewer]))
         except BadRow:
             return True
-        return without != self._render_whole(template, replace(conversation, messages=until))
+        return without != self.render(replace(conversation, messages=until))
 
-    def _separate_at_borders(
-        self, encoded: Encoded, text: str, spans: list[Span], turns: list[int]
-    ) -> tuple[Encoded, bool]:
-        """The tokens of `text` with none across a border of `spans` (those of `turns`), and whether that changed them.
+    def _separate_at_borders(self, encoded: Encoded, text: str, spans: list[Span]) -> tuple[Encoded, bool]:
+        """The tokens of `text` with none across a border of `spans`, and whether that changed them.
 
         Raises BadRow for a tokenizer whose tokens of parts are not those of a text.
         """
         cuts: set[int] = set()
         while True:
-            crossed = [_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans]
+            crossed = (_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans)
             if not (borders_crossed := {border for borders in crossed for border in borders}):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
-                first = next(number for number, borders in enumerate(crossed) if borders)
-                place = f"messages[{turns[first]}]" if len(spans) == len(turns) else "messages"
-                at = crossed[first][0]
-                near = text[max(0, at - 12) : at + 12]
-                what = f"the border of an assistant's turn falls inside a token, in {near!r}, and this tokenizer cannot"
-                what += " tokenise the texts on both sides separately: it puts a space before each text"
-                raise BadRow(REFUSED, what, place, f"Trim the white space at the turn's ends. {ADVICE}")
+                at = min(borders_crossed)
+                what = f"the border of an assistant's turn falls inside a token, in {text[max(0, at - 12) : at + 12]!r}, and this"
+                what += " tokenizer cannot tokenise both sides separately: it puts a space before each text"
+                raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
             cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
-    def _render_whole(self, template: Template, conversation: Conversation) -> str:
-        """The text of the whole conversation."""
-        conversation = in_dialect_of(template.text, conversation)
-        return self._render(template.text, conversation, conversation.messages)[0]
-
-    def _through_its_end(
-        self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
-    ) -> np.ndarray:
-        """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
-
-        White space after that token is cut off. If the marks leave the token out, it is added when only white space precedes
-        it, unless `following` is another part of the same turn. A `whole` turn must contain it. Raises BadRow if there is none.
-        """
+    def _through_its_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
+        """The tokens `turn` (indices) without white space after its end-of-turn token; raises BadRow if there is none."""
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
-
-        def is_space(at: int) -> bool:
-            return not text[starts[at] : ends[at]].strip()
-
-        last = next((number for number in range(len(turn), 0, -1) if not is_space(turn[number - 1])), 0)
-        if last and int(ids[turn[last - 1]]) in self.tokenizer.special_ids:
-            return turn[:last]
-        after = int(turn[-1]) + 1 if len(turn) else 0
-        if len(turn) and not whole:
-            end = next((at for at in range(after, len(ids)) if not is_space(at)), len(ids))
-            if end < len(ids) and int(ids[end]) in self.end_ids:
-                return np.append(turn, np.arange(after, end + 1))
-            if following is not None and not self.end_ids.intersection(ids[after : following[0]].tolist()):
-                return turn
-        shown = text[max(0, int(ends[after - 1]) - 40) : int(ends[after - 1])] if len(turn) else ""
+        spoken = [number for number, at in enumerate(turn, 1) if text[starts[at] : ends[at]].strip()]
+        if spoken and int(ids[turn[spoken[-1] - 1]]) in self.tokenizer.special_ids:
+            return turn[: spoken[-1]]
+        shown = text[max(0, int(ends[turn[-1]]) - 40) : int(ends[turn[-1]])] if len(turn) else ""
         what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"
-        raise BadRow(REFUSED, what, "messages", "Have the chat template write eos_token after the assistant's turns.")
+        fix = "Have the chat template write eos_token after the assistant's turns, inside generation marks."
+        raise BadRow(REFUSED, what, "messages", fix)
 
     def _render(
         self,
-        template: str,
         conversation: Conversation,
-        messages: list[dict[str, Any]],
+        messages: Messages | None = None,
         *,
+        template: str = "",
         generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """The text of `messages`, those of the conversation or the first of them, and the spans between generation marks."""
+        """The text of the conversation, or of its first `messages`, and the spans between generation marks."""
+        template = template or self.template.text
         marked = has_marks(template)
         try:
             texts, spans = render_jinja_template(
-                [messages],
+                [conversation.messages if messages is None else messages],
                 tools=cast(Any, conversation.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=marked,

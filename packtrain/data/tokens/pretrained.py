@@ -1,18 +1,23 @@
-"""Where a model is (a hub id, a folder or a .gguf file), what is wrong with its files, and its tokenizer without the model."""
+"""Where a model is (a hub id, a folder or a .gguf file), its tokenizer without the model, and whether the hub answers.
+
+Without a network huggingface_hub tries each of its many requests six times, with waits of up to 8 s between them: half a
+minute of warnings before an error. Here one request decides. If it is not answered, the libraries work offline, as with
+HF_HUB_OFFLINE=1: their caches are still used, and anything not cached fails at once.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.data.sources.files import check_regular
-from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
 
@@ -20,18 +25,52 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 QUICKSTART = "quickstart"
+ANSWER_S = 6.0
+OFFLINE_ADVICE = (
+    "There is no hub here (no answer, or HF_HUB_OFFLINE is set): give a local path, or fill the cache where there is one "
+    "(hf download), copy it ($HF_HOME), and set HF_HUB_OFFLINE=1."
+)
 _READ = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt", ".py")
-_OBJECTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "adapter_config.json")
-_MOST_PARSED = 1 << 20
-"""Bytes: a large tokenizer.json takes a fourth of a second to parse, and its library says where it is broken."""
 _LFS = b"version https://git-lfs.github.com/"
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raises UserError for what is no regular file, a pointer of Git LFS, or JSON that is no object; hub ids are no folders.
+@lru_cache
+def is_reachable() -> bool:
+    """Whether the hub answers within ANSWER_S seconds, also False if HF_HUB_OFFLINE is set; asked once in a process."""
+    from huggingface_hub import constants, get_session
 
-    Libraries would say "header too large".
-    """
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # no route, no name, no certificate, a proxy's refusal: no answer
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+            answered.set()
+
+    if not constants.HF_HUB_OFFLINE:
+        threading.Thread(target=ask, daemon=True).start()  # a name look-up has no timeout
+        answered.wait(ANSWER_S)
+    return answered.is_set()
+
+
+@contextmanager
+def offline_unless_reachable() -> Iterator[bool]:
+    """Inside the block, huggingface_hub, transformers and datasets work offline if the hub does not answer; yields whether it does."""
+    from huggingface_hub import constants
+
+    online = is_reachable()
+    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = module.HF_HUB_OFFLINE or not online
+        yield online
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises UserError for what is no regular file or a pointer of Git LFS ("header too large"); hub ids are no folders."""
     inside = folder.is_dir()
     for file in sorted(folder.iterdir()) if inside else [folder]:
         if (inside and file.suffix not in _READ) or not file.exists():
@@ -41,17 +80,6 @@ def check_model_folder(folder: Path) -> None:
             if opened.read(len(_LFS)) == _LFS:
                 fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."
                 raise UserError("it is a pointer of Git LFS, not the file", where=str(file), fix=fix)
-        index = file.name.endswith(".safetensors.index.json")
-        if (index or file.name in _OBJECTS) and file.stat().st_size <= _MOST_PARSED:
-            try:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"it is not valid JSON: {error}", where=str(file), fix="Mend it, or get it anew."
-                ) from error
-            if not isinstance(content, dict):
-                what = f"expected an object of settings, found {json.dumps(content)[:40]}"
-                raise UserError(what, where=str(file), fix="Mend it, or get it anew.")
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
@@ -68,25 +96,10 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     where = "model.tokenizer" if config.tokenizer else "model.path"
     check_model_folder(Path(source).expanduser())
     with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, partial(fix_of, online)):
-        try:
-            loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
-        except Exception:
-            _check_config(source, config)
-            raise
+        loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
         return loaded
-
-
-def _check_config(source: str, config: Model) -> None:
-    """Raises UserError if what is broken is the model's config, which tells transformers which tokenizer to take."""
-    from transformers import AutoConfig
-
-    file = Path(source).expanduser() / "config.json"
-    if file.is_file():
-        fix = partial(fix_of, True, otherwise="Mend it, or get it anew.")
-        with boundary("the model's config cannot be used", str(file), fix):
-            AutoConfig.from_pretrained(**location(source, config))
 
 
 def fix_of(online: bool, error: BaseException, otherwise: str = "") -> str:

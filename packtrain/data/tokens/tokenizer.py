@@ -100,12 +100,6 @@ class PlainTokenizer:
         return self._rust.id_to_token(token) or ""
 
     @cached_property
-    def control_texts(self) -> frozenset[str]:
-        """What a text must hold to get a control token: none where control tokens in texts are split like other words."""
-        texts = set() if self.encode_special_tokens else set(map(self.text_of, self.special_ids))
-        return frozenset(texts - {""})
-
-    @cached_property
     def content(self) -> str:
         """Hash of everything that determines the tokens of a text, including the libraries' versions."""
         special = sorted(self.special_ids), sorted(self.special_tokens.items(), key=str), self.encode_special_tokens

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Optim, Packing, Peft
+from packtrain.data.dataset import DataReport
 from packtrain.data.prepare import PreparedData
-from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
@@ -213,7 +213,6 @@ def _documents(report: DataReport) -> str:
     for number, what in (
         (report.apart, "tokenised in parts, as a token would lie over the border of an answer"),
         (report.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
-        (report.unrolled, "became a document for each question, for an exact loss mask"),
     ):
         remarks += [f"{number:,} {what}"] if number else []
     return (

@@ -9,7 +9,6 @@ import torch
 from trl import DPOConfig, DPOTrainer
 
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
@@ -94,7 +93,6 @@ class DPOLoss(HeldLoss):
 class DPO(PairObjective, HeldObjective):
     """The objective of preference pairs against a reference."""
 
-    prepare_data = staticmethod(prepare_pairs)
     trl_arguments, held_loss = DPOConfig, DPOLoss
 
     def steps(

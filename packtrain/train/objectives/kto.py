@@ -19,7 +19,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from packtrain.data.dataset import UnpairedDataset
-from packtrain.data.prepare import prepare_unpaired
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
@@ -151,7 +150,6 @@ class KTOLoss(HeldLoss):
 class KTO(HeldObjective):
     """The objective of answers with labels."""
 
-    prepare_data = staticmethod(prepare_unpaired)
     trl_arguments, held_loss = KTOConfig, KTOLoss
 
     def __init__(self, *held: Any, max_length: int | None) -> None:

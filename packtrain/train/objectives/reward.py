@@ -14,7 +14,6 @@ from trl import RewardConfig, RewardTrainer
 
 from packtrain.attention.backends import attention_of
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import prepare_with_margins
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
@@ -90,8 +89,6 @@ class RewardLoss(ExampleLoss):
 
 class Reward(PairObjective):
     """The objective of reward models: pairs with margins, and no reference."""
-
-    prepare_data = staticmethod(prepare_with_margins)
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False

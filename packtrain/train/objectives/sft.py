@@ -17,7 +17,6 @@ from trl import SFTConfig, SFTTrainer
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
-from packtrain.data.prepare import prepare
 from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
@@ -104,8 +103,6 @@ class SFTLoss(Loss):
 
 class SFT(TrainingObjective):
     """The objective of documents."""
-
-    prepare_data = staticmethod(prepare)
 
     def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> SFTLoss:
         """The loss of documents on `model`."""

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import PreparedData
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash
@@ -42,8 +41,6 @@ from packtrain.train.settings import LoopSettings
 class TrainingObjective:
     """The parts of a run that depend on the objective, in the order of use; as here for documents without a reference."""
 
-    prepare_data: Callable[..., PreparedData[Any]]
-    """The tokenised data sets, of (data, tokenizer, seed, progress)."""
     unshared = ""
     """Why prompts of pairs are not computed once, where they are not."""
 

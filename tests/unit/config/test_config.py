@@ -308,7 +308,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.resume=nevr"], "trainer.resume", "Did you mean never?"),
         (["trainer.resume=/"], "trainer.resume", "RUN/checkpoints/step-N"),
         (["trainer.resume_despite=all"], "trainer.resume_despite", "Write [all]."),
-        (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
+        (["data.overlong=keep_end"], "data.overlong", "truncate"),
         (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
         (["objective.kind=reward", "data.loss_on=all"], "data.loss_on", "of preference pairs the answers are scored"),
         (

@@ -12,7 +12,7 @@ from data_tokenizers import tokenizer_of
 
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
+from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_of("smollm")
@@ -27,11 +27,11 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [row(f"{n}:" + " word" * (n % 7), f" yes {n}" + " it is" * (n % 5), f" no {n}") for n in range(count)]
 
 
-def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData[PairDataset]:
+def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}
-    return prepare_pairs(Data(**keys), TOKENIZER, seed=0)
+    return prepare(Data(**keys), TOKENIZER, "dpo", seed=0)
 
 
 def texts(pairs: PairDataset) -> list[tuple[str, str, str]]:
@@ -100,13 +100,12 @@ def test_empty_answers_are_an_error_or_dropped_and_counted_as_told(tmp_path):
         row("Hello:", " yes", " \n"),
         row([asked], [{**said, "content": ""}], [said]),
         row([asked], [said], []),
-        {"prompt": "Hello:", "responses": ["", "yes"], "scores": [1, 2]},
     ]
     for source in empty:
         with pytest.raises(UserError, match=r"empty|no messages") as stopped:
             ready(tmp_path, [source])
         assert "data.bad_rows=skip" in stopped.value.problems[0].fix
-    report = ready(tmp_path, [*rows(2), *empty[:4]], bad_rows="skip").train.report
+    report = ready(tmp_path, [*rows(2), *empty], bad_rows="skip").train.report
     assert (report.rows, report.kept, report.dropped) == (6, 2, {"empty": 4})
 
 
@@ -133,8 +132,6 @@ LONG = [
     "overlong, kept, dropped, truncated",
     [
         ("truncate", 2, {"no trained token within data.max_length": 1}, 1),
-        ("keep_start", 2, {"no trained token within data.max_length": 1}, 1),
-        ("keep_end", 2, {"an answer leaves no room for its prompt within data.max_length": 1}, 1),
         ("drop", 1, {"longer than data.max_length": 2}, 0),
     ],
 )
@@ -144,19 +141,8 @@ def test_pairs_that_are_too_long_are_treated_as_told_and_counted(tmp_path, overl
     assert (report.rows, report.kept, report.dropped, report.truncated) == (3, kept, dropped, truncated)
     found = [(len(pair.chosen.input_ids), len(pair.rejected.input_ids)) for pair in map(pairs.__getitem__, range(kept))]
     assert max(map(max, found)) <= 20 and all(trained > 0 for trained in pairs.trained)
-    survivors = {"truncate": [1, 2], "keep_start": [1, 2], "keep_end": [0, 2], "drop": [2]}[overlong]
+    survivors = {"truncate": [1, 2], "drop": [2]}[overlong]
     assert report.cut_tokens == whole.lengths[survivors].sum() - pairs.lengths.sum()
-
-
-def test_keep_end_cuts_the_beginning_of_the_prompt_as_much_in_both(tmp_path):
-    pairs = ready(tmp_path, LONG, max_length=20, overlong="keep_end").train
-    prompt, chosen, rejected = texts(pairs)[0]
-    assert prompt.startswith(" you you") and prompt.endswith(" last:")
-    assert (chosen, rejected) == (" yes<|im_end|>", " no no no no<|im_end|>")
-    pair = pairs[0]
-    assert len(pair.rejected.input_ids) == 20 > len(pair.chosen.input_ids)
-    assert pair.chosen.input_ids[: pair.prompt].tolist() == pair.rejected.input_ids[: pair.prompt].tolist()
-    assert not pair.chosen.loss_mask[: pair.prompt].any() and pair.chosen.loss_mask[pair.prompt :].all()
 
 
 def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):

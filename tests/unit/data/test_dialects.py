@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,11 @@ import numpy as np
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
-from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.prepare import prepare
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, choose_template
-from packtrain.data.tokens.dialect import in_dialect_of
+from packtrain.data.tokens.chat_template import Template, choose_template, in_dialect_of
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
-from packtrain.train.log.console import _documents
 
 WRITTEN = Path(__file__).parents[1] / "chat_templates"
 TOOLS = [
@@ -80,7 +74,6 @@ ONE_CALL = {
     "qwen3_training": [NO_THOUGHT + HERMES % "Paris" + "<|im_end|>", NO_THOUGHT + "It is sunny.<|im_end|>"],
     "llama3_1": ['{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>', "It is sunny.<|eot_id|>"],
     "hermes": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
-    "smollm3": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "gptoss": [COMMENTARY % "Paris", "<|channel|>final<|message|>It is sunny.<|return|>"],
     "mistral_v3": [f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}]<EOS>", " It is sunny.<EOS>"],
 }
@@ -98,7 +91,6 @@ TWO = {
     "qwen2_5": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "qwen3_training": f"{NO_THOUGHT}{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "hermes": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "smollm3": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "mistral_v3": f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>",
 }
 
@@ -121,7 +113,7 @@ def test_a_template_for_one_call_refuses_two(name, words):
         trained(name, Conversation([ASK, calls("Paris", "Paris"), result(), result(), END], TOOLS))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "smollm3", "llama3_1"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "llama3_1"])
 def test_turns_of_the_assistant_that_follow_each_other_are_trained_each(name):
     call, answer = ONE_CALL[name]
     messages = [ASK, calls("Paris"), END, ASK, calls("Paris"), result(), calls("Paris"), result(), END]
@@ -132,7 +124,6 @@ THOUGHT = "<think>\nHm, Paris.\n</think>\n\n"
 THINKING = {
     "qwen3": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
     "qwen3_training": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
-    "smollm3": [THOUGHT.rstrip("\n") + "\n\n" + one for one in ONE_CALL["smollm3"]],
 }
 
 
@@ -200,48 +191,3 @@ def test_what_a_template_marks_itself_is_adapted_alike():
         "{{ c + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert trained_by(text, {**END, "reasoning_content": "Hm."}) == "<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"
-
-
-def test_arguments_are_text_where_the_template_strings_them_together():
-    """As DeepSeek V3's does."""
-    text = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call['function']['name'] + ': ' + call['function']['arguments'] + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
-
-
-def test_so_each_question_becomes_a_document_that_is_asked_as_the_model_will_be(tmp_path):
-    tokenizer = tokenizer_for(text_of("mistral_v3"))
-    again, unanswered = {**ASK, "content": "And Rome?"}, {**ASK, "content": "Bye"}
-    messages = [
-        ASK,
-        calls("Paris"),
-        result(),
-        END,
-        again,
-        calls("Rome"),
-        result(),
-        END,
-        ASK,
-        {**END, "weight": 0},
-        unanswered,
-    ]
-    rows = [{"messages": messages, "tools": TOOLS}, {"messages": messages[:4], "tools": TOOLS}]
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = prepare(Data(train=str(path), cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train
-    assert (made.report.kept, made.report.documents, made.report.unrolled) == (2, 3, 1)
-    assert "; 1 became a document for each question, as the chat template rewrites" in _documents(made.report)
-    for number, end in enumerate((4, 8, 4)):
-        document = made[number]
-        adapted = in_dialect_of(text_of("mistral_v3"), Conversation(messages[:end])).messages
-        asked = tokenizer.apply_chat_template(adapted, tools=TOOLS, return_dict=False)
-        assert document.input_ids.tolist() == asked
-        call, answer = ONE_CALL["mistral_v3"]
-        call = call if end == 4 else call.replace("Paris", "Rome").replace("00001", "00002")
-        assert tokenizer.decode(document.input_ids[document.loss_mask]) == call + answer
-    cut = replace(Data(train=str(path), cache_dir=str(tmp_path / "cache")), max_length=len(asked), overlong="drop")
-    report = prepare(cut, tokenizer, seed=0).train.report
-    assert (report.kept, report.documents, report.dropped_chunks, report.dropped) == (2, 2, 1, {})

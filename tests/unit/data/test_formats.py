@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import SMOLLM, tokenizer_of
 
@@ -244,11 +240,11 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: the label is 7, the token 6"),
+        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: expected 6"),
         ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 tokens"),
         ({"input_ids": [5, 10**6]}, "input_ids[1]: token 1000000 is not in the vocabulary"),
-        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer, found a string"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask has zeros"),
+        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask: it has zeros"),
     ],
 )
 def test_tokens_that_cannot_be_right_are_refused(ready, tmp_path, row, words):
@@ -284,7 +280,7 @@ def test_conversations_without_a_chat_template_are_an_error(tmp_path):
         tokenizer_object=tokenizer_of("llama3").backend_tokenizer, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
     )
     data = Data(train=write(tmp_path / "train.jsonl", GOOD), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="needs a chat template"):
+    with pytest.raises(UserError, match="need a chat template"):
         prepare(data, bare, seed=0)
     assert len(prepare(replace(data, chat_template="llama3"), bare, seed=0).train) == 1
 
@@ -328,60 +324,6 @@ def test_drop_and_error(ready, tmp_path):
         ready(path, max_length=limit, overlong="error", bad_rows="skip")
 
 
-def as_json_list(path: Path) -> str:
-    path.with_suffix(".json").write_text(json.dumps([GOOD] * 3, indent=2, ensure_ascii=False))
-    return str(path.with_suffix(".json"))
-
-
-def as_json_lines(path: Path) -> str:
-    return write(path.with_suffix(".json"), GOOD, GOOD, GOOD)
-
-
-def as_gzip(path: Path) -> str:
-    name = path.with_suffix(".jsonl.gz")
-    name.write_bytes(gzip.compress(b"".join(json.dumps(GOOD).encode() + b"\n" for _ in range(3))))
-    return str(name)
-
-
-def as_parquet(path: Path) -> str:
-    pq.write_table(pa.Table.from_pylist([GOOD] * 3), path.with_suffix(".parquet"))
-    return str(path.with_suffix(".parquet"))
-
-
-def as_csv(path: Path) -> str:
-    with open(path.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([["messages"], *[[json.dumps(GOOD["messages"], indent=1)]] * 3])
-    return str(path.with_suffix(".csv"))
-
-
-def as_arrow(path: Path) -> str:
-    datasets.Dataset.from_list([GOOD] * 3).save_to_disk(path / "arrow")
-    return str(path / "arrow")
-
-
-def as_folder(path: Path) -> str:
-    (path / "data").mkdir(parents=True)
-    for name in "abc":
-        write(path / "data" / f"{name}.jsonl", GOOD)
-    return str(path / "data")
-
-
-def as_glob(path: Path) -> str:
-    return f"{as_folder(path)}/*.jsonl"
-
-
-KINDS = [as_json_list, as_json_lines, as_gzip, as_parquet, as_csv, as_arrow, as_folder, as_glob]
-
-
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_every_kind_of_file_gives_the_same_documents(ready, tmp_path, make):
-    wanted = ready(write(tmp_path / "plain.jsonl", GOOD, GOOD, GOOD)).train
-    found = ready(make(tmp_path / "other")).train
-    assert len(found) == 3
-    assert found.fingerprint == wanted.fingerprint
-
-
 def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tmp_path):
     saved = datasets.DatasetDict(train=datasets.Dataset.from_list([GOOD]), test=datasets.Dataset.from_list([GOOD] * 2))
     saved.save_to_disk(tmp_path / "dict")
@@ -393,35 +335,27 @@ def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tm
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[\n{"text": "a"},\n{"text": }\n]', ":3: broken JSON"),
-        ('[\n{"text": "a"}\n{"text": "b"}]', ":2: broken JSON: expected ','"),
-        ('[{"text": "a"}', "expected ','"),
-        ('[{"text": "a"}]\n\n[1]', ":1: broken JSON: there is more after"),
-        ('[{"text": "a"},\n7]', ":2: expected an object"),
+        ('[\n{"text": "a"},\n{"text": }\n]', "train.json: broken JSON: Expecting value: line 3"),
+        ('[{"text": "a"}', "train.json: broken JSON"),
+        ('[{"text": "a"}]\n\n[1]', "train.json: broken JSON"),
+        ('[{"text": "a", "text": "b"}]', "the key 'text' is there twice"),
+        ('[{"text": "a"},\n7]', "train.json, row 2: expected an object"),
     ],
 )
-def test_a_broken_json_list_is_named_by_its_line(ready, tmp_path, content, words):
+def test_a_broken_json_list_is_named(ready, tmp_path, content, words):
     (tmp_path / "train.json").write_text(content)
     with pytest.raises(UserError) as caught:
         ready(str(tmp_path / "train.json"))
     assert words in str(caught.value)
 
 
-def test_csv_faults_are_named_by_line_and_column(ready, tmp_path):
+def test_csv_faults_are_named_by_line(ready, tmp_path):
     path = tmp_path / "train.csv"
-    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\ncaf\xe9,4\n')
+    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\n')
     with pytest.raises(UserError) as caught:
         ready(str(path))
-    message = str(caught.value)
-    assert f"{path}:5: 1 fields, but the header names 2" in message
-    assert f"{path}:6, text: not UTF-8" in message
+    assert f"{path}:5: not as many fields as the header names: text, id" in str(caught.value)
     assert texts(ready(str(path), bad_rows="skip")) == ["two\nlines<|im_end|>", "007<|im_end|>"]
-
-
-def test_a_misspelt_file_gets_a_suggestion(ready, tmp_path):
-    write(tmp_path / "train.jsonl", GOOD)
-    with pytest.raises(UserError, match=r"no such file[\s\S]*Near it: .*train.jsonl"):
-        ready(str(tmp_path / "trian.jsonl"))
 
 
 def of_rows(tmp_path: Path, *rows: dict[str, Any], **keys: Any) -> PreparedData:
@@ -435,25 +369,16 @@ def talk(*roles: str) -> dict[str, Any]:
 
 
 TALK = talk("user", "assistant")
-NEAREST = {
-    "asistant": "assistant",
-    "Assistant": "assistant",
-    "humman": "user",
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "sytem": "system",
-    "tools": "tool",
-}
 
 
-@pytest.mark.parametrize("found, meant", NEAREST.items())
-def test_an_unknown_role_is_an_error_with_the_nearest_one(tmp_path, found, meant):
+@pytest.mark.parametrize(
+    "role, meant", [("asistant", ""), ("Assistant", "assistant"), ("human", "user"), ("model", "assistant")]
+)
+def test_an_unknown_role_is_an_error_with_what_is_meant_by_it(tmp_path, role, meant):
     with pytest.raises(UserError) as caught:
-        of_rows(tmp_path, TALK, talk("user", found))
-    message = str(caught.value)
-    assert f"x.jsonl:2, messages[1].role: unknown role {found!r}; known: system, developer, user, assistant" in message
-    assert f"Did you mean {meant!r}?" in message
+        of_rows(tmp_path, TALK, talk("user", role))
+    assert f"x.jsonl:2, messages[1].role: unknown role {role!r}" in str(caught.value)
+    assert (f"Did you mean {meant!r}?" if meant else "Name the role in the chat template") in str(caught.value)
 
 
 def test_a_role_that_the_template_names_may_speak(tmp_path):

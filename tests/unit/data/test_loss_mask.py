@@ -110,7 +110,15 @@ def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style)
 
 
 NAMES = [name for name in template_names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
-REFUSED_NAMES = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # no end token; rewritten history
+REFUSED_NAMES = {
+    "diffusion_gemma",
+    "diffusion_gemma_training",
+    "glm4moe",
+    "qwen3",
+    "qwen3_5_nothink",
+    "qwen3_5_think",
+    "qwen3_6",
+}  # no end token; rewritten history
 SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
 
 
@@ -154,28 +162,22 @@ def test_tools_that_the_template_leaves_out_are_refused():
     assert caught.value.reason == "tools left out"
 
 
-def test_marks_that_leave_out_the_end_token_are_extended_over_it():
-    marked = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}"
-    )
-    assert trained("smollm", Conversation(TURNS), Template(marked, None)) == WANTED["smollm"]
+BEGIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+MARKS = "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
 
 
-def test_a_template_that_ends_no_turn_is_refused():
-    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
+        BEGIN + MARKS + "{% endfor %}",
+        BEGIN + MARKS + "{{ '<|im_end|>\n' }}{% endfor %}",
+    ],
+    ids=["no end", "no end behind marks", "an end outside the marks"],
+)
+def test_a_template_that_trains_no_end_of_turn_is_refused(template):
     with pytest.raises(BadRow, match="would not learn to stop"):
-        trained("smollm", Conversation(TURNS), Template(endless, None))
-
-
-def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_over_it():
-    endless = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'user' %}"
-        "{{ message.content }}{% else %}{% generation %}{{ message.content }}{% endgeneration %}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(BadRow, match="would not learn to stop"):
-        trained("smollm", Conversation(TURNS), Template(endless, None))
+        trained("smollm", Conversation(TURNS), Template(template, None))
 
 
 @pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])
@@ -185,13 +187,6 @@ def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
     assert caught.value.reason == REFUSED
     assert caught.value.field == "messages[1]"
     assert "data.loss_on=completion" in caught.value.fix
-
-
-def test_the_marked_template_by_name_trains_what_was_refused():
-    template = choose_template("qwen3_training", tokenizer_of("qwen3"))
-    think = "<think>\n\n</think>\n\n"
-    found = trained("qwen3", Conversation(TURNS), template)
-    assert [one.rstrip("\n") for one in found] == [f"{think}{FIRST}<|im_end|>", f"{think}{SECOND}<|im_end|>"]
 
 
 @pytest.mark.parametrize("style", ["smollm", "qwen2_5"])
@@ -227,24 +222,13 @@ def test_a_border_inside_a_token_is_refused_by_name_where_the_tokenizer_puts_a_s
         BadRow, match=r"inside a token, in '>assistant: in Paris.</s', .*a space before each text"
     ) as caught:
         chat.encode(Conversation(messages), "completion")
-    assert caught.value.field == "messages[3]" and "Trim the white space" in caught.value.fix
+    assert "Trim the white space" in caught.value.fix
 
 
 def test_a_template_that_drops_the_answer_is_refused():
     """Templates for images walk over a list of parts and render nothing of a string."""
     with pytest.raises(BadRow, match="leaves out or rewrites the answer 'How are you"):
         trained("smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
-
-
-def test_a_twin_whose_marks_begin_with_the_generation_prompt_is_trimmed():
-    template = Template(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
-        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}",
-    )
-    assert trained("smollm", Conversation(TURNS), template) == WANTED["smollm"]
 
 
 def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooked():

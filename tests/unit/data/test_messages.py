@@ -12,7 +12,7 @@ import pytest
 from data_tokenizers import shipped, tokenizer_for
 
 from packtrain.config.schema import Data, Format
-from packtrain.data.prepare import prepare, prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_for(shipped("qwen3_training"))
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no JSON": (turns(HUMAN, ("function_call", "weather(Paris)")), "conversations[1].value: expected a call of a tool"),
     "no call": (turns(HUMAN, ("function_call", "[]")), "conversations[1].value: an empty list; expected"),
     "a call without a name": (turns(HUMAN, ("function_call", "{}")), "conversations[1].value[0]: expected a function with a"),
-    "a number": (turns(HUMAN, ("function_call", "7")), "conversations[1].value[0]: expected an object, found a number: 7"),
+    "a number": (turns(HUMAN, ("function_call", "7")), "conversations[1].value[0]: expected a function with a"),
     "arguments as a list": (of(ASK, called({**PARIS, "arguments": [1]})), "messages[1].tool_calls[0].arguments: expected an o"),
     "arguments as a word": (of(ASK, called({**PARIS, "arguments": "Paris"})), "tool_calls[0].arguments: the arguments are not"),
     "calls as an object": (of(ASK, called() | {"tool_calls": PARIS}), "messages[1].tool_calls: expected a list, found an obj"),
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]: no 'value'; found"),
     "words after a call": (
         of(ASK, parts("assistant", ("tool_call", PARIS), ("text", "Hm."))),
-        "messages[1].content[1]: a part of type 'text' after one of type 'tool_call'",
+        "messages[1].content[1]: a part of type 'text' after",
     ),
     "calls twice": (of(ASK, parts("assistant", ("tool_call", PARIS)) | {"tool_calls": [PARIS]}), "both 'tool_calls' and a"),
     "two thoughts": (of(ASK, {**END, "reasoning": "a", "thinking": "b"}), "messages[1].thinking: reasoning and thinking diff"),
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a weight": (of(ASK, {**END, "weight": 0.5}), "messages[1].weight: expected 0 or 1 (a turn is trained or not), found"),
     "weights within a turn": (of(ASK, {**END, "train_detail": [{}]}), "messages[1].train_detail: a turn is trained or not"),
     "a weight in words": (of(ASK, {**END, "train": "yes"}), "messages[1].train: expected 0 or 1"),
-    "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "train: weight and train say different things"),
+    "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "messages[1]: weight and train differ"),
     "xlam without calls": ({"query": "?", "answers": "[]", "tools": json.dumps([WEATHER])}, "answers: an empty list; expect"),
     "xlam with words": ({"query": "?", "answers": "It is.", "tools": json.dumps([WEATHER])}, "answers: expected a call of a "),
     "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight: what the user says is to be trained"),
@@ -246,22 +246,11 @@ def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
 
     row = {"chosen_messages": talk("there"), "rejected_messages": talk("you")}
     data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
-    train = prepare_pairs(data, TOKENIZER, seed=0).train
+    train = prepare(data, TOKENIZER, "dpo", seed=0).train
     assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}there<|im_end|>\n"
     row["rejected_messages"][2]["loss_weight"] = 0.0
     with pytest.raises(UserError, match="rejected_messages: a turn of the answer is not to be trained"):
-        prepare_pairs(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0)
-
-
-def test_pairs_of_calls_train_the_call(tmp_path):
-    row = {
-        **turns(HUMAN),
-        "chosen": {"from": "function_call", "value": json.dumps(PARIS)},
-        "rejected": {"from": "gpt", "value": "It is sunny."},
-        "tools": json.dumps([WEATHER]),
-    }
-    train = prepare_pairs(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0).train
-    assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}{ONE}\n"
+        prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, "dpo", seed=0)
 
 
 def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and_counted(tmp_path):
@@ -286,23 +275,6 @@ def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role
     assert "Mind the gap." in text.split(f"<|im_start|>{spoken}\n")[-1].split("<|im_end|>")[0]
 
 
-def test_what_the_template_leaves_out_is_named_by_its_place_in_the_file(tmp_path):
-    plain = tokenizer_for(shipped("qwen2_5"))
-    thinks = {"from": "gpt", "value": "It is sunny.", "thinking": "Hm."}
-    call = {"role": "tool_call", "content": json.dumps(PARIS)}
-    rows = {
-        "train.jsonl:1, messages[4].reasoning_content": of(ASK, call, call, RESULT, {**END, "thinking": "Hm."}),
-        "train.jsonl:1, conversations[1].reasoning_content": {
-            "conversations": [turns(HUMAN)["conversations"][0], thinks],
-            "system": "Answer with care.",
-        },
-    }
-    for place, row in rows.items():
-        with pytest.raises(UserError) as caught:
-            prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), plain, seed=0)
-        assert f"{place}: the chat template (the tokenizer's own) leaves out the thought 'Hm.'" in str(caught.value)
-
-
 DOCS = Path(__file__).parents[3] / "docs"
 SHOWN = [line for line in (DOCS / "data.md").read_text(encoding="utf-8").splitlines() if line.startswith('{"')]
 
@@ -315,4 +287,4 @@ def test_the_page_has_a_row_of_each_format_and_each_is_recognised_and_trained(tm
         report = prepare(data, TOKENIZER, seed=0).train.report
         assert report.kept == 1 and report.trained_tokens, line
         found.append(report.format)
-    assert {*found, "preference", "ranked"} == {*get_args(Format)}
+    assert {*found, "preference"} == {*get_args(Format)}

@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from packtrain.config.schema import Data
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import prepare, prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
 from packtrain.errors import UserError
 
@@ -76,7 +76,7 @@ def ours(tmp_path: Path, rows: list[Any], style: str = "smollm", **keys: Any) ->
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"max_length": None, "cache_dir": str(tmp_path / "cache"), **keys}
-    return prepare_pairs(Data(train=str(path), **keys), tokenizer_named(style), seed=0).train
+    return prepare(Data(train=str(path), **keys), tokenizer_named(style), "dpo", seed=0).train
 
 
 def documents(pairs: PairDataset) -> Pairs:
@@ -190,9 +190,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "chosen empty": ({"prompt": "Hello", "chosen": "", "rejected": "I"}, "empty", "chosen: the text is empty"),
     "rejected empty": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [said(" ")]}, "empty", "rejected[0].content"),
     "rejected no turn": ({"prompt": [ASK], "chosen": [GOOD], "rejected": []}, "empty", "rejected: there are no messages"),
-    "prompt null": ({"prompt": None, "chosen": "I", "rejected": "you"}, "wrong type", "prompt: expected a string or a list of messages, found null"),
-    "prompt a number": ({"prompt": 3, "chosen": "I", "rejected": "you"}, "wrong type", "prompt: expected a string or a list"),
-    "rejected null": ({"prompt": "Hello", "chosen": "I", "rejected": None}, "wrong type", "rejected: expected a string or a list"),
+    "prompt null": ({"prompt": None, "chosen": "I", "rejected": "you"}, "wrong type", "prompt: expected a list, found null"),
+    "prompt a number": ({"prompt": 3, "chosen": "I", "rejected": "you"}, "wrong type", "prompt: expected a list"),
+    "rejected null": ({"prompt": "Hello", "chosen": "I", "rejected": None}, "wrong type", "rejected: expected a list"),
     "nothing in common": ({"chosen": [ASK, GOOD], "rejected": [user("Who?"), BAD]}, "no common prompt", "different messages"),
     "strings apart": ({"chosen": "Hello", "rejected": "Who?"}, "no common prompt", "begin differently"),
     "prompt elsewhere": ({"question": "Why?", "chosen": "It is", "rejected": "It was"}, "no prompt", "data.columns.prompt=question"),
@@ -216,52 +216,6 @@ def test_what_is_no_pair_is_named_with_its_line_or_skipped_and_counted(tmp_path,
     assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
 
 
-RANKED: dict[str, Any] = {
-    "scores": {"responses": [" no", " yes", " so", " yes too"], "scores": [1.5, 3, 2, 3]},
-    "ranks": {"answers": [" no", " yes", " so"], "rank": [3, 1, 2]},
-    "UltraFeedback": {
-        "completions": [
-            {
-                "response": " so",
-                "overall_score": 6.5,
-                "fine-grained_score": 1,
-                "annotations": {"honesty": {"Rating": "5"}},
-            },
-            {"response": " yes", "overall_score": 8.0, "fine-grained_score": 1},
-            {"response": " no", "overall_score": -0.5, "fine-grained_score": 9},
-        ]
-    },
-    "Nectar": {"answers": [{"answer": " no", "rank": 7.0, "model": "a"}, {"answer": " yes", "rank": 1.0}], "turns": 1},
-    "columns of another name": {"list": [" yes", " no"], "judged": [2, 1], "q": "Well?"},
-    "numbers in text, as csv has them": {"candidates": '[" yes", " no"]', "rewards": "[0.5, -0.5]"},
-}
-
-
-@pytest.mark.parametrize("row", RANKED.values(), ids=RANKED.keys())
-def test_of_a_ranked_list_the_best_answer_makes_a_pair_with_the_worst(tmp_path, row):
-    columns = {"prompt": "q", "answers": "list", "scores": "judged"} if "q" in row else {}
-    row = row if columns else {"prompt": "Well?", **row}
-    pairs = ours(tmp_path, [row], columns=columns)
-    assert documents(pairs) == trl([{"prompt": "Well?", "chosen": " yes", "rejected": " no"}], "smollm")
-    assert pairs.report.format == "ranked"
-
-
-def test_a_ranked_list_follows_any_prompt_and_one_that_ranks_nothing_is_counted_as_no_pair(tmp_path):
-    texts = {"answers": [GOOD["content"], BAD["content"]], "scores": [2, 1]}
-    rows = [
-        {"prompt": [ASK], **texts},
-        {"instruction": ASK["content"], **texts},
-        {"conversations": [{"from": "human", "value": ASK["content"]}], **texts},
-        {"prompt": "Well?", "answers": ["one", "two"], "scores": [3, 3]},
-        {"prompt": "Well?", "answers": ["one"], "scores": [3]},
-        {"prompt": "Well?", "answers": ["one", "one"], "scores": [3, 1]},
-    ]
-    pairs = ours(tmp_path, rows, format="ranked")
-    assert documents(pairs) == 3 * trl(MESSAGES[:1], "smollm")
-    dropped = {"answers ranked equal": 1, "fewer than two answers": 1, "identical answers": 1}
-    assert (pairs.report.rows, pairs.report.kept, pairs.report.dropped) == (6, 3, dropped)
-
-
 PAGE = (Path(__file__).parents[3] / "docs/preferences.md").read_text(encoding="utf-8")
 SHOWN = PAGE.split("```json\n")[1].split("```")[0].splitlines()
 
@@ -271,30 +225,6 @@ def test_the_rows_that_the_documentation_shows_are_read(tmp_path, line):
     pair = ours(tmp_path, [json.loads(line)])[0]
     sides = [tokenizer_of("smollm").decode(side.input_ids[side.loss_mask]) for side in (pair.chosen, pair.rejected)]
     assert "4." in sides[0] and "4." not in sides[1]
-
-
-MISRANKED: dict[str, tuple[Any, str, str]] = {
-    "nothing to rank by": ({"answers": ["a", "b"]}, "not ranked", "nothing says which answer is better"),
-    "too few scores": ({"answers": ["a", "b"], "scores": [1]}, "lengths differ", "1 scores for 2 answers"),
-    "no number": ({"answers": ["a", "b"], "scores": [1, None]}, "wrong type", "scores, answer 2: expected a number, found null"),
-    "one without": ({"answers": [{"text": "a", "score": 1}, {"text": "b"}]}, "wrong type", "answers[…].score, answer 2"),
-    "not finite": ({"answers": ["a", "b"], "scores": [1, float("nan")]}, "wrong type", "found a number: nan"),
-    "no text": ({"answers": [{"score": 1}, {"text": "b", "score": 2}]}, "missing field", "answers[0]: no text of the answer"),
-    "an empty one": ({"answers": ["", "b"], "scores": [1, 2]}, "empty", "answers[0]: the answer is empty"),
-    "a pair": ({"chosen": "a", "rejected": "b"}, "missing column", "no column 'answers' or 'responses'"),
-    "no prompt": ({"prompt": ..., "answers": ["I say a", "I say b"], "scores": [1, 2], "question": "?"}, "no prompt", "data.columns.prompt=question"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("row, reason, words", MISRANKED.values(), ids=MISRANKED.keys())
-def test_a_list_that_cannot_be_read_is_named_with_its_line_or_skipped_and_counted(tmp_path, row, reason, words):
-    row = {name: value for name, value in {"prompt": "Well?", **row}.items() if value is not ...}
-    rows = [{"prompt": "Well?", "answers": ["a", "b"], "scores": [1, 2]}, row]
-    with pytest.raises(UserError) as caught:
-        ours(tmp_path, rows)
-    assert "pairs.jsonl:2" in str(caught.value) and words in str(caught.value)
-    report = ours(tmp_path, rows, bad_rows="skip").report
-    assert (report.kept, report.dropped) == (1, {reason: 1})
 
 
 def test_prompts_in_the_columns_of_alpaca_are_what_a_user_asks_and_keep_their_input(tmp_path):
@@ -307,13 +237,15 @@ def test_prompts_in_the_columns_of_alpaca_are_what_a_user_asks_and_keep_their_in
 
 
 def test_each_verb_refuses_the_rows_of_the_other(tmp_path):
-    with pytest.raises(UserError, match=r"these are messages; (.|\n)*packtrain sft"):
+    with pytest.raises(UserError, match=r"these are rows of messages(.|\n)*packtrain sft"):
         ours(tmp_path, [{"messages": [ASK, GOOD]}])
-    with pytest.raises(UserError, match=r"not those of preference pairs(.|\n)*chosen, rejected"):
+    with pytest.raises(UserError, match=r"no known format(.|\n)*chosen, rejected"):
         ours(tmp_path, [{"question": "Hello", "better": "I", "worse": "you"}])
     assert len(ours(tmp_path, MESSAGES)) == 3
     keys: Any = {"train": str(tmp_path / "pairs.jsonl"), "cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(UserError, match=r"preference pairs(.|\n)*packtrain dpo"):  # though the cache has them as pairs
+    with pytest.raises(
+        UserError, match=r"rows of preference(.|\n)*packtrain dpo"
+    ):  # though the cache has them as pairs
         prepare(Data(**keys), tokenizer_of("smollm"), seed=0)
 
 
@@ -323,4 +255,4 @@ def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
     for row, words in ((MESSAGES[0], "chat template"), (STRINGS[0], "no EOS token")):
         path.write_text(json.dumps(row))
         with pytest.raises(UserError, match=words):
-            prepare_pairs(Data(train=str(path), cache_dir=str(tmp_path / "cache")), bare, seed=0)
+            prepare(Data(train=str(path), cache_dir=str(tmp_path / "cache")), bare, "dpo", seed=0)

@@ -8,18 +8,16 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import yaml
 
 from packtrain.config.schema import Data
 from packtrain.config.yaml_files import shipped
-from packtrain.data.prepare import prepare_pairs
+from packtrain.data.prepare import prepare
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.quickstart import (
     ITEM,
     SPELT,
-    VOCABULARY,
     Split,
     conversations,
     held_out,
@@ -59,13 +57,6 @@ def test_fewer_rows_are_the_first_rows_and_another_seed_gives_others():
     assert conversations("train", seed=1, count=100) != conversations("train", seed=0, count=100)
 
 
-def test_lengths_have_a_long_tail_that_packing_is_for():
-    lengths = np.array([len(encoded(row["messages"])[0]) for row in conversations("train", count=3_000)])
-    assert np.percentile(lengths, 95) / np.median(lengths) > 4
-    assert lengths.min() < 25 and lengths.max() > 400
-    assert lengths.max() <= 1024
-
-
 def test_sums_and_days_are_right():
     days = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
     checked = 0
@@ -81,13 +72,6 @@ def test_sums_and_days_are_right():
                 assert answer["content"].endswith(f"It is {days[(days.index(words[6]) + distance) % 7]}.")
                 checked += 1
     assert checked > 200
-
-
-def test_the_vocabulary_has_the_special_tokens_and_no_more_than_it_says():
-    assert len(tokenizer()) <= VOCABULARY
-    assert tokenizer().eos_token == END
-    assert tokenizer().pad_token_id != tokenizer().eos_token_id
-    assert len(tokenizer()(END)["input_ids"]) == 1
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -153,7 +137,7 @@ def test_no_question_of_eval_is_asked_in_train():
 
 def test_quickstart_names_pairs_where_pairs_are_prepared(tmp_path, monkeypatch):
     monkeypatch.setitem(quickstart.PAIR_COUNTS, "train", 500)
-    made = prepare_pairs(Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), tokenizer(), seed=0)
+    made = prepare(Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), tokenizer(), "dpo", seed=0)
     assert made.eval is not None and (len(made.train), len(made.eval)) == (500, 200)
     splits: tuple[Split, Split] = ("train", "eval")
     for side, split in zip((made.train, made.eval), splits, strict=True):

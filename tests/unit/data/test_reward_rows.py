@@ -13,7 +13,7 @@ import pytest
 from trl import RewardTrainer
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data.prepare import prepare_pairs, prepare_with_margins
+from packtrain.data.prepare import prepare
 from packtrain.data.sources.quickstart import preferences, tokenizer
 from packtrain.errors import UserError
 
@@ -34,7 +34,7 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str
 
 def of(folder: Path, rows: list[dict[str, Any]], **given: Any) -> Any:
     data = Data(train=written(folder, rows), cache_dir=str(folder / "cache"), **given)
-    return prepare_with_margins(data, tokenizer(), seed=0)
+    return prepare(data, tokenizer(), "reward", seed=0)
 
 
 @pytest.mark.parametrize("rows", [CHATS, PLAIN, IMPLICIT], ids=["chats", "plain", "implicit"])
@@ -58,7 +58,7 @@ def test_margins_stay_with_their_pairs(tmp_path: Path) -> None:
     other = written(tmp_path, [{**PLAIN[0], "margin": -1}], "other")
     columns = {"margin": "better_by"}
     data = Data(train=train, cache_dir=str(tmp_path / "cache"), columns=columns, eval=0.34)
-    made = prepare_with_margins(data, tokenizer(), seed=0)
+    made = prepare(data, tokenizer(), "reward", seed=0)
     assert made.eval is not None and len(made.eval) == 2
     found = [*made.train.margins, *made.eval.margins]
     assert sorted(found) == [0, 0, 0, 0.5, 2, 2.5] and made.train.margins.dtype == np.float32
@@ -68,7 +68,7 @@ def test_margins_stay_with_their_pairs(tmp_path: Path) -> None:
             row = next(one for one in rows if one["prompt"][-1]["content"] in asked)
             assert part.margins[number] == (row.get("better_by") or 0)
     sources: Any = [DataSource(path=other, weight=2), written(tmp_path, CHATS, "third")]
-    mixed = prepare_with_margins(Data(train=sources, cache_dir=str(tmp_path / "cache")), tokenizer(), seed=0).train
+    mixed = prepare(Data(train=sources, cache_dir=str(tmp_path / "cache")), tokenizer(), "reward", seed=0).train
     assert mixed.margins.tolist() == [-1, -1, *[0] * 6]
 
 
@@ -76,7 +76,7 @@ def test_other_margins_are_other_data_and_preferences_have_none(tmp_path: Path) 
     one, other = (of(tmp_path, [{**row, "margin": margin} for row in CHATS]).train for margin in (0, 1))
     assert one.fingerprint != other.fingerprint
     data = Data(train=written(tmp_path, [{**CHATS[0], "margin": "large"}]), cache_dir=str(tmp_path / "cache"))
-    assert len(prepare_pairs(data, tokenizer(), seed=0).train) == 1
+    assert len(prepare(data, tokenizer(), "dpo", seed=0).train) == 1
     for margin in ("large", "nan", 1e300, True):
         with pytest.raises(UserError, match="margin: expected a number that float32 holds, found"):
             of(tmp_path, [{**CHATS[0], "margin": margin}])
@@ -85,4 +85,4 @@ def test_other_margins_are_other_data_and_preferences_have_none(tmp_path: Path) 
 def test_margins_of_csv_are_text(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\nd,e,f,\ng,h,i,-2\n")
     data = Data(train=str(tmp_path / "rows.csv"), cache_dir=str(tmp_path / "cache"))
-    assert sorted(prepare_with_margins(data, tokenizer(), seed=0).train.margins) == [-2, 0, 0.5]
+    assert sorted(prepare(data, tokenizer(), "reward", seed=0).train.margins) == [-2, 0, 0.5]

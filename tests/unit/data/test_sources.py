@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -19,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import tokenizer_of
 
-import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.config.schema import sources as named
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources import locate as sources
-from packtrain.data.sources import offline as hub
+from packtrain.data.sources import quickstart
+from packtrain.data.tokens import pretrained as hub
 from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
 
@@ -59,11 +56,11 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
     [
         ("x.jsonl", f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1: broken JSON: Exceeds the limit"),
         ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: maximum recursion depth"),
-        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json:2: broken JSON: Exceeds the limit"),
-        ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: maximum recursion depth"),
-        ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json:2: not UTF-8: the element holds bytes"),
+        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json: broken JSON: Exceeds the limit"),
+        ("x.json", f"[\n{DEEP}]", "x.json: broken JSON: maximum recursion depth"),
+        ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json: cannot read the file"),
         ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
-        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16-le"), "x.jsonl: the file begins with a NUL byte"),
+        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16-le"), "x.jsonl: the file is not UTF-8"),
         ("x.csv", 'text\nfine\n"open\nlost\nlost too\n', "x.csv:3: broken csv: unexpected end of data"),
         ("x.csv", 'text\n"a"b\nfine\n', "x.csv:2: broken csv"),
         ("x.csv", "text,id,text\na,1,b\n", "x.csv:1: two columns are called 'text'"),
@@ -82,7 +79,7 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, name, content
 @pytest.mark.parametrize(
     "table, words",
     [
-        (text_table(b"fine", b"\xff\xfe"), "row 2: not UTF-8: the row holds the byte 0xff"),
+        (text_table(b"fine", b"\xff\xfe"), "row 2: the row cannot be read"),
         (
             pa.table({"text": ["fine", "late"], "at": pa.array([0, 2**60], pa.timestamp("us"))}),
             "row 2: the row cannot be read: date value out of range",
@@ -120,21 +117,12 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
     assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
-@pytest.mark.parametrize(
-    "body", ["{{ 1 // 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
-)
+@pytest.mark.parametrize("body", ["{{ 1 // 0 }}", "{% if", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
 def test_a_template_that_fails_in_an_odd_way_refuses_the_conversation(tmp_path, body):
     (tmp_path / "own.jinja").write_text(body)
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
     with pytest.raises(UserError, match="messages: the chat template refuses the conversation"):
         go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"))
-
-
-def test_a_broken_template_is_named_with_its_line_and_no_row(tmp_path):
-    (tmp_path / "own.jinja").write_text("{{ 1 }}\n{% if")
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
-    with pytest.raises(UserError, match=r"^\S*own.jinja, line 2 of the chat template: broken chat template"):
-        go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"), bad_rows="skip")
 
 
 def test_hidden_files_of_a_folder_are_not_read(tmp_path):
@@ -166,62 +154,10 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
     assert not list((tmp_path / "cache").glob("*.building"))
 
 
-def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 50)
-    program = f"""
-        import signal, sys
-        sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
-        from concurrent.futures import ProcessPoolExecutor
-        from data_tokenizers import tokenizer_of
-        from packtrain.config.schema import Data
-        from packtrain.data import prepare as module
-
-        class Pool(ProcessPoolExecutor):
-            def shutdown(self, **given):
-                print(signal.SIGINT in self.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
-                super().shutdown(**given)
-
-        if __name__ == "__main__":
-            module.ProcessPoolExecutor, module.FEW_ROWS = Pool, 10
-            module.count_tokenising_processes = lambda: 2
-            module.prepare(Data(train="x.jsonl", cache_dir="cache"), tokenizer_of("smollm"), seed=0)
-    """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout == "True\n"
-
-
-def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp_path):
-    (tmp_path / "big.jinja").write_text("{# " + "x" * 300_000 + " #}")  # more than a pipe holds
-    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 100)
-    program = f"""
-        import os, sys
-        if __name__ != "__main__":
-            os._exit(9)
-        sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
-        from data_tokenizers import tokenizer_of
-        from packtrain.config.schema import Data
-        from packtrain.data import prepare as module
-        module.FEW_ROWS, module.count_tokenising_processes = 10, lambda: 2
-        data = Data(train="x.jsonl", cache_dir="cache", chat_template="big.jinja")
-        try:
-            module.prepare(data, tokenizer_of("smollm"), seed=0)
-        except module.PacktrainError as error:
-            print(error)
-    """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert "a tokenising process died" in done.stdout
-
-
 @pytest.fixture
 def no_hub(monkeypatch):
     """No path may be asked for at the hub."""
-    monkeypatch.setattr(sources, "_load_from_hub", lambda source, role: pytest.fail(f"{source.path} is no hub id"))
+    monkeypatch.setattr(sources, "_load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
 
 
 @pytest.mark.parametrize("name", ["chats.docx", "chats.zip", "data/chats.xlsx", "chats.unheard"])
@@ -287,12 +223,11 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
 )
 def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
     with pytest.raises(UserError, match=words):
-        sources.locate(DataSource(path="quickstart", **source), role, 0)
+        sources.locate(DataSource(path="quickstart", **source), role, 0, "sft", "document")
 
 
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
     (source,) = named("quickstart", role)
-    assert (found := sources.locate(source, role, 0)) and isinstance(found, sources.Quickstart)
-    assert found.split == role
-    assert sources.locate(DataSource(path="quickstart", split="eval"), "eval", 0).name == "quickstart"
+    first = next(iter(next(sources.locate(source, role, 0, "sft", "document").chunks()).rows()))[1]
+    assert first == quickstart.conversations(role, 0, 1)[0]

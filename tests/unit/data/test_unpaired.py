@@ -16,7 +16,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.dataset import UnpairedDataset
-from packtrain.data.prepare import prepare, prepare_pairs, prepare_unpaired
+from packtrain.data.prepare import prepare
 from packtrain.data.sources import quickstart
 from packtrain.errors import UserError
 
@@ -63,7 +63,7 @@ def data_of(tmp_path: Path, rows: list[Any], **keys: Any) -> Data:
 
 
 def ours(tmp_path: Path, rows: list[Any], style: str = "smollm", **keys: Any) -> UnpairedDataset:
-    return prepare_unpaired(data_of(tmp_path, rows, **keys), tokenizer_named(style), seed=0).train
+    return prepare(data_of(tmp_path, rows, **keys), tokenizer_named(style), "kto", seed=0).train
 
 
 def answers(data: UnpairedDataset) -> Answers:
@@ -154,7 +154,7 @@ def test_a_row_without_a_clear_label_prompt_or_answer_is_refused_by_name(tmp_pat
     ("rows", "said"),
     [
         ([{"messages": [ASK, GOOD]}], "no column 'label' says which answers are desirable(.|\n)*packtrain sft"),
-        ([{"text": "Hello there!", "label": True}], "rows of text have no answer"),
+        ([{"text": "Hello there!", "label": True}], "these are rows of text, and packtrain kto needs"),
         ([{"messages": [ASK, GOOD, ASK], "label": True}], "the answer is what the user says"),
         ([{"messages": [GOOD], "label": True}], "there is nothing that is answered"),
     ],
@@ -165,9 +165,9 @@ def test_data_of_another_objective_is_told_apart(tmp_path, rows, said):
 
 
 def test_sft_and_dpo_say_that_answers_with_labels_are_for_kto(tmp_path):
-    for make in (prepare, prepare_pairs):
+    for kind in ("sft", "dpo"):
         with pytest.raises(UserError, match="packtrain kto"):
-            make(data_of(tmp_path, CHATS), tokenizer_named("smollm"), seed=0)
+            prepare(data_of(tmp_path, CHATS), tokenizer_named("smollm"), kind, seed=0)
 
 
 def test_all_answers_to_a_prompt_are_held_out_together(tmp_path):
@@ -176,7 +176,7 @@ def test_all_answers_to_a_prompt_are_held_out_together(tmp_path):
         for number in range(30)
         for side in (0, 1)
     ]
-    made = prepare_unpaired(data_of(tmp_path, rows, eval=0.3), tokenizer_named("smollm"), seed=0)
+    made = prepare(data_of(tmp_path, rows, eval=0.3), tokenizer_named("smollm"), "kto", seed=0)
     assert made.eval is not None and len(made.eval) == 18 and len(made.train) == 42
     assert made.eval.labels.tolist() == [False, True] * 9
     report = made.train.report.labels
@@ -188,9 +188,6 @@ def test_a_label_changes_the_fingerprint_and_a_weight_repeats_it(tmp_path):
     data, other = ours(tmp_path, CHATS), ours(tmp_path, turned)
     assert data.fingerprint != other.fingerprint
     source: Any = {"path": str(tmp_path / "answers.jsonl"), "weight": 2.0}
-    twice = prepare_unpaired(
-        Data(train=[DataSource(**source)], max_length=None, cache_dir=str(tmp_path / "cache")),
-        tokenizer_named("smollm"),
-        seed=0,
-    ).train
+    data_twice = Data(train=[DataSource(**source)], max_length=None, cache_dir=str(tmp_path / "cache"))
+    twice = prepare(data_twice, tokenizer_named("smollm"), "kto", seed=0).train
     assert twice.labels.tolist() == other.labels.tolist() * 2
