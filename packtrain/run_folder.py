@@ -101,7 +101,7 @@ class RunFolder:
         return self.logs / f"rank-{rank:05d}.log"
 
     def restarts(self) -> list[dict[str, Any]]:
-        """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
+        """The restarts so far (launch/coordinator.py::Restarts), as summary.json has them."""
         content = _json_of(self.restarted)
         return [restart for restart in content if isinstance(restart, dict)] if isinstance(content, list) else []
 

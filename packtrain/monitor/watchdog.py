@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from packtrain.monitor.channel import Server
 from packtrain.monitor.diagnosis import Diagnosis, RankState, describe_waits, diagnose, live_among
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
-from packtrain.monitor.processes import UNKNOWN, ProcessState
-from packtrain.monitor.stacks import Collective, main_stack
+from packtrain.monitor.processes import Collective, ProcessState, main_stack
 from packtrain.run_folder import in_time, write_json
 
 DIAGNOSIS = "diagnosis.txt"
@@ -43,28 +42,35 @@ _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
 _LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
-_LONGEST_PAUSE_S = 3  # a longer one between two looks means that this process was suspended, not that ranks stood still
+_LONGEST_PAUSE_S = (
+    3  # a longer one between two rounds means that this process was suspended, not that ranks stood still
+)
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The reports of a rank; `beat` is its last one, `heard` the time of it, `since` when it last reported progress, `answer`
-    what it says of its stacks and collectives (fields of RankState), of which `text` is the dump."""
+    """What is known of a rank of machine `node`: its `state`, whose times are those of its last report (`heard`), of its last
+    progress (`since`) and of its stop; `changes` is the number of its progress reports, `text` the dump of its stacks."""
 
-    host: str
     node: int
+    state: RankState
     since: float
-    beat: Mapping[str, Any] = field(default_factory=dict)
     heard: float | None = None
-    process: ProcessState = UNKNOWN
     stopped: float | None = None
+    changes: int | None = None
     text: str = ""
-    answer: dict[str, Any] = field(default_factory=dict)
 
     def keep_answer(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
         """Keeps stacks and collectives; an empty text discards those that are out of date."""
         last = {name: value and Collective(**value) for name, value in (collectives or {}).items()}
-        self.text, self.answer = text, {"stack": main_stack(text), **last}
+        known: dict[str, Any] = {"pending": None, "finished": None, **last}
+        self.text, self.state = text, replace(self.state, stack=main_stack(text), **known)
+
+    def state_at(self, now: float) -> RankState:
+        heard_s = None if self.heard is None else round(max(now - self.heard, 0.0), 1)
+        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - self.since, 0.0)
+        stopped_s = now - self.stopped if self.stopped else 0.0
+        return replace(self.state, heard_s=heard_s, still_s=round(still_s, 1), stopped_s=stopped_s)
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -80,7 +86,11 @@ class Watchdog:
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
         self._machines, self._limits, self._logs = machines, limits, logs
         self._looked = now = time.monotonic()
-        self._ranks = {rank: _Rank(host, node, now) for node, (host, ranks) in enumerate(machines) for rank in ranks}
+        self._ranks = {
+            rank: _Rank(node, RankState(rank, host), now)
+            for node, (host, ranks) in enumerate(machines)
+            for rank in ranks
+        }
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
         self._asked = -1e9  # when all were last asked for stacks and collectives
@@ -91,8 +101,6 @@ class Watchdog:
         for earlier in (logs / DIAGNOSIS, logs / RANKS, *stacks):
             with suppress(OSError):
                 earlier.unlink()
-
-    # -- reports
 
     def attach(self, server: Server) -> None:
         """Registers the handlers for beats and for packtrain doctor."""
@@ -105,26 +113,28 @@ class Watchdog:
             rank = self._ranks.get(beat["rank"])
             if rank is None:
                 return {"ask": False, "end": f"there is no rank {beat['rank']} in this run"}
-            rank.heard, rank.host = time.monotonic(), rank.host or beat["host"]
-            if beat["changes"] != rank.beat.get("changes"):
-                rank.since = rank.heard
+            rank.heard = time.monotonic()
+            reported = {name: beat[name] for name in _BEAT_FIELDS}
+            rank.state = replace(rank.state, host=rank.state.host or beat["host"], **reported)
+            if beat["changes"] != rank.changes:
+                rank.since, rank.changes = rank.heard, beat["changes"]
                 rank.keep_answer("")  # the rank moved on: its stack is out of date
             if "stacks" in beat:
                 rank.keep_answer(beat["stacks"], beat["collectives"])
             if "ended" in beat:
-                rank.process = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
-            rank.beat = beat
+                ended = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
+                rank.state = replace(rank.state, process=ended)
             return {"ask": self._is_asked(rank), "end": self.end or None}
 
     def take_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
         with self._lock:
             self._launchers[node] = time.monotonic()
-            for number, state in states.items():
+            for number, process in states.items():
                 rank = self._ranks.get(number)
-                if rank is not None and not rank.process.reported:  # the rank's own report says more
-                    rank.process = state
-                    rank.stopped = (rank.stopped or time.monotonic()) if state.state == "stopped" else None
+                if rank is not None and not rank.state.process.reported:  # the rank's own report says more
+                    rank.state = replace(rank.state, process=process, pid=rank.state.pid or process.pid)
+                    rank.stopped = (rank.stopped or time.monotonic()) if process.state == "stopped" else None
 
     def take_stacks(self, texts: Mapping[int, str]) -> None:
         """Takes stacks that a launcher had faulthandler dump."""
@@ -138,7 +148,7 @@ class Watchdog:
         if time.monotonic() - self._asked < STACK_ANSWER_S:
             return []
         ours = [(number, rank) for number, rank in self._ranks.items() if rank.node == node]
-        return [number for number, rank in ours if self._is_asked(rank) and rank.process.state != "gone"]
+        return [number for number, rank in ours if self._is_asked(rank) and not rank.state.gone]
 
     def _is_asked(self, rank: _Rank) -> bool:
         return not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
@@ -147,21 +157,9 @@ class Watchdog:
         """Seconds for ranks to answer themselves, and then for their launchers to dump the stacks of the others."""
         return STACK_ANSWER_S + 2 * max(LOOK_S, len(self._ranks) / 200) + 2
 
-    # -- states
-
     def states(self) -> list[RankState]:
         with self._lock:
-            return [self._state(number, rank, time.monotonic()) for number, rank in sorted(self._ranks.items())]
-
-    def _state(self, number: int, rank: _Rank, now: float) -> RankState:
-        reported: dict[str, Any] = {"pid": rank.process.pid}
-        if rank.beat:
-            reported = {name: rank.beat[name] for name in _BEAT_FIELDS}
-        heard_s = None if rank.heard is None else round(max(now - rank.heard, 0.0), 1)
-        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - rank.since, 0.0)
-        stopped_s = now - rank.stopped if rank.stopped else 0.0
-        times: dict[str, Any] = {"heard_s": heard_s, "still_s": round(still_s, 1), "stopped_s": stopped_s}
-        return RankState(number, rank.host, **reported, **times, process=rank.process, **rank.answer)
+            return [rank.state_at(time.monotonic()) for _, rank in sorted(self._ranks.items())]
 
     def trains(self) -> bool:
         """Whether any rank has begun to train."""
@@ -170,8 +168,6 @@ class Watchdog:
     def describe_waits(self, but: Collection[int] = ()) -> tuple[str, ...]:
         """What the ranks do, in words, except those in `but`."""
         return describe_waits([state for state in self.states() if state.rank not in but])
-
-    # -- conclusions
 
     def diagnose(self) -> Diagnosis | None:
         """The diagnosis for which the run has to be ended, None while it goes on; called once a second.
@@ -248,18 +244,16 @@ class Watchdog:
         return diagnosis
 
     def _write_stacks(self) -> None:
-        texts = {}
-        for state in self.states():
-            if text := self._ranks[state.rank].text:
-                pending = f"-- pending: {state.pending}\n" if state.pending else ""
-                texts[state.rank] = f"{text}\n{pending}"
+        texts = {
+            rank: f"{known.text}\n" + (f"-- pending: {known.state.pending}\n" if known.state.pending else "")
+            for rank, known in self._ranks.items()
+            if known.text
+        }
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
 
     def write_diagnosis(self, diagnosis: str) -> None:
         """Writes a diagnosis to logs/, where packtrain doctor finds it."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
-
-    # -- for packtrain doctor
 
     def show(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The state of every rank; with `stacks`, or if the ranks stand still, it asks them for stacks first.

@@ -15,7 +15,7 @@ import pytest
 from packtrain.errors import PacktrainError
 from packtrain.launch import rendezvous
 from packtrain.launch.attempt import locked
-from packtrain.launch.exit_status import Outcome, judge
+from packtrain.launch.exit_status import Report, judge
 from packtrain.launch.rendezvous import Place, meet
 from packtrain.monitor.channel import Server
 from packtrain.plan import network_settings as names
@@ -156,11 +156,8 @@ def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> Non
 
 def test_the_page_has_what_the_verdict_says() -> None:
     names = {0: "n1", 1: "n2"}
-    assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
-    silent, ended = Outcome(lost="silent for 12 s"), Outcome(lost="its launcher ended")
-    late = Outcome(lost="its processes had not ended 30 s after the failure")
-    for outcomes in ((Outcome(), silent), (Outcome(), ended), (Outcome(), late), (silent, Outcome())):
-        said, cause, advice = judge(dict(enumerate(outcomes)), names, 8).lines
+    for why in ("silent for 12 s", "its launcher ended", "its processes had not ended 30 s after the failure"):
+        said, cause, advice = judge({0: Report(0), 1: Report(1, lost=why)}, names, 8).lines
         assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
 
 
