@@ -31,7 +31,6 @@ PLACE = Place("n1", 29500, 300, "job")
 def same(text: str) -> str:
     """A text without what differs from run to run: numbers, addresses, host names, processes, folders."""
     text = re.sub(r"\b(localhost|127\.0\.0\.1|n\d+)\b", "HOST", text)
-    text = re.sub(r"process \d+ \(.*?\)", "process", text)
     return re.sub(r"\S*/\S*", "PATH", re.sub(r"\d[\d.]*", "0", text))
 
 
@@ -130,7 +129,6 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "port taken": port_taken,
     "no interface": no_interface,
     "other program": other_program,
-    "other run": lambda: answered(lambda body: body["nothing"]),
     "nodes": lambda: unequal(nodes=3),
     "GPUs": lambda: unequal(per_node=7, gpus=7),
     "fewer GPUs": lambda: unequal(gpus=7),
