@@ -51,7 +51,7 @@ from packtrain.train.preparation import (
     spread_model,
 )
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.sync.store_barrier import Peers
+from packtrain.train.sync.checks import Peers
 
 _ENDLESS = 10**6
 _COMPARED_STEPS = 8

@@ -68,12 +68,14 @@ from packtrain.train.preparation import (
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync.checks import (
+    Peers,
     agree_on_start,
     check_run_folder,
     connect,
+    join,
     limit_collectives,
+    preparing_s,
 )
-from packtrain.train.sync.store_barrier import Peers, join, preparing_s
 from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000

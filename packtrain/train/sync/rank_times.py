@@ -32,9 +32,7 @@ _FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data")
 _STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _GPU_PHASES = ("forward", "backward", "counts")
 _REMEMBERED = 16
-_STEPS_AHEAD = (
-    2  # of its GPU is a process at most, since it reads the counts of a step before the next one begins (loop.py)
-)
+_STEPS_AHEAD = 2  # of its GPU at most: a process reads the counts of a step before the next one begins (loop.py)
 _WINDOW_STEPS = 20
 EXCHANGE_EVERY = 10
 """Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
@@ -140,16 +138,12 @@ class RankTimes:
         figures: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
         for part, name in enumerate(_MEASURED.values()):
             values = sorted((times[:, part] / steps).tolist())
-            figures |= {
-                f"{name}/min": values[0],
-                f"{name}/median": statistics.median(values),
-                f"{name}/max": values[-1],
-            }
+            for kind, value in (("min", values[0]), ("median", statistics.median(values)), ("max", values[-1])):
+                figures[f"{name}/{kind}"] = value
         self._window, self._window_steps = self._window + times, self._window_steps + steps
         self._whole, self._whole_steps = self._whole + times, self._whole_steps + steps
         if self._window_steps >= _WINDOW_STEPS:
-            mean = self._window / self._window_steps
-            forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
+            forward, data = ((self._window[:, part] / self._window_steps).tolist() for part in (_FORWARD, _DATA))
             for sentence in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
                 self._say(sentence)
             self._window, self._window_steps = torch.zeros_like(times), 0
@@ -169,23 +163,18 @@ def slow_ones(
     """A sentence for each machine with ranks whose forward passes and loading of data (s a step, by rank) take > 20 % longer
     than the median, except those in `known`, to which they are added. Of two ranks the faster one counts as median."""
     seconds = [sum(both) for both in zip(forward, data, strict=True)]
-    limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S)
-    slow = {rank for rank, own_s in enumerate(seconds) if own_s > limit} - known
+    usual_s = statistics.median_low(seconds)
+    slow = {rank for rank, own_s in enumerate(seconds) if own_s > _SLOWER * max(usual_s, _NOISE_S)} - known
     known |= slow
-    usual_forward_s, usual_data_s = statistics.median_low(forward), statistics.median_low(data)
     sentences = []
     for host, machine in machines:
-        if not (ranks := [rank for rank in machine if rank in slow]):
-            continue
-        forward_s, data_s = (statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data))
-        what, where, own_s, usual_s = "forward passes take", "the clocks of its GPUs", forward_s, usual_forward_s
-        if data_s - usual_data_s > forward_s - usual_forward_s:
-            what, where = "loading data takes", "the file system that the data is on"
-            own_s, usual_s = data_s, usual_data_s
-        slower = 100 * ((forward_s + data_s) / max(usual_forward_s + usual_data_s, 1e-6) - 1)
-        sentences.append(
-            f"{ranks_in_words(ranks)} on {host} {'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, "
-            f"and the others wait: {what} {own_s:.3g} s a step, the median is {usual_s:.3g} s (over {steps} steps); "
-            f"look what else runs on that machine, and at {where}"
-        )
+        if ranks := [rank for rank in machine if rank in slow]:
+            own_s = statistics.median_low([seconds[rank] for rank in ranks])
+            data_s = statistics.median_low([data[rank] for rank in ranks])
+            sentences.append(
+                f"{ranks_in_words(ranks)} on {host} {'is' if len(ranks) == 1 else 'are'} "
+                f"{100 * (own_s / max(usual_s, 1e-6) - 1):.0f} % slower than the median, and the others wait: forward passes and "
+                f"loading data take {own_s:.3g} s a step ({data_s:.3g} s for the data), the median is {usual_s:.3g} s (over {steps} "
+                f"steps); look what else runs on that machine, at the clocks of its GPUs and the file system of the data"
+            )
     return sentences
