@@ -37,13 +37,12 @@ _LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # a longer time between two means that
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
+    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason; and the `verdict` on the
+    run, once there is one. `why` explains `stop` on the terminal."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
-    stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
 
 
@@ -159,7 +158,7 @@ class Coordinator:
                 self._record(report)
             if self._verdict is not None:
                 self._informed.add(node)
-            orders = Orders(stacks=tuple(self._watchdog.wanted_stacks(node)), verdict=self._verdict)
+            orders = Orders(verdict=self._verdict)
             if self._stop is not None and self._stop[1] != node:
                 number, asked = self._stop
                 why = f"stop asked by {signal.Signals(number).name} on {self._names[asked]}"

@@ -148,7 +148,7 @@ def is_failure(code: int | None) -> bool:
 
 @dataclass(slots=True)
 class Report:
-    """A launcher's report of machine `node`: the processes of its `ranks`, their `stacks` if asked for, the `signal` that it
+    """A launcher's report of machine `node`: the processes of its `ranks`, the `stacks` of those that crashed, the `signal` that it
     received, and its first failure in words (`failed`).
 
     Once all processes have `ended`, `ranks` leaves out those that the launcher ended because others had failed. `launched` is

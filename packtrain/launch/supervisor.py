@@ -22,7 +22,7 @@ from typing import Any
 from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import Stopped, Verdict, is_failure, listening, tail_of
 from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, crash_of, dump, life_of, memory_kills
+from packtrain.monitor.processes import Life, ProcessState, crash_of, life_of, memory_kills
 from packtrain.run_folder import in_time
 
 SELF_EXIT_S = 2
@@ -133,11 +133,6 @@ class Supervisor:
         if end and self._ending is None:
             print(f"ending the processes on {self._host}: {end}", file=sys.stderr, flush=True)
             self._ending = time.monotonic()
-        given = {rank: text for rank, text in self._reporter.report.stacks.items() if rank in orders.stacks}
-        for rank in orders.stacks:
-            if rank not in given and rank in self._workers:
-                given[rank] = dump(self._exits, self._workers[rank])
-        self._reporter.report.stacks = given
 
     def _follow_stop_order(self) -> None:
         orders = self._reporter.orders
@@ -179,7 +174,7 @@ class Supervisor:
 
     def _final_facts(self) -> dict[str, Any]:
         """How the processes of this machine ended, as fields of Report."""
-        facts_of, known = read_exits(self._exits), self._reporter.report.ranks
+        facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0
         ranks = {
             rank: ProcessState(facts.get("pid", 0), "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
@@ -192,7 +187,7 @@ class Supervisor:
                 # where the only worker is in torchrun's place, the signal that ended it is the worker's
                 code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
                 if text := crash_of(self._exits, state.pid):
-                    self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
+                    stacks[rank] = text
                 code = code if code is not None and code < 0 else None  # it did not write a positive code itself
                 ranks[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
         failed = [rank for rank, state in ranks.items() if rank and is_failure(state.code)]
@@ -200,7 +195,14 @@ class Supervisor:
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
         tails |= {rank: state.lost.splitlines() for rank, state in ranks.items() if state.lost}
         launched = ended if self._ending is None else 0
-        return {"ranks": ranks, "launched": launched, "signal": self._received, "tails": tails, "log": str(self._log)}
+        return {
+            "ranks": ranks,
+            "stacks": stacks,
+            "launched": launched,
+            "signal": self._received,
+            "tails": tails,
+            "log": str(self._log),
+        }
 
     def _tail(self, log: Path) -> list[str]:
         """The last lines that were written to a log since the start."""

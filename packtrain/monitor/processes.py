@@ -1,8 +1,8 @@
 """The processes of ranks: their state in the operating system, the Python stacks of their threads, and pending collectives.
 
 A rank's heartbeat thread reads its own stacks (`own_stacks`), also while the main thread waits in a collective, which releases
-Python's lock (the GIL). If C code holds the lock, the rank's launcher sends SIGUSR2, on which faulthandler writes the stacks in
-the signal handler itself (`listen`, `dump`). Collectives come from torch's flight recorder, which gloo and NCCL always keep.
+Python's lock (the GIL), and has its loader processes write theirs on SIGUSR2 (`listen`, `dump`). Collectives come from torch's
+flight recorder, which gloo and NCCL always keep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -28,7 +27,6 @@ Life = Literal["running", "stopped", "gone"]
 STACKS = "PACKTRAIN_STACKS"
 """Environment variable of a rank: the folder that stacks are written into, one per launch and machine."""
 DUMP_S = 1.0
-_WAITS, _WRITES = (re.compile(rf'checkpoint/writer.py", line \d+ in {name}$') for name in ("_heard", "_write"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +143,9 @@ def crash_of(folder: Path, pid: int) -> str:
 
 
 def main_stack(text: str) -> tuple[str, ...]:
-    """The main thread's calls in a dump of faulthandler, which writes that thread last; innermost call first. Where it waits
-    for the thread that writes a checkpoint, that one's."""
-    threads: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.endswith("(most recent call first):"):
-            threads.append([])
-        elif line.startswith('  File "'):
-            threads[-1].append(line.strip())
-    *others, main = threads
-    writers = [calls for calls in others if any(map(_WRITES.search, calls))]
-    return tuple(writers[0] if writers and any(map(_WAITS.search, main)) else main)
+    """The main thread's calls in a dump of faulthandler, which writes that thread last; innermost call first."""
+    main = text.rpartition("(most recent call first):")[2]
+    return tuple(line.strip() for line in main.splitlines() if line.startswith('  File "'))
 
 
 def own_collectives() -> dict[str, Any]:

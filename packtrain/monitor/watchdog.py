@@ -1,15 +1,13 @@
 """The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
 
 There is one, in the process that serves the control channel, which calls `diagnose` once a second. A rank may be without progress
-until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. After a minute without
-progress a notice names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and
-pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
+until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. Shortly before the deadline
+all ranks are asked for their stacks and pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
 whole deadline from its last beat on.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -30,14 +28,10 @@ RANKS = "ranks.json"
 LOOK_S = 1.0
 STOPPED_S = 5
 """Seconds that a process may be stopped (SIGSTOP) before the run is ended."""
-NOTICE_S = 60
-"""Seconds of standstill, and _USUAL_STEPS usual steps, after which a notice names the rank that keeps the others waiting."""
-STACK_ANSWER_S = 3
-"""Seconds for ranks to send their stacks themselves, before their launchers have faulthandler dump them."""
-_DOCTOR_STALL_S = 5
-"""Shorter pauses are ignored; packtrain doctor reports a stall from here on, earlier than the notice."""
-_USUAL_STEPS = 3
-_ASK_AHEAD_S = 10  # before a deadline or a notice, so that the stacks are there in time
+_ANSWER_S = 7  # for ranks to send their stacks
+_STALL_S, _USUAL_STEPS = 5, 3  # shorter pauses are ignored; packtrain doctor reports a stall from here on
+_FIRST_STALL_S = 60  # the same while no step is known
+_ASK_AHEAD_S = 10  # before a deadline, so that the stacks are there in time
 _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
 _LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
@@ -94,7 +88,6 @@ class Watchdog:
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
         self._asked = -1e9  # when all were last asked for stacks and collectives
-        self._noticed: tuple[Any, ...] = ()
         self._diagnosis: Diagnosis | None = None
         self.end = ""
         stacks = [stacks_of(logs, rank) for rank in self._ranks]
@@ -137,25 +130,17 @@ class Watchdog:
                     rank.stopped = (rank.stopped or time.monotonic()) if process.state == "stopped" else None
 
     def take_stacks(self, texts: Mapping[int, str]) -> None:
-        """Takes stacks that a launcher had faulthandler dump."""
+        """Takes stacks that ranks left as they crashed."""
         with self._lock:
             for number, text in texts.items():
                 if number in self._ranks and not self._ranks[number].text:
                     self._ranks[number].keep_answer(text)
 
-    def wanted_stacks(self, node: int) -> list[int]:
-        """The ranks of machine `node` that were asked for their stacks and did not answer: their launcher is to dump them."""
-        if time.monotonic() - self._asked < STACK_ANSWER_S:
-            return []
-        ours = [(number, rank) for number, rank in self._ranks.items() if rank.node == node]
-        return [number for number, rank in ours if self._is_asked(rank) and not rank.state.gone]
-
     def _is_asked(self, rank: _Rank) -> bool:
         return not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
 
     def _answer_limit_s(self) -> float:
-        """Seconds for ranks to answer themselves, and then for their launchers to dump the stacks of the others."""
-        return STACK_ANSWER_S + 2 * max(LOOK_S, len(self._ranks) / 200) + 2
+        return _ANSWER_S + len(self._ranks) / 100
 
     def states(self) -> list[RankState]:
         with self._lock:
@@ -182,38 +167,29 @@ class Watchdog:
         states = self.states()
         if self._diagnosis or any(state.dead or state.failed or state.process.lost for state in states):
             return self._diagnosis
-        live = live_among(states)
-        diagnosis, still_s = self._standstill(states)
+        diagnosis, still_s, culprits = self._standstill(states)
         if diagnosis is None:
             return None
-        culprits = [state for state in live if state.rank in diagnosis.ranks] or live
         deadline_s = max(self._limits.deadline_s(state.phase) for state in culprits)
         limit_s = min(deadline_s, {"stopped": STOPPED_S, "ended": _ENDED_LIMIT_S}.get(diagnosis.cause, deadline_s))
-        notice_s = _notice_s(live, NOTICE_S)
-        if abs(still_s - notice_s) <= _ASK_AHEAD_S or still_s >= limit_s - _ASK_AHEAD_S:
-            self._ask(live, _ASK_AGAIN_S)
-        if not self._have_answered(live):
+        if still_s < limit_s - _ASK_AHEAD_S:
             return None
-        if still_s >= limit_s:
-            return self._conclude(diagnose(self.states()))
-        # no notice while all ranks compute, as in a slow first step: nobody waits for anybody
-        waits = diagnosis.cause == "storage" or any(state.waits_for_others for state in live)
-        if still_s >= notice_s and waits:
-            notice = (diagnosis.ranks, *(state.progress for state in culprits))
-            if notice != self._noticed:
-                print(f"{diagnosis.what}; the run is ended for it at {limit_s:.0f} s", file=sys.stderr, flush=True)
-            self._noticed = notice
-        return None
+        live = live_among(states)
+        self._ask(live, _ASK_AGAIN_S)
+        if still_s < limit_s or not self._have_answered(live):
+            return None
+        return self._conclude(diagnose(self.states()))
 
-    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float]:
-        """Why no rank makes progress, and for how many seconds; (None, 0) if a rank that does not wait makes some."""
+    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float, Sequence[RankState]]:
+        """Why no rank makes progress, for how many seconds, and the ranks that cause it; (None, 0, ()) if a rank that does not wait
+        makes some."""
         live = live_among(states)
         broken = any(state.dead or state.process.state == "stopped" for state in states)
-        if not broken and not (live and all(state.waits or state.still_s >= _DOCTOR_STALL_S for state in live)):
-            return None, 0
+        if not broken and not (live and all(state.waits or state.still_s >= _STALL_S for state in live)):
+            return None, 0, ()
         diagnosis = diagnose(states)
         culprits = [state for state in live if diagnosis and state.rank in diagnosis.ranks] or live
-        return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0)
+        return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0), culprits
 
     def aftermath(self) -> Diagnosis | None:
         """Why ranks of a run died; None if that is not known, or if they reported their errors themselves."""
@@ -261,9 +237,11 @@ class Watchdog:
         It reports a stall sooner than `diagnose` does.
         """
         states = self.states()
-        live, (diagnosis, still_s) = live_among(states), self._standstill(states)
+        live, (diagnosis, still_s, _) = live_among(states), self._standstill(states)
         ended = diagnosis and diagnosis.cause in ("memory", "died", "stopped")
-        stalled = diagnosis and (ended or still_s >= _notice_s(live, _DOCTOR_STALL_S))
+        usual_s = max((state.usual_s for state in live), default=0)
+        least_s = max(_STALL_S, _USUAL_STEPS * usual_s) if usual_s else _FIRST_STALL_S
+        stalled = diagnosis and (ended or still_s >= least_s)
         if request.get("stacks") or stalled:
             self._ask(live, self._answer_limit_s())
             while not self._have_answered(live):
@@ -285,9 +263,3 @@ class Watchdog:
     def close(self) -> None:
         """Writes the last states of the ranks to logs/, for packtrain doctor after the run."""
         in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._diagnosis)), None)
-
-
-def _notice_s(live: Sequence[RankState], least_s: float) -> float:
-    """Seconds of standstill worth reporting: `least_s` and some usual steps; at least NOTICE_S while no step is known."""
-    usual_s = max((state.usual_s for state in live), default=0)
-    return max(least_s if usual_s else NOTICE_S, _USUAL_STEPS * usual_s)

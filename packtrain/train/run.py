@@ -266,7 +266,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         origin,
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
-        machines=run.peers.machines() if run.peers and ranks.main else (),
         say=log.warn,
         strategy=ranks.strategy,
         autocast=prepared.precision.autocast,

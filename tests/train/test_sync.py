@@ -29,7 +29,7 @@ FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells 
 
 def peers(world_size: int) -> list[Peers]:
     store = HashStore()
-    return [Peers(store, world_size, rank, f"n{rank}", f"n{rank}") for rank in range(world_size)]
+    return [Peers(store, world_size, rank, f"n{rank}") for rank in range(world_size)]
 
 
 def together(
@@ -50,13 +50,6 @@ def together(
 
     with ThreadPoolExecutor(len(all_peers)) as pool:
         return list(pool.map(one, all_peers))
-
-
-def test_the_first_process_knows_the_ranks_of_each_machine_afterwards_also_where_two_have_one_name() -> None:
-    store, machines = HashStore(), ["n1 0", "n1 0", "n1 1", "n1 1"]
-    all_peers = [Peers(store, 4, rank, "n1", machine) for rank, machine in enumerate(machines)]
-    assert together(all_peers) == [None] * 4
-    assert all_peers[0].machines() == [("n1", (0, 1)), ("n1", (2, 3))]
 
 
 def test_all_processes_raise_the_same_words_and_the_first_one_shows_them() -> None:
@@ -149,7 +142,7 @@ def raised(sum_of: Sum, late: Mapping[int, float] = MappingProxyType({})) -> lis
 
     def one(rank: int) -> PacktrainError | None:
         host = f"n{1 + rank // 2}"
-        peers = Peers(store, RANKS, rank, host, host)
+        peers = Peers(store, RANKS, rank, host)
         try:
             connect(peers, lambda: CPU, "nccl", timeout_s=late.get(rank, 60), reduce=sum_of.of(rank))
         except PacktrainError as error:

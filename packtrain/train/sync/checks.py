@@ -54,13 +54,12 @@ _NETWORK_FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=IN
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks of a run as one of them sees them: this is `rank`, on `host`; `machine` is unique even if two share a host name."""
+    """The ranks of a run as one of them sees them: this is `rank`, on `host`."""
 
     store: Store
     world_size: int
     rank: int
     host: str
-    machine: str
 
     def settle(self, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], *, timeout_s: float) -> None:
         """Returns when all ranks have come to `stage` with the same `facts` (name → value as text).
@@ -70,7 +69,7 @@ class Peers:
         store = PrefixStore(stage, self.store)
         try:
             with waiting(f"the other ranks at the stage {stage!r}"):
-                store.set(str(self.rank), json.dumps([self.host, self.machine, facts]))
+                store.set(str(self.rank), json.dumps([self.host, facts]))
                 if self.rank == 0:
                     store.set("verdict", json.dumps(self._judge(store, fixes, timeout_s)))
                 came = self.rank == 0 or _wait_for_keys(store, ["verdict"], timeout_s + _GRACE_S)
@@ -102,15 +101,8 @@ class Peers:
         except DistError as error:
             raise PeerFailed(f"rank {self.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
 
-    def machines(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Host name and ranks of each machine, once all ranks have come to the first stage."""
-        machines: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank, (host, machine, _) in self._statements(PrefixStore(_FIRST_STAGE, self.store)).items():
-            machines[host, machine].append(rank)
-        return [(host, tuple(ranks)) for (host, _), ranks in machines.items()]
-
-    def _statements(self, store: Store) -> dict[int, tuple[str, str, dict[str, str]]]:
-        """Host, machine and facts by rank, of those that have come to the stage of `store`."""
+    def _statements(self, store: Store) -> dict[int, tuple[str, dict[str, str]]]:
+        """Host and facts by rank, of those that have come to the stage of `store`."""
         came = [rank for rank in range(self.world_size) if store.check([str(rank)])]
         texts = cast(list, store.multi_get([str(rank) for rank in came]))
         return {rank: tuple(json.loads(text)) for rank, text in zip(came, texts, strict=True)}
@@ -119,12 +111,12 @@ class Peers:
         """Rank 0's verdict on a stage: the problems, or the missing ranks in words."""
         in_time = _wait_for_keys(store, [str(rank) for rank in range(self.world_size)], timeout_s)
         statements = self._statements(store)
-        hosts = {rank: host for rank, (host, *_) in self._statements(PrefixStore(_FIRST_STAGE, self.store)).items()}
+        hosts = {rank: host for rank, (host, _) in self._statements(PrefixStore(_FIRST_STAGE, self.store)).items()}
         if not in_time:
             missing = [rank for rank in range(self.world_size) if rank not in statements]
             return {"problems": [], "missing": _name_ranks(missing, hosts)}
         several = hosts if len(set(hosts.values())) > 1 else {}
-        facts = {rank: facts for rank, (*_, facts) in statements.items()}
+        facts = {rank: facts for rank, (_, facts) in statements.items()}
         problems = differences(facts, fixes, lambda ranks: _name_ranks(ranks, several))
         return {"problems": [asdict(problem) for problem in problems], "missing": ""}
 
@@ -161,8 +153,7 @@ def join(*, timeout_s: float) -> Peers | None:
         if "EADDRINUSE" in str(store):
             raise CheckFailed(f"port {port} of this machine is taken", where="topology.main_port", fix=fix) from store
         raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {shortly(store)}", fix=fix) from store
-    machine = f"{host} {os.environ.get('GROUP_RANK', '')}"
-    return Peers(PrefixStore("packtrain", store), world_size, rank, host, machine)
+    return Peers(PrefixStore("packtrain", store), world_size, rank, host)
 
 
 def preparing_s(step_timeout: float) -> float:

@@ -250,7 +250,7 @@ def test_reports_and_orders_survive_json() -> None:
         1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", ended=True, launched=1, tails=tails
     )
     assert as_type(json.loads(json.dumps(asdict(report))), Report) == report
-    orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
+    orders = Orders(15, "why", "end", Verdict(4, ["lost"]))
     assert as_type(json.loads(json.dumps(asdict(orders))), Orders) == orders
 
 
