@@ -216,7 +216,7 @@ class Coordinator:
 
     def _decide(self) -> Verdict:
         diagnosis, living = self._diagnosis, self._living()
-        codes = [process.code for report in self._ends.values() for process in report.ranks.values()]
+        codes = [code for report in self._ends.values() for code in report.codes.values()]
         aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in codes)
         if diagnosis is None and (killed or set(codes) == {0, 4}):

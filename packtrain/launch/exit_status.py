@@ -168,9 +168,15 @@ class Report:
     lost: str = ""
 
     @property
+    def codes(self) -> dict[int, int | None]:
+        """Exit code by rank, negative for a signal; None where a rank did not write the code itself (os._exit)."""
+        known = {rank: process.reported or (process.code or 0) < 0 for rank, process in self.ranks.items()}
+        return {rank: process.code if known[rank] else None for rank, process in sorted(self.ranks.items())}
+
+    @property
     def has_failed(self) -> bool:
         """Whether the run has failed, so that the other machines end, too."""
-        failed = any(is_failure(process.code) for process in self.ranks.values())
+        failed = any(map(is_failure, self.codes.values()))
         return failed or bool(self.lost) or (self.launched != 0 and self.signal is None)
 
 
@@ -209,8 +215,9 @@ def judge(
     | 128 + signal | workers got a signal from elsewhere           | the signal                              |
     | 0            | workers that are not packtrain's wrote none   |                                         |
     """
-    processes = {rank: process for report in reports.values() for rank, process in sorted(report.ranks.items())}
-    codes, total = [process.code for process in processes.values()], len(names) * per_node
+    code_of = {rank: code for report in reports.values() for rank, code in report.codes.items()}
+    followers = {rank for report in reports.values() for rank, process in report.ranks.items() if process.lost}
+    codes, total = list(code_of.values()), len(names) * per_node
     everyone_raised = codes == [1] * total
 
     def tail(rank: int) -> list[str]:
@@ -220,12 +227,12 @@ def judge(
     def describe_rank(*among: int | None) -> list[str]:
         """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has printed
         the error already. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
-        failed = [rank for rank, process in processes.items() if process.code in among]
+        failed = [rank for rank, code in code_of.items() if code in among]
         if not failed:
             return []
-        order = {rank: (bool(processes[rank].lost), rank // per_node != first, rank) for rank in failed}
+        order = {rank: (rank in followers, rank // per_node != first, rank) for rank in failed}
         rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=lambda rank: order[rank])
-        node, code = rank // per_node, processes[rank].code
+        node, code = rank // per_node, code_of[rank]
         report = reports[node]
         if rank == 0 and 0 not in report.tails and (code in _PRINTED_BY_RANK_0 or everyone_raised):
             return []
@@ -239,7 +246,7 @@ def judge(
     heads = [f"{names[n]} was lost: {r.lost}{'' if n else _MACHINE_0}" for n, r in sorted(reports.items()) if r.lost]
     lost = [*heads, *(f"  {words}" for words in waits), *_LOST] if heads else []
     if diagnosis:
-        silent = [rank for rank, process in processes.items() if process.code is None or process.code < 0]
+        silent = [rank for rank, code in code_of.items() if code is None or code < 0]
         return Verdict(4, [*diagnosis, *lost, *(line for rank in silent for line in tail(rank))])
     if lost:
         return Verdict(4, [*lost, *describe_rank(1)])

@@ -177,10 +177,8 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     text = script(job, plan)
     for point in job.points:
         job.run_folder(point).check_ours(inputs(point.config, job.config))
-    if file is not None and file.exists():
-        if not file.is_file() or _MADE not in file.read_text(encoding="utf-8", errors="replace"):
-            what = "packtrain did not make this file, and would replace it"
-            raise UserError(what, where=str(file), fix="Name another.")
+    if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
+        raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0

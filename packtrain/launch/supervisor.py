@@ -188,7 +188,6 @@ class Supervisor:
                 code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
                 if text := crash_of(self._exits, state.pid):
                     stacks[rank] = text
-                code = code if code is not None and code < 0 else None  # it did not write a positive code itself
                 ranks[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
         failed = [rank for rank, state in ranks.items() if rank and is_failure(state.code)]
         logs = {rank: self._logs[rank] for rank in failed} if ranks else {-1: self._log}
