@@ -33,7 +33,7 @@ from packtrain.wording import whole
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.slurm import Job
+    from packtrain.launch.slurm_jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -283,7 +283,7 @@ def sbatch(
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
-    from packtrain.launch.slurm import hand_over
+    from packtrain.launch.slurm_jobs import hand_over
 
     job = _job(verb, arguments, sweep)
     return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
@@ -407,7 +407,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
     from packtrain.config.objective import TRAITS
-    from packtrain.launch.slurm import Job, this_program
+    from packtrain.launch.slurm_jobs import Job, this_program
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."

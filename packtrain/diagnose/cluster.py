@@ -32,7 +32,7 @@ from packtrain.diagnose.host import reported_variables
 from packtrain.diagnose.timeouts import Probe, Unanswered, kill_processes
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.slurm import run_srun
+from packtrain.launch.slurm_jobs import run_srun
 from packtrain.monitor.channel import Refused, Server
 from packtrain.plan.agreement import Member, digest_of, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch

@@ -29,7 +29,7 @@ from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.slurm import run_srun
+from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, published

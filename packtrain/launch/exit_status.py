@@ -2,6 +2,20 @@
 
 One failure makes the other ranks end with "lost a peer"; so a wrong config or a failed check wins over a bug, and both over a
 lost peer (MOST_TELLING). Ranks that ended only because they lost others are named last.
+
+The exit code of a run; the first row that applies decides (`judge`):
+
+| exit code    | if                                            | printed                                 |
+|--------------|-----------------------------------------------|-----------------------------------------|
+| 2, 3         | a rank ended with it                          | that rank                               |
+| 4            | there is a diagnosis                          | the diagnosis, lost machines            |
+| 4            | a machine is lost                             | that machine, a rank that raised        |
+| 0            | all ranks ended with 0                        |                                         |
+| 128 + signal | a launcher received a signal                  | the signal                              |
+| 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
+| 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
+| 128 + signal | workers got a signal from elsewhere           | the signal                              |
+| 0            | workers that are not packtrain's wrote none   |                                         |
 """
 
 from __future__ import annotations
@@ -201,19 +215,7 @@ def judge(
     """The verdict on a run whose machines, by number, ended as `reports` say.
 
     `first` is the machine that failed first, `diagnosis` the watchdog's if the run stood still or ranks were killed, `waits` what
-    the ranks did when machines were lost. The first row that applies decides:
-
-    | exit code    | if                                            | printed                                 |
-    |--------------|-----------------------------------------------|-----------------------------------------|
-    | 2, 3         | a rank ended with it                          | that rank                               |
-    | 4            | there is a diagnosis                          | the diagnosis, lost machines            |
-    | 4            | a machine is lost                             | that machine, a rank that raised        |
-    | 0            | all ranks ended with 0                        |                                         |
-    | 128 + signal | a launcher received a signal                  | the signal                              |
-    | 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
-    | 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
-    | 128 + signal | workers got a signal from elsewhere           | the signal                              |
-    | 0            | workers that are not packtrain's wrote none   |                                         |
+    the ranks did when machines were lost. See the table above.
     """
     code_of = {rank: code for report in reports.values() for rank, code in report.codes.items()}
     followers = {rank for report in reports.values() for rank, process in report.ranks.items() if process.lost}

@@ -386,7 +386,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
 def _wait_for_all(run: Run, stage: str) -> None:
     """A barrier by the store, for as long as any rank makes progress: a collective would have a time limit."""
     if run.peers:
-        run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.step_timeout))
+        run.peers.settle(stage, {}, {}, timeout_s=preparing_s(run.config.topology.step_timeout))
 
 
 def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:
