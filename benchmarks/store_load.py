@@ -22,7 +22,7 @@ from multiprocessing.synchronize import Barrier
 
 from torch.distributed import PrefixStore, TCPStore
 
-from packtrain.train.sync.store_barrier import Peers, Statement
+from packtrain.train.sync.checks import Peers
 
 PROCESSES = 4
 PER_NODE = 8
@@ -82,15 +82,15 @@ def _ranks(port: int, world_size: int, ours: range, barrier: Barrier) -> None:
         kinds = {"wait_for_workers": False, "multi_tenant": True}
         store = TCPStore("127.0.0.1", port, world_size, False, timedelta(seconds=60), **kinds)
         host = f"n{rank // PER_NODE}"
-        peers = Peers(PrefixStore("packtrain", store), world_size, Statement(rank, host, host, FACTS))
+        peers = Peers(PrefixStore("packtrain", store), world_size, rank, host)
         inside.wait()
         inside.wait()
-        peers.settle("start", FACTS, lambda said: [], timeout_s=60)
+        peers.settle("start", FACTS, {}, timeout_s=60)
         inside.wait()
         inside.wait()
         if rank == world_size - 1:
             time.sleep(WAIT_S)
-        peers.settle("data", FACTS, lambda said: [], timeout_s=60)
+        peers.settle("data", FACTS, {}, timeout_s=60)
         inside.wait()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ours]

@@ -29,7 +29,7 @@ from packtrain.standard_streams import open_streams, outlive_terminal
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.slurm.sbatch import Job
+    from packtrain.launch.slurm_jobs import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -256,7 +256,7 @@ def sbatch(
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
-    from packtrain.launch.slurm.submit import hand_over
+    from packtrain.launch.slurm_jobs import hand_over
 
     job = _job(verb, arguments, sweep)
     return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
@@ -355,8 +355,7 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.launch.slurm.sbatch import Job
-    from packtrain.launch.slurm.submit import this_program
+    from packtrain.launch.slurm_jobs import Job, this_program
 
     path, changes = split_arguments(arguments)
     if sweep:

@@ -100,7 +100,7 @@ class RunFolder:
         return self.logs / f"rank-{rank:05d}.log"
 
     def restarts(self) -> list[dict[str, Any]]:
-        """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
+        """The restarts so far (launch/coordinator.py::Restarts), as summary.json has them."""
         return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:

@@ -28,7 +28,7 @@ from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, size, star
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.slurm.srun import run_srun
+from packtrain.launch.slurm_jobs import run_srun
 from packtrain.monitor.channel import Refused
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch

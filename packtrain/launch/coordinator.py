@@ -1,26 +1,27 @@
 """The launchers during a run: each reports the state of its machine to machine 0 once a second, which answers with orders.
 
 Every call has the whole state, and every answer all orders, so that a lost call does no harm. Machine 0 decides: whether all
-stop for a signal, which machine failed first, which one is lost (silent for too long), and the exit code of all.
+stop for a signal, which machine failed first, which one is lost (silent for too long), the exit code of all, and whether the run
+starts again (Restarts).
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.launch.exit_status import MOST_TELLING, Outcome, Verdict, judge
-from packtrain.launch.restarts import Restarts
+from packtrain.errors import PeerFailed
+from packtrain.launch.exit_status import BUG, MOST_TELLING, Report, Verdict, judge
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
-from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.run_folder import as_type
+from packtrain.plan.origin import listed
+from packtrain.redact import clean
+from packtrain.run_folder import RunFolder, as_type, in_time, write_json
 
 BEAT_S = 1.0
 ENDING_S = 30
@@ -28,34 +29,88 @@ ENDING_S = 30
 _SILENCE_AFTER_FAILURE_S = 10  # after which a machine is lost, once something has failed
 _REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
 _INFORM_S = 10
-_PROGRESS_S = 30
 _LOOK_S = 0.1
+_RESTARTED = (1, PeerFailed.exit_code)  # exit codes after which a run is started again
+_FRUITLESS = 2  # restarts in a row without a new checkpoint after which the run is ended
 _LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # a longer time between two means that this process was suspended
-
-
-@dataclass(slots=True)
-class Report:
-    """A launcher's report of its machine: its `ranks`' processes, their `stacks` if asked for, the `signal` that it received, its
-    first failure in words (`failed`), and the `outcome` once all its processes have ended."""
-
-    node: int
-    ranks: Mapping[int, ProcessState] = field(default_factory=dict)
-    stacks: Mapping[int, str] = field(default_factory=dict)
-    signal: int | None = None
-    failed: str = ""
-    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
+    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason; and the `verdict` on the
+    run, once there is one. `why` explains `stop` on the terminal."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
-    stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
+
+
+class Restarts:
+    """trainer.restarts: the decision on each failure of a run that may be started `most` times again, and its record.
+
+    After a dead or hung rank, or the loss of another machine, the run starts again from its newest checkpoint; not after what would
+    come again (a wrong config, a failed check), nor after a signal. The record in the run folder is a list with, for each restart,
+    `when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in lines, and the `machines`
+    that go on. torchrun's elastic agent restarts whatever the exit code, and knows nothing of hung ranks or of checkpoints.
+    """
+
+    def __init__(self, most: int, folder: RunFolder) -> None:
+        self._most, self._folder = most, folder
+        self._steps: list[int] = []  # of the newest checkpoint at each failure
+        self._next: dict[str, Any] | None = None  # the restart that is about to be made
+        self._record: list[Mapping[str, Any]] = []
+
+    def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
+        """The verdict, with the `living` machines as those that restart, or a line that says why there is no restart; `failed` is
+        the first failure in words."""
+        if not self._most or verdict.code not in _RESTARTED:
+            return verdict
+        step = in_time(lambda: newest_step(self._folder), 0)
+        self._steps.append(step)
+        if in_time(lambda: self._begun() and self._folder.status() == "done", False):
+            why_not = "the run was done"
+        elif self._steps[-_FRUITLESS - 1 :] == [step] * (_FRUITLESS + 1):
+            why_not = f"{_FRUITLESS} restarts in a row have brought no new checkpoint"
+        elif len(self._steps) > self._most:
+            why_not = f"trainer.restarts={self._most}, and there were as many"
+        else:
+            why = [clean(line) for line in verdict.lines if line != BUG] or [clean(failed)]
+            self._next = {"when": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, "why": why}
+            return replace(verdict, restart=living)
+        return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
+
+    def resume(self, asked: str) -> str:
+        """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
+        return "auto" if self._next and self._begun() and newest_step(self._folder) else asked
+
+    def keep(self, machines: list[str]) -> None:
+        """Writes the record for a start with these machines, into the run folder that has been opened for it."""
+        step = newest_step(self._folder)
+        if self._next:
+            self._record = [*self._record, {**self._next, "step": step, "machines": machines}]
+            self._next = None
+        elif step:  # the run goes on, perhaps after a requeue
+            self._record = [*self._folder.restarts()]
+        if self._record:
+            write_json(self._folder.restarted, self._record)
+        else:
+            self._folder.restarted.unlink(missing_ok=True)
+
+    def sentence(self) -> str:
+        """What the terminal says of the restart that is about to be made."""
+        step = self._steps[-1]
+        place = f"the checkpoint of step {step}" if step else "the beginning, for there is no checkpoint"
+        return f"restart {len(self._steps)} of {self._most}, from {place}"
+
+    def _begun(self) -> bool:
+        """Whether this run has begun to train: until then the run folder holds an earlier one."""
+        return not self._folder.attempt.root.exists()
+
+
+def newest_step(folder: RunFolder) -> int:
+    """The step of the newest checkpoint, 0 where there is none."""
+    return max(listed(folder.checkpoints), default=0)
 
 
 class Coordinator:
@@ -74,7 +129,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._looked = time.monotonic()
-        self._outcomes: dict[int, Outcome] = {}
+        self._ends: dict[int, Report] = {}  # the last report of each machine whose processes have ended
         self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that reported it
         self._ended_at = 0.0
@@ -99,17 +154,18 @@ class Coordinator:
                 self._stop = report.signal, node
             if report.failed:
                 self._order_end(report.failed, node)
-            if report.outcome is not None:
-                self._record(node, report.outcome)
+            if report.ended:
+                self._record(report)
             if self._verdict is not None:
                 self._informed.add(node)
-            stop, why, end = None, "", ""
+            orders = Orders(verdict=self._verdict)
             if self._stop is not None and self._stop[1] != node:
-                stop = self._stop[0]
-                why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
+                number, asked = self._stop
+                why = f"stop asked by {signal.Signals(number).name} on {self._names[asked]}"
+                orders = replace(orders, stop=number, why=why)
             if self._end is not None and self._end[1] != node:
-                end = self._end[0]
-            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
+                orders = replace(orders, end=self._end[0])
+            return orders
 
     def watch(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
@@ -117,12 +173,12 @@ class Coordinator:
             now = time.monotonic()
             passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
             limit = self._silence_s if self._end is None else min(self._silence_s, _SILENCE_AFTER_FAILURE_S)
-            for node in set(self._names) - set(self._outcomes) - {0}:
+            for node in set(self._names) - set(self._ends) - {0}:
                 self._silent_s[node] += passed
                 if self._silent_s[node] > limit:
-                    self._record(node, Outcome(lost=f"silent for {self._silent_s[node]:.0f} s"))
+                    self._record(Report(node, lost=f"silent for {self._silent_s[node]:.0f} s"))
                 elif self._end is not None and now - self._ended_at > ENDING_S:
-                    self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
+                    self._record(Report(node, lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
         if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
@@ -140,18 +196,18 @@ class Coordinator:
             time.sleep(_LOOK_S)
 
     def _living(self) -> tuple[int, ...]:
-        return tuple(node for node, outcome in sorted(self._outcomes.items()) if not outcome.lost)
+        return tuple(node for node, report in sorted(self._ends.items()) if not report.lost)
 
-    def _record(self, node: int, outcome: Outcome) -> None:
+    def _record(self, report: Report) -> None:
         """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
-        if node in self._outcomes:
+        if report.node in self._ends:
             return
-        self._outcomes[node] = outcome
-        if outcome.lost:
-            self._order_end(f"{self._names[node]} was lost: {outcome.lost}", node)
-        elif outcome.failed:
-            self._order_end(f"the processes on {self._names[node]} failed", node)
-        if self._verdict is None and set(self._outcomes) == set(self._names):
+        self._ends[report.node] = report
+        if report.lost:
+            self._order_end(f"{self._names[report.node]} was lost: {report.lost}", report.node)
+        elif report.has_failed:
+            self._order_end(f"the processes on {self._names[report.node]} failed", report.node)
+        if self._verdict is None and set(self._ends) == set(self._names):
             self._verdict = self._decide()
 
     def _order_end(self, why: str, but: int) -> None:
@@ -160,7 +216,7 @@ class Coordinator:
 
     def _decide(self) -> Verdict:
         diagnosis, living = self._diagnosis, self._living()
-        codes = [code for outcome in self._outcomes.values() for code in outcome.codes.values()]
+        codes = [code for report in self._ends.values() for code in report.codes.values()]
         aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in codes)
         if diagnosis is None and (killed or set(codes) == {0, 4}):
@@ -170,7 +226,7 @@ class Coordinator:
         lost = [rank for rank in range(len(self._names) * per_node) if rank // per_node not in living]
         lines = diagnosis.lines if diagnosis else ()
         waits = self._watchdog.describe_waits(but=lost) if lost else ()
-        verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
+        verdict = judge(self._ends, self._names, per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.write_diagnosis("\n".join(verdict.lines))
         if self._restarts is not None and self._stop is None and 0 in living:
@@ -178,22 +234,16 @@ class Coordinator:
         return verdict
 
 
-def report_to(machine_0: Client, silence_s: float, report: Report) -> Orders:
-    """Hands a report to machine 0; returns its orders. Raises NoAnswer or Refused."""
-    answer = machine_0.call("machine", asdict(report), timeout_s=max(CALL_S, silence_s / 2))
-    return as_type(answer, Orders)
-
-
 class Reporter:
     """A context with a thread that sends the launcher's `report` to machine 0 once a second, and keeps the last `orders`.
 
-    `call` hands it to the Coordinator (elsewhere than on machine 0: `report_to`); `main` is the name of machine 0. `lost` is why
-    machine 0 counts as lost, "" while it does not.
+    `machine_0` is the Coordinator there, elsewhere a client of its channel; `main` is the name of machine 0. `lost` is why machine 0
+    counts as lost, "" while it does not.
     """
 
-    def __init__(self, node: int, main: str, silence_s: float, call: Callable[[Report], Orders]) -> None:
+    def __init__(self, node: int, main: str, silence_s: float, machine_0: Coordinator | Client) -> None:
         self.report, self.orders, self.lost = Report(node), Orders(), ""
-        self._main, self._silence_s, self._call = main, silence_s, call
+        self._main, self._silence_s, self._machine_0 = main, silence_s, machine_0
         self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
@@ -208,7 +258,9 @@ class Reporter:
         self._news.set()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
-            self.report.outcome = Outcome(lost=f"its launcher ended ({str(error) or type(error).__name__})")
+            self.report = Report(
+                self.report.node, ended=True, lost=f"its launcher ended ({str(error) or type(error).__name__})"
+            )
             self.hand_in()
 
     def update(self, **facts: Any) -> None:
@@ -217,22 +269,15 @@ class Reporter:
             setattr(self.report, name, value)
         self._news.set()
 
-    def finish(self, outcome: Outcome, host: str, per_node: int) -> Verdict:
-        """Reports how this machine's processes ended, waits for those of the others, and returns the verdict on all.
-
-        It waits without limit while the others report and nothing has failed, and ENDING_S seconds after a failure.
-        """
-        self.update(outcome=outcome)
-        begun = printed = time.monotonic()
+    def finish(self, host: str, per_node: int, **facts: Any) -> Verdict:
+        """Reports how this machine's processes ended (`facts` of Report), waits for those of the others, and returns the verdict
+        on all: without limit while the others report and nothing has failed, ENDING_S seconds after a failure."""
+        self.update(**facts, ended=True)
         while (verdict := self.orders.verdict) is None:
             if self.lost:
                 node = self.report.node
-                return judge({0: Outcome(lost=self.lost), node: outcome}, {0: self._main, node: host}, per_node)
+                return judge({0: Report(0, lost=self.lost), node: self.report}, {0: self._main, node: host}, per_node)
             time.sleep(_LOOK_S)
-            if time.monotonic() - printed > _PROGRESS_S:
-                printed = time.monotonic()
-                words = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those of the others"
-                print(words, file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:
@@ -244,7 +289,11 @@ class Reporter:
     def hand_in(self) -> None:
         """Sends the report once, and notes for how long machine 0 has not answered."""
         try:
-            self.orders = self._call(self.report)
+            if isinstance(self._machine_0, Coordinator):
+                self.orders = self._machine_0.hear(self.report)
+            else:
+                limit_s = max(CALL_S, self._silence_s / 2)
+                self.orders = as_type(self._machine_0.call("machine", asdict(self.report), timeout_s=limit_s), Orders)
             self._silent_s, self._called = 0.0, time.monotonic()
         except (NoAnswer, Refused) as error:
             now = time.monotonic()

@@ -3,7 +3,7 @@
 torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
 The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
 report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py), or meet again and
-start again (restarts.py).
+start again (Restarts).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,17 +26,16 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem, UserError
 from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
-from packtrain.launch.coordinator import Coordinator, Reporter, report_to
+from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.restarts import Restarts
-from packtrain.launch.slurm.srun import run_srun
+from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
-from packtrain.monitor import stacks
-from packtrain.monitor.channel import ADDRESS, SECRET, published
+from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.monitor.processes import STACKS
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
@@ -185,13 +184,12 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own, main = Path(made), None
         if group.client:
-            call = partial(report_to, group.client, silence_s)
+            machine_0: Coordinator | Client = group.client
         else:
-            main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
-            call = main.hear
+            machine_0 = main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
         argv = _argv_on_copies(plan, config, folder, own, group.store_port)
         command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
-        with Reporter(plan.node, group.names[0], silence_s, call) as reporter:
+        with Reporter(plan.node, group.names[0], silence_s, machine_0) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
             verdict = supervisor.run(command, _environment(plan, folder, group, own, limits))
             if plan.node == 0 or reporter.lost:
@@ -232,7 +230,7 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         # hides torch's warning of each process that an address has no host name
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         EXIT_DIR: str(own),
-        stacks.FOLDER: str(own),
+        STACKS: str(own),
         LOG_DIR: str(folder.logs.absolute()),
         PARENT: str(os.getpid()),
         ADDRESS: f"{group.address}:{group.port}",
@@ -257,5 +255,5 @@ def _argv_on_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own:
 
 
 def _torchrun(argv: Sequence[str], log: Path) -> list[str]:
-    """The arguments of `accelerate launch …` through torchrun.py, which writes torchrun's messages to `log`."""
-    return ["-m", "packtrain.launch.torchrun", str(log), *argv[2:]]
+    """The arguments of `accelerate launch …` through worker.py, which writes torchrun's messages to `log`."""
+    return ["-m", "packtrain.launch.worker", str(log), *argv[2:]]

@@ -1,7 +1,21 @@
 """The exit code: of a process, from the error or signal that ended it, and of a run, from how the processes of every machine ended.
 
 One failure makes the other ranks end with "lost a peer"; so a wrong config or a failed check wins over a bug, and both over a
-lost peer (MOST_TELLING). Ranks that ended only because others had (`followers`) are named last.
+lost peer (MOST_TELLING). Ranks that ended only because they lost others are named last.
+
+The exit code of a run; the first row that applies decides (`judge`):
+
+| exit code    | if                                            | printed                                 |
+|--------------|-----------------------------------------------|-----------------------------------------|
+| 2, 3         | a rank ended with it                          | that rank                               |
+| 4            | there is a diagnosis                          | the diagnosis, lost machines            |
+| 4            | a machine is lost                             | that machine, a rank that raised        |
+| 0            | all ranks ended with 0                        |                                         |
+| 128 + signal | a launcher received a signal                  | the signal                              |
+| 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
+| 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
+| 128 + signal | workers got a signal from elsewhere           | the signal                              |
+| 0            | workers that are not packtrain's wrote none   |                                         |
 """
 
 from __future__ import annotations
@@ -19,6 +33,7 @@ from pathlib import PurePath
 
 from packtrain.boundary import TRACEBACK, explain
 from packtrain.errors import PacktrainError, UserError
+from packtrain.monitor.processes import ProcessState
 from packtrain.redact import Redactor, clean
 from packtrain.standard_streams import outlive_terminal
 from packtrain.wording import visible
@@ -124,9 +139,8 @@ def _print_problems(error: PacktrainError) -> None:
     number = len(error.problems)
     print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
     redactor = Redactor(os.environ)
-    for (
-        problem
-    ) in error.problems:  # `where` has arguments and paths; values are quoted without secrets, and may be data
+    # `where` has arguments and paths; values are quoted without secrets, and may be data
+    for problem in error.problems:
         shown = redactor.certain(str(replace(problem, where=clean(problem.where))))
         print(f"  {visible(shown, whitespace=True)}", file=sys.stderr)
 
@@ -146,29 +160,38 @@ def is_failure(code: int | None) -> bool:
     return code is None or code < 0 or 0 < code <= 128
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one machine's processes ended: exit code by rank, negative for a signal, None if neither is known.
+@dataclass(slots=True)
+class Report:
+    """A launcher's report of machine `node`: the processes of its `ranks`, the `stacks` of those that crashed, the `signal` that it
+    received, and its first failure in words (`failed`).
 
-    `codes` leaves out ranks that the launcher ended because others had failed. `launched` is torchrun's own exit code (0 if the
-    launcher ended it), `signal` the one that stopped the run, `tails` are the last lines of failed ranks, under -1 those of
-    torchrun if no rank has started; `log` is torchrun's own log, beside those of the ranks. `followers` are ranks that ended only
-    because others had. `lost` is why nothing is known of a machine.
+    Once all processes have `ended`, `ranks` leaves out those that the launcher ended because others had failed. `launched` is
+    torchrun's own exit code (0 if the launcher ended it), `tails` are the last lines of failed ranks, under -1 those of torchrun if
+    no rank has started; `log` is torchrun's own log, beside those of the ranks. `lost` is why nothing is known of a machine.
     """
 
-    codes: Mapping[int, int | None] = field(default_factory=dict)
-    launched: int = 0
+    node: int
+    ranks: Mapping[int, ProcessState] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
     signal: int | None = None
+    failed: str = ""
+    ended: bool = False
+    launched: int = 0
     tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     log: str = "logs/launcher.log"
-    followers: Sequence[int] = ()
     lost: str = ""
 
     @property
-    def failed(self) -> bool:
+    def codes(self) -> dict[int, int | None]:
+        """Exit code by rank, negative for a signal; None where a rank did not write the code itself (os._exit)."""
+        known = {rank: process.reported or (process.code or 0) < 0 for rank, process in self.ranks.items()}
+        return {rank: process.code if known[rank] else None for rank, process in sorted(self.ranks.items())}
+
+    @property
+    def has_failed(self) -> bool:
         """Whether the run has failed, so that the other machines end, too."""
-        launch_failed = self.launched != 0 and self.signal is None
-        return any(map(is_failure, self.codes.values())) or bool(self.lost) or launch_failed
+        failed = any(map(is_failure, self.codes.values()))
+        return failed or bool(self.lost) or (self.launched != 0 and self.signal is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +204,7 @@ class Verdict:
 
 
 def judge(
-    outcomes: Mapping[int, Outcome],
+    reports: Mapping[int, Report],
     names: Mapping[int, str],
     per_node: int,
     *,
@@ -189,99 +212,68 @@ def judge(
     diagnosis: Sequence[str] = (),
     waits: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a run whose machines, by number, ended like `outcomes`.
+    """The verdict on a run whose machines, by number, ended as `reports` say.
 
     `first` is the machine that failed first, `diagnosis` the watchdog's if the run stood still or ranks were killed, `waits` what
-    the ranks did when machines were lost. The first row that applies decides:
-
-    | exit code    | if                                            | printed                                 |
-    |--------------|-----------------------------------------------|-----------------------------------------|
-    | 2, 3         | a rank ended with it                          | that rank                               |
-    | 4            | there is a diagnosis                          | the diagnosis, lost machines            |
-    | 4            | a machine is lost                             | that machine, a rank that raised        |
-    | 0            | all ranks ended with 0                        |                                         |
-    | 128 + signal | a launcher received a signal                  | the signal                              |
-    | 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
-    | 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
-    | 128 + signal | workers got a signal from elsewhere           | the signal                              |
-    | 0            | workers that are not packtrain's wrote none   |                                         |
+    the ranks did when machines were lost. See the table above.
     """
-    end = _End(outcomes, names, per_node, first)
-    codes, total = list(end.codes.values()), len(names) * per_node
-    for telling in MOST_TELLING[:2]:
-        if telling in codes:
-            return Verdict(telling, end.describe_rank(telling))
-    lost = end.describe_lost(waits)
+    code_of = {rank: code for report in reports.values() for rank, code in report.codes.items()}
+    followers = {rank for report in reports.values() for rank, process in report.ranks.items() if process.lost}
+    codes, total = list(code_of.values()), len(names) * per_node
+    everyone_raised = codes == [1] * total
+
+    def tail(rank: int) -> list[str]:
+        node = rank // per_node
+        return [f"{names[node]}, rank {rank}: {line}" for line in reports[node].tails.get(rank, ())]
+
+    def describe_rank(*among: int | None) -> list[str]:
+        """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has printed
+        the error already. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
+        failed = [rank for rank, code in code_of.items() if code in among]
+        if not failed:
+            return []
+        order = {rank: (rank in followers, rank // per_node != first, rank) for rank in failed}
+        rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=lambda rank: order[rank])
+        node, code = rank // per_node, code_of[rank]
+        report = reports[node]
+        if rank == 0 and 0 not in report.tails and (code in _PRINTED_BY_RANK_0 or everyone_raised):
+            return []
+        how = f"exit code {code}" if code is not None else "no exit code"
+        log = PurePath(report.log).with_name(f"rank-{rank:05d}.log")
+        return [f"{names[node]}, rank {rank} failed ({how}): see {log}", *tail(rank)]
+
+    for code in MOST_TELLING[:2]:
+        if code in codes:
+            return Verdict(code, describe_rank(code))
+    heads = [f"{names[n]} was lost: {r.lost}{'' if n else _MACHINE_0}" for n, r in sorted(reports.items()) if r.lost]
+    lost = [*heads, *(f"  {words}" for words in waits), *_LOST] if heads else []
     if diagnosis:
-        silent = [rank for rank, code in sorted(end.codes.items()) if code is None or code < 0]
-        return Verdict(4, [*diagnosis, *lost, *(line for rank in silent for line in end.tail(rank))])
+        silent = [rank for rank, code in code_of.items() if code is None or code < 0]
+        return Verdict(4, [*diagnosis, *lost, *(line for rank in silent for line in tail(rank))])
     if lost:
-        return Verdict(4, [*lost, *end.describe_rank(1)])
+        return Verdict(4, [*lost, *describe_rank(1)])
     if codes == [0] * total:
         return Verdict(0)
-    received = next((outcome.signal for outcome in outcomes.values() if outcome.signal is not None), None)
+    received = next((report.signal for report in reports.values() if report.signal is not None), None)
     if received is not None:
         in_order = not codes or codes == [128 + received] * total
-        late = "" if in_order else f", but not every process could end in order: see {outcomes[min(outcomes)].log}"
+        late = "" if in_order else f", but not every process could end in order: see {reports[min(reports)].log}"
         return Verdict(128 + received, [f"{_stopped_by(received)}{late}"])
-    if codes == [1] * total:
-        return Verdict(1, [*end.describe_rank(1), BUG])
-    if any(outcome.failed for outcome in outcomes.values()):
-        lines = end.describe_rank(1) or end.describe_rank(*filter(is_failure, codes))
-        return Verdict(4, lines or end.describe_torchrun())
+    if everyone_raised:
+        return Verdict(1, [*describe_rank(1), BUG])
+    if any(report.has_failed for report in reports.values()):
+        lines = describe_rank(1) or describe_rank(*filter(is_failure, codes))
+        return Verdict(4, lines or _describe_torchrun(reports, names))
     if signalled := max((code for code in codes if code), default=0):
         return Verdict(signalled, [_stopped_by(signalled - 128)])
     return Verdict(0)
 
 
-class _End:
-    """How a run ended, in words: which rank or machine failed, and the last lines of its log."""
-
-    def __init__(self, outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: int, first: int) -> None:
-        self._outcomes, self._names, self._per_node, self._first = outcomes, names, per_node, first
-        self.codes = {rank: code for outcome in outcomes.values() for rank, code in outcome.codes.items()}
-        self._followers = {rank for outcome in outcomes.values() for rank in outcome.followers}
-
-    def describe_rank(self, *among: int | None) -> list[str]:
-        """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has already
-        printed the error. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
-        failed = [rank for rank, code in self.codes.items() if code in among]
-        if not failed:
-            return []
-
-        def order(rank: int) -> tuple[bool, bool, int]:
-            return rank in self._followers, rank // self._per_node != self._first, rank
-
-        rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=order)
-        node, code = rank // self._per_node, self.codes[rank]
-        outcome = self._outcomes[node]
-        raised_everywhere = code == 1 and len(failed) == len(self._names) * self._per_node
-        if rank == 0 and 0 not in outcome.tails and (code in _PRINTED_BY_RANK_0 or raised_everywhere):
-            return []
-        how = f"exit code {code}" if code is not None else "no exit code"
-        log = PurePath(outcome.log).with_name(f"rank-{rank:05d}.log")
-        return [f"{self._names[node]}, rank {rank} failed ({how}): see {log}", *self.tail(rank)]
-
-    def describe_lost(self, waits: Sequence[str]) -> list[str]:
-        """The lost machines, what the ranks of the others did, and what to do about it."""
-        heads = [
-            f"{self._names[node]} was lost: {outcome.lost}{'' if node else _MACHINE_0}"
-            for node, outcome in sorted(self._outcomes.items())
-            if outcome.lost
-        ]
-        return [*heads, *(f"  {words}" for words in waits), *_LOST] if heads else []
-
-    def describe_torchrun(self) -> list[str]:
-        """The last lines of torchrun, for a failure that no rank explains."""
-        lines = []
-        for node, outcome in sorted(self._outcomes.items()):
-            name = self._names[node]
-            if outcome.launched:
-                lines.append(f"{name}: torchrun ended with exit code {outcome.launched}: see {outcome.log}")
-                lines += [f"{name}: {line}" for line in outcome.tails.get(-1, ())]
-        return lines
-
-    def tail(self, rank: int) -> list[str]:
-        """The last lines of a rank's log, each with its name."""
-        node = rank // self._per_node
-        return [f"{self._names[node]}, rank {rank}: {line}" for line in self._outcomes[node].tails.get(rank, ())]
+def _describe_torchrun(reports: Mapping[int, Report], names: Mapping[int, str]) -> list[str]:
+    """The last lines of torchrun, for a failure that no rank explains."""
+    lines = []
+    for node, report in sorted(reports.items()):
+        if report.launched:
+            lines.append(f"{names[node]}: torchrun ended with exit code {report.launched}: see {report.log}")
+            lines += [f"{names[node]}: {line}" for line in report.tails.get(-1, ())]
+    return lines

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Outcome, Stopped, Verdict, is_failure, listening, tail_of
+from packtrain.launch.exit_status import Stopped, Verdict, is_failure, listening, tail_of
 from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, life_of, memory_kills
-from packtrain.monitor.stacks import crash_of, dump
+from packtrain.monitor.processes import Life, ProcessState, crash_of, life_of, memory_kills
 from packtrain.run_folder import in_time
 
 SELF_EXIT_S = 2
@@ -63,7 +63,7 @@ class Supervisor:
             if self._received is None:
                 self._torchrun = subprocess.Popen(argv, env=dict(environment), start_new_session=True)
             self._watch()
-            verdict = self._reporter.finish(self._outcome(), self._host, len(self._ranks))
+            verdict = self._reporter.finish(self._host, len(self._ranks), **self._final_facts())
             self._follow_stop_order()  # the ranks may have stopped before this order came
             return verdict
 
@@ -133,11 +133,6 @@ class Supervisor:
         if end and self._ending is None:
             print(f"ending the processes on {self._host}: {end}", file=sys.stderr, flush=True)
             self._ending = time.monotonic()
-        given = {rank: text for rank, text in self._reporter.report.stacks.items() if rank in orders.stacks}
-        for rank in orders.stacks:
-            if rank not in given and rank in self._workers:
-                given[rank] = dump(self._exits, self._workers[rank])
-        self._reporter.report.stacks = given
 
     def _follow_stop_order(self) -> None:
         orders = self._reporter.orders
@@ -177,34 +172,36 @@ class Supervisor:
             if since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers:
                 _kill_sessions([torchrun])
 
-    def _outcome(self) -> Outcome:
-        """How the processes of this machine ended."""
-        facts_of, states = read_exits(self._exits), dict(self._reporter.report.ranks)
-        codes: dict[int, int | None] = {rank: facts["code"] for rank, facts in facts_of.items() if "code" in facts}
-        if self._ending is not None:  # ended by this launcher: 128 + SIGTERM is no information
-            codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
+    def _final_facts(self) -> dict[str, Any]:
+        """How the processes of this machine ended, as fields of Report."""
+        facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0
-        for rank, state in states.items():
-            if state.state == "gone" and not state.reported and rank not in codes:
+        ranks = {
+            rank: ProcessState(facts.get("pid", 0), "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
+            for rank, facts in facts_of.items()
+            # ended by this launcher: 128 + SIGTERM is no information
+            if "code" in facts and (self._ending is None or facts["code"] <= 128)
+        }
+        for rank, state in known.items():
+            if state.state == "gone" and not state.reported and rank not in ranks:
                 # where the only worker is in torchrun's place, the signal that ended it is the worker's
                 code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
                 if text := crash_of(self._exits, state.pid):
-                    self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
-                states[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
-                codes[rank] = code if code is not None and code < 0 else None  # it did not write a positive code itself
-        self._reporter.report.ranks = states
-        failed = [rank for rank, code in codes.items() if rank and is_failure(code)]
-        lost = {rank: facts["lost"] for rank, facts in facts_of.items() if "lost" in facts}
-        logs = {rank: self._logs[rank] for rank in failed} if codes else {-1: self._log}
+                    stacks[rank] = text
+                ranks[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
+        failed = [rank for rank, state in ranks.items() if rank and is_failure(state.code)]
+        logs = {rank: self._logs[rank] for rank in failed} if ranks else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
-        return Outcome(
-            codes=codes,
-            launched=ended if self._ending is None else 0,
-            signal=self._received,
-            tails={**tails, **{rank: words.splitlines() for rank, words in lost.items() if rank in codes}},
-            log=str(self._log),
-            followers=sorted(lost),
-        )
+        tails |= {rank: state.lost.splitlines() for rank, state in ranks.items() if state.lost}
+        launched = ended if self._ending is None else 0
+        return {
+            "ranks": ranks,
+            "stacks": stacks,
+            "launched": launched,
+            "signal": self._received,
+            "tails": tails,
+            "log": str(self._log),
+        }
 
     def _tail(self, log: Path) -> list[str]:
         """The last lines that were written to a log since the start."""

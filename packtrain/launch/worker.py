@@ -1,6 +1,8 @@
 """A worker process of the launcher: where its output goes, how it ends, and which files it writes for the launcher.
 
-Imports nothing heavy, so that from the first line on a signal ends a worker with a message and an exit code, not a traceback.
+`python -m packtrain.launch.worker LOG ARGUMENTS…` is its parent, `accelerate launch ARGUMENTS…`, with torchrun's messages in LOG
+(among them a traceback for every worker that ends with an error). Imports nothing heavy, so that from the first line on a signal
+ends a worker with a message and an exit code, not a traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from packtrain import fast_imports
 from packtrain.errors import LostPeers, PacktrainError
 from packtrain.launch.exit_status import exit_code_of
 from packtrain.redact import clean
@@ -117,3 +120,28 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_torchrun(log: str, arguments: list[str]) -> None:
+    """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure).
+
+    The system kills it when the launcher that started it ends, and its workers with it.
+    """
+    end_with_parent(int(os.environ[PARENT]))
+    os.environ[PARENT] = str(os.getpid())
+    # never closed: Python writes the last traceback to it after this function has ended
+    sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    with fast_imports():
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            write_exit(Path(os.environ[EXIT_DIR]), rank, ended=failure.exitcode)
+        raise
+
+
+if __name__ == "__main__":
+    run_torchrun(sys.argv[1], sys.argv[2:])

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from packtrain.monitor.heartbeat import Phase, place_of, progress_of
-from packtrain.monitor.processes import UNKNOWN, ProcessState
-from packtrain.monitor.stacks import Collective
+from packtrain.monitor.processes import UNKNOWN, Collective, ProcessState
 from packtrain.wording import ranks_in_words
 
 FRAMES_SHOWN = 10
@@ -128,7 +127,6 @@ class RankState:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Progress as a sortable tuple; larger is further."""
         return progress_of(self.phase, self.step, self.micro)
 
     @property

@@ -2,8 +2,8 @@
 
 Rank 0 serves the control channel from threads of its own and runs the watchdog; the others get its port through torch's store
 and send their heartbeats to it. A rank ends itself with exit code 4 if rank 0 orders it, if rank 0 is gone or silent for too
-long, and if the launcher that started it is gone. Rank 0 kills processes that are left on its own machine. In a run of one
-process the channel serves packtrain doctor, and the watchdog ends it only where a disk has stopped.
+long, and if the launcher that started it is gone. Processes of one's own machine that cannot end themselves are killed. In a run
+of one process the channel serves packtrain doctor, and the watchdog ends it only where a disk has stopped.
 """
 
 from __future__ import annotations
@@ -119,16 +119,10 @@ class _WatchedRank:
         port, secret, host, pid = share("").split()
         self._first_pid = int(pid) if host == _HOST else 0
         self._client = Client(address, int(port), secret=secret)
-        who = f"rank {self.rank} on {_HOST}"
-        self._heartbeat.connect(
-            self._client,
-            self._ranks,
-            on_end=lambda reason: _end(f"{who} is ended: {reason}"),
-            on_silence=self._miss,
-        )
+        self._heartbeat.connect(self._client, self._ranks, on_end=self._obey, on_silence=self._miss)
 
     def leave(self, code: int, lost: str) -> bool:
-        """Reports the end of this rank; returns whether another process, rank 0, got the report and prints the cause if ranks were `lost`."""
+        """Reports the end of this rank; returns whether rank 0, which prints the cause, has the report of another rank."""
         if code == 0:
             self._heartbeat.enter("done")
         message = {**self._heartbeat.message(), "ended": code, "lost": lost}
@@ -158,16 +152,7 @@ class _WatchedRank:
             if not self._by_hand and os.getppid() != self._parent:
                 _end(f"the launcher on {_HOST} is gone: its processes are ended")
             if self._watchdog is not None and (lines := self._find_end(self._watchdog)):
-                self._watchdog.end = lines[0]
-                with suppress(OSError):
-                    print("\n".join(lines), file=sys.stderr, flush=True)
-                if self._ranks > 1:
-                    time.sleep(_DELIVERY_S)  # then ranks of this machine that still run are killed
-                for state in self._watchdog.states():
-                    if state.pid not in (0, os.getpid()) and state.host == _HOST:
-                        _kill(state.pid)
-                self._serving.close()
-                os._exit(PeerFailed.exit_code)  # the main thread may be stuck
+                self._end_all(self._watchdog, lines)
 
     def _find_end(self, watchdog: Watchdog) -> Sequence[str]:
         """Why all ranks have to be ended, in lines; () while they need not."""
@@ -196,14 +181,27 @@ class _WatchedRank:
         names = ", ".join(f"rank {state.rank} on {state.host} (last in {state.place})" for state in silent)
         return (f"no heartbeats any more from {names}" if silent else ended[0].process.lost,)
 
+    def _end_all(self, watchdog: Watchdog, lines: Sequence[str]) -> NoReturn:
+        """Has the other ranks end, kills those of this machine that do not, and ends this process."""
+        watchdog.end = lines[0]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        if self._ranks > 1:
+            time.sleep(_DELIVERY_S)
+        for state in watchdog.states():
+            if state.pid not in (0, os.getpid()) and state.host == _HOST:
+                _kill(state.pid)
+        self._serving.close()
+        os._exit(PeerFailed.exit_code)  # the main thread may be stuck
+
+    def _obey(self, why: str) -> None:
+        _end(f"rank {self.rank} on {_HOST} is ended: {why}")
+
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Called when rank 0 does not answer: ends this rank if that lasts too long."""
-        if error.refused:
-            if silent_s > RANK_0_GONE_S:
-                _end(f"{self._first} is gone: no process listens at its port any more")
-        elif silent_s > self._limits.deadline_s(self._heartbeat.phase):
-            if self._first_pid:
-                _kill(self._first_pid)
+        if error.refused and silent_s > RANK_0_GONE_S:
+            _end(f"{self._first} is gone: no process listens at its port any more")
+        if not error.refused and silent_s > self._limits.deadline_s(self._heartbeat.phase):
+            _kill(self._first_pid)
             why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
             _end(f"{self._first} has not answered for {silent_s:.0f} s: {why}")
 
@@ -216,4 +214,5 @@ def _end(why: str) -> NoReturn:
 
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        if pid:
+            os.kill(pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from packtrain.monitor import stacks
+from packtrain.monitor import processes
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, NoAnswer
 
 Phase = str
@@ -155,8 +155,8 @@ class Heartbeat:
         if asked:
             body |= {"stacks": "", "collectives": {}}
             with suppress(Exception):  # a failed diagnostic must not end the run
-                body["stacks"] = stacks.own_stacks()
-                body["collectives"] = stacks.own_collectives()
+                body["stacks"] = processes.own_stacks()
+                body["collectives"] = processes.own_collectives()
         return body
 
     def connect(
@@ -199,7 +199,7 @@ class Heartbeat:
 def own_heartbeat() -> Heartbeat:
     """The heartbeat of this process; call it before heavy imports. It sends beats if packtrain's launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
-    stacks.listen()
+    processes.listen()
     if ADDRESS in os.environ:
         address, _, port = os.environ[ADDRESS].rpartition(":")
         client = Client(address, int(port), secret=os.environ.get(SECRET, ""))

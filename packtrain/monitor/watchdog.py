@@ -1,28 +1,25 @@
 """The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
 
 There is one, in the process that serves the control channel, which calls `diagnose` once a second. A rank may be without progress
-until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. After a minute without
-progress a notice names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and
-pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
+until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. Shortly before the deadline
+all ranks are asked for their stacks and pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
 whole deadline from its last beat on.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from packtrain.monitor.channel import Server
 from packtrain.monitor.diagnosis import Diagnosis, RankState, describe_waits, diagnose, live_among
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
-from packtrain.monitor.processes import UNKNOWN, ProcessState
-from packtrain.monitor.stacks import Collective, main_stack
+from packtrain.monitor.processes import Collective, ProcessState, main_stack
 from packtrain.run_folder import in_time, write_json
 
 DIAGNOSIS = "diagnosis.txt"
@@ -31,40 +28,43 @@ RANKS = "ranks.json"
 LOOK_S = 1.0
 STOPPED_S = 5
 """Seconds that a process may be stopped (SIGSTOP) before the run is ended."""
-NOTICE_S = 60
-"""Seconds of standstill, and _USUAL_STEPS usual steps, after which a notice names the rank that keeps the others waiting."""
-STACK_ANSWER_S = 3
-"""Seconds for ranks to send their stacks themselves, before their launchers have faulthandler dump them."""
-_DOCTOR_STALL_S = 5
-"""Shorter pauses are ignored; packtrain doctor reports a stall from here on, earlier than the notice."""
-_USUAL_STEPS = 3
-_ASK_AHEAD_S = 10  # before a deadline or a notice, so that the stacks are there in time
+_ANSWER_S = 7  # for ranks to send their stacks
+_STALL_S, _USUAL_STEPS = 5, 3  # shorter pauses are ignored; packtrain doctor reports a stall from here on
+_FIRST_STALL_S = 60  # the same while no step is known
+_ASK_AHEAD_S = 10  # before a deadline, so that the stacks are there in time
 _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
 _LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
-_LONGEST_PAUSE_S = 3  # a longer one between two looks means that this process was suspended, not that ranks stood still
+_LONGEST_PAUSE_S = (
+    3  # a longer one between two rounds means that this process was suspended, not that ranks stood still
+)
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The reports of a rank; `beat` is its last one, `heard` the time of it, `since` when it last reported progress, `answer`
-    what it says of its stacks and collectives (fields of RankState), of which `text` is the dump."""
+    """What is known of a rank of machine `node`: its `state`, whose times are those of its last report (`heard`), of its last
+    progress (`since`) and of its stop; `changes` is the number of its progress reports, `text` the dump of its stacks."""
 
-    host: str
     node: int
+    state: RankState
     since: float
-    beat: Mapping[str, Any] = field(default_factory=dict)
     heard: float | None = None
-    process: ProcessState = UNKNOWN
     stopped: float | None = None
+    changes: int | None = None
     text: str = ""
-    answer: dict[str, Any] = field(default_factory=dict)
 
     def keep_answer(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
         """Keeps stacks and collectives; an empty text discards those that are out of date."""
         last = {name: value and Collective(**value) for name, value in (collectives or {}).items()}
-        self.text, self.answer = text, {"stack": main_stack(text), **last}
+        known: dict[str, Any] = {"pending": None, "finished": None, **last}
+        self.text, self.state = text, replace(self.state, stack=main_stack(text), **known)
+
+    def state_at(self, now: float) -> RankState:
+        heard_s = None if self.heard is None else round(max(now - self.heard, 0.0), 1)
+        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - self.since, 0.0)
+        stopped_s = now - self.stopped if self.stopped else 0.0
+        return replace(self.state, heard_s=heard_s, still_s=round(still_s, 1), stopped_s=stopped_s)
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -80,19 +80,20 @@ class Watchdog:
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
         self._machines, self._limits, self._logs = machines, limits, logs
         self._looked = now = time.monotonic()
-        self._ranks = {rank: _Rank(host, node, now) for node, (host, ranks) in enumerate(machines) for rank in ranks}
+        self._ranks = {
+            rank: _Rank(node, RankState(rank, host), now)
+            for node, (host, ranks) in enumerate(machines)
+            for rank in ranks
+        }
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
         self._asked = -1e9  # when all were last asked for stacks and collectives
-        self._noticed: tuple[Any, ...] = ()
         self._diagnosis: Diagnosis | None = None
         self.end = ""
         stacks = [stacks_of(logs, rank) for rank in self._ranks]
         for earlier in (logs / DIAGNOSIS, logs / RANKS, *stacks):
             with suppress(OSError):
                 earlier.unlink()
-
-    # -- reports
 
     def attach(self, server: Server) -> None:
         """Registers the handlers for beats and for packtrain doctor."""
@@ -105,63 +106,45 @@ class Watchdog:
             rank = self._ranks.get(beat["rank"])
             if rank is None:
                 return {"ask": False, "end": f"there is no rank {beat['rank']} in this run"}
-            rank.heard, rank.host = time.monotonic(), rank.host or beat["host"]
-            if beat["changes"] != rank.beat.get("changes"):
-                rank.since = rank.heard
+            rank.heard = time.monotonic()
+            reported = {name: beat[name] for name in _BEAT_FIELDS}
+            rank.state = replace(rank.state, host=rank.state.host or beat["host"], **reported)
+            if beat["changes"] != rank.changes:
+                rank.since, rank.changes = rank.heard, beat["changes"]
                 rank.keep_answer("")  # the rank moved on: its stack is out of date
             if "stacks" in beat:
                 rank.keep_answer(beat["stacks"], beat["collectives"])
             if "ended" in beat:
-                rank.process = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
-            rank.beat = beat
+                ended = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
+                rank.state = replace(rank.state, process=ended)
             return {"ask": self._is_asked(rank), "end": self.end or None}
 
     def take_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
         with self._lock:
             self._launchers[node] = time.monotonic()
-            for number, state in states.items():
+            for number, process in states.items():
                 rank = self._ranks.get(number)
-                if rank is not None and not rank.process.reported:  # the rank's own report says more
-                    rank.process = state
-                    rank.stopped = (rank.stopped or time.monotonic()) if state.state == "stopped" else None
+                if rank is not None and not rank.state.process.reported:  # the rank's own report says more
+                    rank.state = replace(rank.state, process=process, pid=rank.state.pid or process.pid)
+                    rank.stopped = (rank.stopped or time.monotonic()) if process.state == "stopped" else None
 
     def take_stacks(self, texts: Mapping[int, str]) -> None:
-        """Takes stacks that a launcher had faulthandler dump."""
+        """Takes stacks that ranks left as they crashed."""
         with self._lock:
             for number, text in texts.items():
                 if number in self._ranks and not self._ranks[number].text:
                     self._ranks[number].keep_answer(text)
 
-    def wanted_stacks(self, node: int) -> list[int]:
-        """The ranks of machine `node` that were asked for their stacks and did not answer: their launcher is to dump them."""
-        if time.monotonic() - self._asked < STACK_ANSWER_S:
-            return []
-        ours = [(number, rank) for number, rank in self._ranks.items() if rank.node == node]
-        return [number for number, rank in ours if self._is_asked(rank) and rank.process.state != "gone"]
-
     def _is_asked(self, rank: _Rank) -> bool:
         return not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
 
     def _answer_limit_s(self) -> float:
-        """Seconds for ranks to answer themselves, and then for their launchers to dump the stacks of the others."""
-        return STACK_ANSWER_S + 2 * max(LOOK_S, len(self._ranks) / 200) + 2
-
-    # -- states
+        return _ANSWER_S + len(self._ranks) / 100
 
     def states(self) -> list[RankState]:
         with self._lock:
-            return [self._state(number, rank, time.monotonic()) for number, rank in sorted(self._ranks.items())]
-
-    def _state(self, number: int, rank: _Rank, now: float) -> RankState:
-        reported: dict[str, Any] = {"pid": rank.process.pid}
-        if rank.beat:
-            reported = {name: rank.beat[name] for name in _BEAT_FIELDS}
-        heard_s = None if rank.heard is None else round(max(now - rank.heard, 0.0), 1)
-        still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - rank.since, 0.0)
-        stopped_s = now - rank.stopped if rank.stopped else 0.0
-        times: dict[str, Any] = {"heard_s": heard_s, "still_s": round(still_s, 1), "stopped_s": stopped_s}
-        return RankState(number, rank.host, **reported, **times, process=rank.process, **rank.answer)
+            return [rank.state_at(time.monotonic()) for _, rank in sorted(self._ranks.items())]
 
     def trains(self) -> bool:
         """Whether any rank has begun to train."""
@@ -170,8 +153,6 @@ class Watchdog:
     def describe_waits(self, but: Collection[int] = ()) -> tuple[str, ...]:
         """What the ranks do, in words, except those in `but`."""
         return describe_waits([state for state in self.states() if state.rank not in but])
-
-    # -- conclusions
 
     def diagnose(self) -> Diagnosis | None:
         """The diagnosis for which the run has to be ended, None while it goes on; called once a second.
@@ -186,38 +167,29 @@ class Watchdog:
         states = self.states()
         if self._diagnosis or any(state.dead or state.failed or state.process.lost for state in states):
             return self._diagnosis
-        live = live_among(states)
-        diagnosis, still_s = self._standstill(states)
+        diagnosis, still_s, culprits = self._standstill(states)
         if diagnosis is None:
             return None
-        culprits = [state for state in live if state.rank in diagnosis.ranks] or live
         deadline_s = max(self._limits.deadline_s(state.phase) for state in culprits)
         limit_s = min(deadline_s, {"stopped": STOPPED_S, "ended": _ENDED_LIMIT_S}.get(diagnosis.cause, deadline_s))
-        notice_s = _notice_s(live, NOTICE_S)
-        if abs(still_s - notice_s) <= _ASK_AHEAD_S or still_s >= limit_s - _ASK_AHEAD_S:
-            self._ask(live, _ASK_AGAIN_S)
-        if not self._have_answered(live):
+        if still_s < limit_s - _ASK_AHEAD_S:
             return None
-        if still_s >= limit_s:
-            return self._conclude(diagnose(self.states()))
-        # no notice while all ranks compute, as in a slow first step: nobody waits for anybody
-        waits = diagnosis.cause == "storage" or any(state.waits_for_others for state in live)
-        if still_s >= notice_s and waits:
-            notice = (diagnosis.ranks, *(state.progress for state in culprits))
-            if notice != self._noticed:
-                print(f"{diagnosis.what}; the run is ended for it at {limit_s:.0f} s", file=sys.stderr, flush=True)
-            self._noticed = notice
-        return None
+        live = live_among(states)
+        self._ask(live, _ASK_AGAIN_S)
+        if still_s < limit_s or not self._have_answered(live):
+            return None
+        return self._conclude(diagnose(self.states()))
 
-    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float]:
-        """Why no rank makes progress, and for how many seconds; (None, 0) if a rank that does not wait makes some."""
+    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float, Sequence[RankState]]:
+        """Why no rank makes progress, for how many seconds, and the ranks that cause it; (None, 0, ()) if a rank that does not wait
+        makes some."""
         live = live_among(states)
         broken = any(state.dead or state.process.state == "stopped" for state in states)
-        if not broken and not (live and all(state.waits or state.still_s >= _DOCTOR_STALL_S for state in live)):
-            return None, 0
+        if not broken and not (live and all(state.waits or state.still_s >= _STALL_S for state in live)):
+            return None, 0, ()
         diagnosis = diagnose(states)
         culprits = [state for state in live if diagnosis and state.rank in diagnosis.ranks] or live
-        return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0)
+        return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0), culprits
 
     def aftermath(self) -> Diagnosis | None:
         """Why ranks of a run died; None if that is not known, or if they reported their errors themselves."""
@@ -248,18 +220,16 @@ class Watchdog:
         return diagnosis
 
     def _write_stacks(self) -> None:
-        texts = {}
-        for state in self.states():
-            if text := self._ranks[state.rank].text:
-                pending = f"-- pending: {state.pending}\n" if state.pending else ""
-                texts[state.rank] = f"{text}\n{pending}"
+        texts = {
+            rank: f"{known.text}\n" + (f"-- pending: {known.state.pending}\n" if known.state.pending else "")
+            for rank, known in self._ranks.items()
+            if known.text
+        }
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
 
     def write_diagnosis(self, diagnosis: str) -> None:
         """Writes a diagnosis to logs/, where packtrain doctor finds it."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
-
-    # -- for packtrain doctor
 
     def show(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The state of every rank; with `stacks`, or if the ranks stand still, it asks them for stacks first.
@@ -267,9 +237,11 @@ class Watchdog:
         It reports a stall sooner than `diagnose` does.
         """
         states = self.states()
-        live, (diagnosis, still_s) = live_among(states), self._standstill(states)
+        live, (diagnosis, still_s, _) = live_among(states), self._standstill(states)
         ended = diagnosis and diagnosis.cause in ("memory", "died", "stopped")
-        stalled = diagnosis and (ended or still_s >= _notice_s(live, _DOCTOR_STALL_S))
+        usual_s = max((state.usual_s for state in live), default=0)
+        least_s = max(_STALL_S, _USUAL_STEPS * usual_s) if usual_s else _FIRST_STALL_S
+        stalled = diagnosis and (ended or still_s >= least_s)
         if request.get("stacks") or stalled:
             self._ask(live, self._answer_limit_s())
             while not self._have_answered(live):
@@ -291,9 +263,3 @@ class Watchdog:
     def close(self) -> None:
         """Writes the last states of the ranks to logs/, for packtrain doctor after the run."""
         in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._diagnosis)), None)
-
-
-def _notice_s(live: Sequence[RankState], least_s: float) -> float:
-    """Seconds of standstill worth reporting: `least_s` and some usual steps; at least NOTICE_S while no step is known."""
-    usual_s = max((state.usual_s for state in live), default=0)
-    return max(least_s if usual_s else NOTICE_S, _USUAL_STEPS * usual_s)

@@ -15,7 +15,7 @@ from packtrain.inspect.rendering import percent
 from packtrain.report.run_record import RunRecord
 
 SLOW = 1.2
-"""A rank is slow whose forward passes and loading of data take so many times the median, as train/sync/rank_times.py has it."""
+"""A rank is slow whose forward passes and loading of data take so many times the median."""
 _TELLING_LINES = 8
 _NONE = "–"
 

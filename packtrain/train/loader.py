@@ -22,7 +22,7 @@ from packtrain.data.dataset import Document
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.stacks import listen
+from packtrain.monitor.processes import listen
 from packtrain.packing.balance import Layout, cost_of_attention, lay_out
 from packtrain.packing.collate import (
     PairRows,

@@ -96,7 +96,7 @@ class StepTrainer:
         self.lost_updates = LostUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
-        self.times = RankTimes(ranks, settings.say, settings.machines)
+        self.times = RankTimes(ranks)
         forwards = loss.extra_forwards
         self.step_figures = StepFigures(
             self.accelerator, self.model, loss.compute_dtype, settings.steps, forwards=forwards

@@ -66,12 +66,14 @@ from packtrain.train.preparation import (
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync.checks import (
+    Peers,
     agree_on_start,
     check_run_folder,
     connect,
+    join,
     limit_collectives,
+    preparing_s,
 )
-from packtrain.train.sync.store_barrier import Peers, join, preparing_s
 from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
@@ -267,7 +269,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         origin,
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
-        machines=run.peers.machines() if run.peers and ranks.main else (),
         say=log.warn,
         strategy=ranks.strategy,
         autocast=prepared.precision.autocast,
@@ -385,7 +386,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
 def _wait_for_all(run: Run, stage: str) -> None:
     """A barrier by the store, for as long as any rank makes progress: a collective would have a time limit."""
     if run.peers:
-        run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.step_timeout))
+        run.peers.settle(stage, {}, {}, timeout_s=preparing_s(run.config.topology.step_timeout))
 
 
 def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:

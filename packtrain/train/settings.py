@@ -17,7 +17,6 @@ from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.loader import Steps
 from packtrain.train.spikes import SpikeRules
-from packtrain.train.sync.rank_times import Machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class LoopSettings:
 
     `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `autocast`
     the format of mixed precision (None: that of the weights), `backend` the attention backend of packed rows (None: the
-    model's own attention), `optim` the config's group. `machines` is empty except on the main process.
+    model's own attention), `optim` the config's group.
     """
 
     steps: Steps
@@ -36,7 +35,6 @@ class LoopSettings:
     origin: dict[str, Any]
     keep_checkpoints: int | None = None
     first_step: int = 0
-    machines: Machines = ()
     say: Callable[[str], None] = print
     strategy: str = "ddp"
     autocast: torch.dtype | None = None

@@ -145,7 +145,7 @@ def test_machines_with_another_config_or_package_are_told_which_key_and_version(
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1.2\n")
     runs = [
         sft(hosts, 1, folder),
-        sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=str(other.parent)),
+        sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=f"{other.parent}:{ROOT}"),
     ]
     assert both(runs) == [3, 3]
     assert all("optim.learning_rate: n2 has 0.5; n1 has 0.001" in run.text for run in runs)

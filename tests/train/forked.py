@@ -31,7 +31,7 @@ WARM = (
     "packtrain.launch.execute",
     "packtrain.config.compose",
     "packtrain.plan.screen",
-    "packtrain.launch.slurm.submit",
+    "packtrain.launch.slurm_jobs",
     "packtrain.report.page",
     "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed

@@ -1,14 +1,17 @@
-"""Checks that all ranks agree: at the start, after preparing the data and after loading the model.
+"""How the ranks meet, and checks that they agree: at the start, after preparing the data and after loading the model.
 
-Ranks that differ would hang, or train something else than configured. The first collective operation is a sum with a known
-result, so that a backend that hangs or adds wrongly is found at the start, not by a loss hours later. From then on
-collectives have time limits, which change with the phase of the run.
+Ranks that differ would hang, or train something else than configured. Collective operations hang if ranks differ (another
+backend, one more call), so they cannot be used to check for differences: every rank writes a statement into the store of the
+rendezvous, rank 0 reads them all and writes its verdict, for which the others wait (`Peers.settle`). Every wait has a limit and
+names the missing ranks. The first collective operation is a sum with a known result, so that a backend that hangs or adds
+wrongly is found at the start. From then on collectives have time limits, which change with the phase of the run.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import socket
 import sys
@@ -17,8 +20,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -26,29 +28,138 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed import distributed_c10d
+from torch.distributed import DistError, PrefixStore, Store, TCPStore, distributed_c10d
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem
+from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
-from packtrain.monitor.heartbeat import waiting
+from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, digest_of, shared_versions
 from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
-from packtrain.train.sync.store_barrier import FIRST_STAGE, GRACE_S, Peers, Statement, ranks_on_hosts
 from packtrain.wording import counted, listed, ranks_in_words
 
 BACKGROUND = "checkpoints in the background"
 """The description of the group whose collectives are not those of a step (train/checkpoint/writer.py)."""
-_MOST_SHOWN = 8
+_FIRST_STAGE = "start"
+_GRACE_S = 10  # the others wait this much longer than rank 0, which knows which ranks are missing
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_READ_S = 4 * _LONGEST_PAUSE_S
 _MAY_DIFFER = ("_name_or_path", "transformers_version")  # in a model's config
 _NUMBERS = 2**17  # 1 MiB fills the packets of a link: with a wrong MTU large packets are lost and small ones pass
-_OTHERS_S = 5  # to wait for the others' outcome once one rank has failed
-_LOOK_S = 1.0
-_FAILED = "first all-reduce failed"
 _DISK_S = 5  # some network disks take a while to show a new file
 _NETWORK_FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it"
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of a run as one of them sees them: this is `rank`, on `host`."""
+
+    store: Store
+    world_size: int
+    rank: int
+    host: str
+
+    def settle(self, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], *, timeout_s: float) -> None:
+        """Returns when all ranks have come to `stage` with the same `facts` (name → value as text).
+
+        Raises Disagreement with the same problems on all ranks if they differ, PeerFailed if a rank does not come in time.
+        """
+        store = PrefixStore(stage, self.store)
+        try:
+            with waiting(f"the other ranks at the stage {stage!r}"):
+                store.set(str(self.rank), json.dumps([self.host, facts]))
+                if self.rank == 0:
+                    store.set("verdict", json.dumps(self._judge(store, fixes, timeout_s)))
+                came = self.rank == 0 or _wait_for_keys(store, ["verdict"], timeout_s + _GRACE_S)
+                verdict = json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
+                if verdict["problems"] or verdict["missing"]:
+                    # rank 0 may hold the store: the others must read the verdict before it ends. It alone prints: as torchrun ends
+                    # all when one has ended, they come after it
+                    time.sleep(_READ_S if self.rank == 0 else _READ_S + 2 * _LONGEST_PAUSE_S)
+        except DistError as error:
+            what = f"rank {self.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
+            raise PeerFailed(what, fix="its terminal or log says why it ended") from error
+        if verdict["missing"]:
+            raise PeerFailed(
+                f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s",
+                fix="their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are "
+                "how long is waited",
+            )
+        if verdict["problems"]:
+            shown = self.rank == 0 or LOG_DIR in os.environ  # other ranks report in their logs only
+            raise Disagreement([Problem(**problem) for problem in verdict["problems"]], shown=shown)
+
+    def share(self, name: str, value: str = "") -> str:
+        """The `value` of rank 0, on all ranks. Raises PeerFailed if it does not come within the store's limit."""
+        try:
+            if self.rank == 0:
+                self.store.set(name, value)
+            with waiting("rank 0"):
+                return self.store.get(name).decode()
+        except DistError as error:
+            raise PeerFailed(f"rank {self.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
+
+    def _statements(self, store: Store) -> dict[int, tuple[str, dict[str, str]]]:
+        """Host and facts by rank, of those that have come to the stage of `store`."""
+        came = [rank for rank in range(self.world_size) if store.check([str(rank)])]
+        texts = cast(list, store.multi_get([str(rank) for rank in came]))
+        return {rank: tuple(json.loads(text)) for rank, text in zip(came, texts, strict=True)}
+
+    def _judge(self, store: Store, fixes: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+        """Rank 0's verdict on a stage: the problems, or the missing ranks in words."""
+        in_time = _wait_for_keys(store, [str(rank) for rank in range(self.world_size)], timeout_s)
+        statements = self._statements(store)
+        hosts = {rank: host for rank, (host, _) in self._statements(PrefixStore(_FIRST_STAGE, self.store)).items()}
+        if not in_time:
+            missing = [rank for rank in range(self.world_size) if rank not in statements]
+            return {"problems": [], "missing": _name_ranks(missing, hosts)}
+        several = hosts if len(set(hosts.values())) > 1 else {}
+        facts = {rank: facts for rank, (_, facts) in statements.items()}
+        problems = differences(facts, fixes, lambda ranks: _name_ranks(ranks, several))
+        return {"problems": [asdict(problem) for problem in problems], "missing": ""}
+
+
+def join(*, timeout_s: float) -> Peers | None:
+    """The other ranks, by the environment variables of the launch; None in a run of one process.
+
+    Raises PeerFailed if rank 0 cannot be reached within `timeout_s`, CheckFailed if its port is taken.
+    """
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world_size == 1:
+        return None
+    host, address, port = socket.gethostname(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves the store
+    made: list[Store | Exception] = []
+
+    def connect() -> None:
+        limit, kinds = timedelta(seconds=timeout_s), {"wait_for_workers": False, "multi_tenant": True}
+        try:
+            made.append(TCPStore(address, port, world_size, serves, limit, **kinds))
+        except DistError as error:
+            made.append(error)
+
+    # in a thread, since torch waits for ever for a listener that does not answer
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    with waiting("rank 0"):
+        if not serves:
+            _wait_for_listener(address, port, rank, timeout_s)
+        thread.start()
+        thread.join(timeout_s + _READ_S)
+    store = made[0] if made else TimeoutError("what listens there does not answer")
+    if isinstance(store, Exception):
+        fix = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
+        if "EADDRINUSE" in str(store):
+            raise CheckFailed(f"port {port} of this machine is taken", where="topology.main_port", fix=fix) from store
+        raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {shortly(store)}", fix=fix) from store
+    return Peers(PrefixStore("packtrain", store), world_size, rank, host)
+
+
+def preparing_s(step_timeout: float) -> float:
+    """The time limit for preparing data, loading a model, or reading and writing files, which may take hours: none if
+    packtrain's launcher watches the ranks, else that of a checkpoint."""
+    return math.inf if LOG_DIR in os.environ else TimeLimits(step_timeout).collective_s("checkpoint")
 
 
 def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, *, timeout_s: float) -> None:
@@ -62,7 +173,8 @@ def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, 
         facts |= {**config, **versions, processes: os.environ.get("LOCAL_WORLD_SIZE", "?")}
         fixes |= {**dict.fromkeys(config, SAME_CONFIG), **dict.fromkeys(versions, SAME_VERSIONS)}
         fixes[processes] = "start the same number of processes on every machine"
-    _agree(peers, FIRST_STAGE, facts, fixes, timeout_s)
+    if peers is not None:
+        peers.settle(_FIRST_STAGE, facts, fixes, timeout_s=timeout_s)
 
 
 def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
@@ -73,7 +185,8 @@ def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
         for key, part in parts.items()
     }
     fix = "the files or the tokenizer differ there: copy them, or train on a shared disk; a hub id can have a revision"
-    _agree(peers, "data", facts, dict.fromkeys(facts, fix), timeout_s)
+    if peers is not None:
+        peers.settle("data", facts, dict.fromkeys(facts, fix), timeout_s=timeout_s)
 
 
 def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: float) -> None:
@@ -86,7 +199,7 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
         "model weights": f"those with hash {weights_hash(model)[:12]}",
     }
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
-    _agree(peers, "model", facts, dict.fromkeys(facts, fix), timeout_s)
+    peers.settle("model", facts, dict.fromkeys(facts, fix), timeout_s=timeout_s)
 
 
 def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
@@ -130,58 +243,35 @@ def connect(
 ) -> torch.device:
     """Has `open_group` connect the process group, and all ranks add known numbers on the device that it returns.
 
-    Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. The ranks exchange the
-    outcome over the store; once one has failed the others do not wait for the whole `timeout_s`. Raises Disagreement, the
-    same on all ranks, naming those on which it fails, adds wrongly or does not end; PeerFailed if a rank is silent.
+    Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. Raises CheckFailed on each rank
+    that fails, adds wrongly or does not end in time; who started the ranks then ends the others.
     """
     if peers is None:
         return open_group()
     devices: list[torch.device] = []
-    outcome: list[str] = []
+    problems: list[str] = []
 
     def work() -> None:
         try:
-            devices.append(open_group())
-            outcome.append(_wrong_sum(peers.own.rank, peers.world_size, devices[0], reduce))
+            device = open_group()
+            if wrong := _wrong_ranks(peers.rank, peers.world_size, device, reduce):
+                problems.append(f"has a wrong sum: of {ranks_in_words(wrong)}")
+            devices.append(device)
         except Exception as error:  # backends raise exceptions of every type
-            outcome.append(f"failed: {shortly(error)}")
+            problems.append(f"failed: {shortly(error)}")
 
     thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
-    begun = time.monotonic()
-    limit = begun + timeout_s
     thread.start()
     with waiting("the other ranks in the first all-reduce"):
-        while thread.is_alive() and (now := time.monotonic()) < limit:
-            thread.join(min(limit - now, _LOOK_S))
-            if thread.is_alive() and _another_failed(peers):
-                limit = min(limit, now + _OTHERS_S)
-    problem = outcome[0] if outcome else f"did not end within {round(limit - begun, 1):g} s"
-    if problem:
-        with suppress(dist.DistError):
-            peers.store.set(_FAILED, "")
+        thread.join(timeout_s)
+    if thread.is_alive():
+        problems.append(f"did not end within {timeout_s:g} s")
+        atexit.register(_end, CheckFailed.exit_code)
+    if problems:
         names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
-        problem += "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
-
-    def judge(statements: Sequence[Statement]) -> list[Problem]:
-        groups: dict[str, list[Statement]] = defaultdict(list)
-        for statement in statements:
-            if statement.facts["problem"]:
-                groups[statement.facts["problem"]].append(statement)
-        problems = [
-            Problem(f"the first all-reduce over {backend} {problem}", ranks_on_hosts(affected))
-            for problem, affected in list(groups.items())[:_MOST_SHOWN]
-        ]
-        return [*problems[:-1], replace(problems[-1], fix=_NETWORK_FIX)] if problems else []
-
-    facts = {"problem": problem}
-    try:
-        peers.settle("first all-reduce", facts, judge, timeout_s=_OTHERS_S if problem else timeout_s + GRACE_S)
-    except PacktrainError as error:
-        if thread.is_alive():
-            atexit.register(_end, error.exit_code)
-        if isinstance(error, PeerFailed):  # the silent rank may be waiting for this one
-            raise PeerFailed([*judge([replace(peers.own, facts=facts)]), *error.problems]) from error
-        raise
+        settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
+        where = f"rank {peers.rank} on {peers.host}"
+        raise CheckFailed(f"the first all-reduce over {backend} {problems[0]}{settings}", where=where, fix=_NETWORK_FIX)
     return devices[0]
 
 
@@ -193,40 +283,18 @@ def limit_collectives(seconds: float) -> None:
     """
     if dist.is_available() and dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
-            if group.group_desc == BACKGROUND:  # its collectives belong to no phase
-                continue
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group.group_desc != BACKGROUND:  # whose collectives belong to no phase
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _agree(
-    peers: Peers | None, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], timeout_s: float
-) -> None:
-    def judge(statements: Sequence[Statement]) -> list[Problem]:
-        hosts = len({statement.host for statement in statements}) > 1
-        facts_by_rank = {statement.rank: statement.facts for statement in statements}
-        return differences(
-            facts_by_rank, fixes, lambda ranks: ranks_on_hosts([statements[rank] for rank in ranks], hosts=hosts)
-        )
-
-    if peers is not None:
-        peers.settle(stage, facts, judge, timeout_s=timeout_s)
-
-
-def _wrong_sum(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> str:
-    """Sums one column of numbers for each rank; names the ranks whose column is wrong in the sum, "" if none is."""
+def _wrong_ranks(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> list[int]:
+    """Sums one column of numbers for each rank; the ranks whose column is wrong in the sum."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     numbers = torch.zeros(max(_NUMBERS // ranks, 1), ranks, dtype=torch.int64, device=device)
     numbers[:, rank] = rank + 1
     reduce(numbers)
-    wrong = (numbers.cpu() != torch.arange(1, ranks + 1)).any(dim=0).nonzero().flatten().tolist()
-    return f"has a wrong sum: of {ranks_in_words(wrong)}" if wrong else ""
-
-
-def _another_failed(peers: Peers) -> bool:
-    with suppress(dist.DistError):
-        return peers.store.check([_FAILED])
-    return True  # rank 0 is gone, with the store
+    return (numbers.cpu() != torch.arange(1, ranks + 1)).any(dim=0).nonzero().flatten().tolist()
 
 
 def _end(code: int) -> None:
@@ -234,3 +302,41 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """ "ranks 0 and 1 on n1 and rank 2 on n2"; without hosts unless all are known."""
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_host[hosts.get(rank, "")].append(rank)
+    if "" in by_host:
+        return ranks_in_words(ranks)
+    return listed([f"{ranks_in_words(on_host)} on {host}" for host, on_host in by_host.items()])
+
+
+def _wait_for_keys(store: Store, keys: list[str], timeout_s: float) -> bool:
+    """Whether all `keys` came within `timeout_s`. Polls, since torch's own wait prints warnings."""
+    limit, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    while not store.check(keys):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
+
+
+def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> None:
+    """Waits until a program listens there: torch's own error is a long traceback."""
+    limit = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(limit - time.monotonic(), 1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise PeerFailed(
+                    f"rank {rank} on {socket.gethostname()} did not reach rank 0 at {address}:{port} within "
+                    f"{timeout_s:g} s: {error.strerror or error}",
+                    fix="look whether it was started, whether the name leads to it from here, and for a firewall",
+                ) from error
+        time.sleep(_LONGEST_PAUSE_S)

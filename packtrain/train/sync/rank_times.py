@@ -1,4 +1,4 @@
-"""Measures where the time of a rank goes, and finds the machine or rank that is slower than the others.
+"""Measures where the time of each rank goes, so that a rank that is slower than the others shows.
 
 `StepClock.enter` is called whenever a step changes its phase: it reports the phase (monitor/heartbeat.py) and sums the time.
 A step takes all ranks equally long, since they wait for each other. They differ in loading data and in the forward passes,
@@ -12,14 +12,12 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
 from packtrain.train.sync.checks import limit_collectives
-from packtrain.wording import ranks_in_words
 
 _MEASURED: dict[Phase, str] = {
     "forward": "forward_seconds",
@@ -28,21 +26,13 @@ _MEASURED: dict[Phase, str] = {
     "counts": "wait_seconds",
 }
 _PARTS = len(_MEASURED)
-_FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data"))
+_FORWARD = list(_MEASURED).index("forward")
 _STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _GPU_PHASES = ("forward", "backward", "counts")
 _REMEMBERED = 16
-_STEPS_AHEAD = (
-    2  # of its GPU is a process at most, since it reads the counts of a step before the next one begins (loop.py)
-)
-_WINDOW_STEPS = 20
+_STEPS_AHEAD = 2  # of its GPU at most: a process reads the counts of a step before the next one begins (loop.py)
 EXCHANGE_EVERY = 10
 """Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
-_SLOWER = 1.2
-_NOISE_S = 0.02  # least step time to compare with: in shorter steps a moment's other work is a large part
-
-Machines = Sequence[tuple[str, Sequence[int]]]
-"""Host name and ranks of each machine."""
 
 
 class StepClock:
@@ -118,14 +108,12 @@ class StepClock:
 
 
 class RankTimes:
-    """The last exchanged times of all ranks, and their sums over a longer window, by which slow ranks are found."""
+    """The last exchanged times of all ranks, and their sums over the run."""
 
-    def __init__(self, world_size: int, say: Callable[[str], None], machines: Machines = ()) -> None:
-        self._world_size, self._say, self._machines = world_size, say, machines
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._last: tuple[torch.Tensor, int] | None = None
-        self._window, self._window_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
         self._whole, self._whole_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
-        self._named: set[int] = set()
 
     def take(self, slots: torch.Tensor, steps: int) -> None:
         """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, over `steps` steps."""
@@ -140,19 +128,9 @@ class RankTimes:
         figures: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
         for part, name in enumerate(_MEASURED.values()):
             values = sorted((times[:, part] / steps).tolist())
-            figures |= {
-                f"{name}/min": values[0],
-                f"{name}/median": statistics.median(values),
-                f"{name}/max": values[-1],
-            }
-        self._window, self._window_steps = self._window + times, self._window_steps + steps
+            for kind, value in (("min", values[0]), ("median", statistics.median(values)), ("max", values[-1])):
+                figures[f"{name}/{kind}"] = value
         self._whole, self._whole_steps = self._whole + times, self._whole_steps + steps
-        if self._window_steps >= _WINDOW_STEPS:
-            mean = self._window / self._window_steps
-            forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
-            for sentence in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
-                self._say(sentence)
-            self._window, self._window_steps = torch.zeros_like(times), 0
         return figures
 
     def means(self) -> dict[str, list[float]] | None:
@@ -161,31 +139,3 @@ class RankTimes:
             return None
         means = (self._whole / self._whole_steps).T.tolist()
         return {phase: [round(mean, 6) for mean in ranks] for phase, ranks in zip(_MEASURED, means, strict=True)}
-
-
-def slow_ones(
-    forward: Sequence[float], data: Sequence[float], machines: Machines, *, steps: int, known: set[int]
-) -> list[str]:
-    """A sentence for each machine with ranks whose forward passes and loading of data (s a step, by rank) take > 20 % longer
-    than the median, except those in `known`, to which they are added. Of two ranks the faster one counts as median."""
-    seconds = [sum(both) for both in zip(forward, data, strict=True)]
-    limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S)
-    slow = {rank for rank, own_s in enumerate(seconds) if own_s > limit} - known
-    known |= slow
-    usual_forward_s, usual_data_s = statistics.median_low(forward), statistics.median_low(data)
-    sentences = []
-    for host, machine in machines:
-        if not (ranks := [rank for rank in machine if rank in slow]):
-            continue
-        forward_s, data_s = (statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data))
-        what, where, own_s, usual_s = "forward passes take", "the clocks of its GPUs", forward_s, usual_forward_s
-        if data_s - usual_data_s > forward_s - usual_forward_s:
-            what, where = "loading data takes", "the file system that the data is on"
-            own_s, usual_s = data_s, usual_data_s
-        slower = 100 * ((forward_s + data_s) / max(usual_forward_s + usual_data_s, 1e-6) - 1)
-        sentences.append(
-            f"{ranks_in_words(ranks)} on {host} {'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, "
-            f"and the others wait: {what} {own_s:.3g} s a step, the median is {usual_s:.3g} s (over {steps} steps); "
-            f"look what else runs on that machine, and at {where}"
-        )
-    return sentences

@@ -6,18 +6,18 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from packtrain.launch import coordinator as machines
-from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter, report_to
-from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
+from packtrain.launch.coordinator import Coordinator, Orders, Reporter
+from packtrain.launch.exit_status import BUG, Report, Verdict, judge
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
@@ -51,9 +51,9 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     with control(len(works), logs, silence_s) as (main, server):
 
         def run(node: int) -> None:
-            call = partial(report_to, Client("127.0.0.1", server.port, secret="s"), silence_s) if node else main.hear
+            machine_0 = Client("127.0.0.1", server.port, secret="s") if node else main
             try:
-                with Reporter(node, "n1", silence_s, call) as reporter:
+                with Reporter(node, "n1", silence_s, machine_0) as reporter:
                     ends[node] = works[node](reporter)
                     if not node:
                         main.wait_until_all_informed()
@@ -69,8 +69,19 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     return [ends[node] for node in range(len(works))]
 
 
-def finish(reporter: Reporter, **outcome: Any) -> Verdict:
-    return reporter.finish(Outcome(**outcome), f"n{reporter.report.node + 1}", 2)
+def ended(
+    codes: Mapping[int, int | None] = MappingProxyType({}), lost: Sequence[int] = (), **facts: Any
+) -> dict[str, Any]:
+    """Fields of the Report of a machine whose ranks ended with `codes`; those in `lost` only because they lost others."""
+    ranks = {
+        rank: ProcessState(7, "gone", code, reported=code is not None, lost="lost" if rank in lost else "")
+        for rank, code in codes.items()
+    }
+    return {"ranks": ranks, **facts}
+
+
+def finish(reporter: Reporter, **facts: Any) -> Verdict:
+    return reporter.finish(f"n{reporter.report.node + 1}", 2, **ended(**facts))
 
 
 def good(reporter: Reporter) -> Verdict:
@@ -205,7 +216,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with control(2, tmp_path, silence_s=5) as (main, server):
-        reporter = Reporter(1, "n1", 5, partial(report_to, Client("127.0.0.1", server.port, secret="s"), 5))
+        reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.watch()
@@ -219,12 +230,12 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
 def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(tmp_path: Path) -> None:
     def loses(reporter: Reporter) -> Verdict:
         reporter.report.failed = "rank 0 on n1 failed (exit code 4)"
-        return finish(reporter, codes={0: 4}, followers=[0], tails={0: ["rank 0 lost the others"]})
+        return finish(reporter, codes={0: 4}, lost=[0], tails={0: ["rank 0 lost the others"]})
 
     def died(reporter: Reporter) -> Verdict:
         until(lambda: reporter.orders.end)
-        reporter.report.ranks = {3: ProcessState(7, "gone", -9)}
-        return finish(reporter, codes={3: -9}, tails={3: ["2026-01-01 00:00:00 step 3", "munmap failed"]})
+        facts = {"ranks": {3: ProcessState(7, "gone", -9)}, "tails": {3: ["step 3", "munmap failed"]}}
+        return reporter.finish("n2", 2, **facts)
 
     ends = together([loses, died], tmp_path)
     assert [one.code for one in ends] == [4, 4]
@@ -234,15 +245,18 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 
 
 def test_reports_and_orders_survive_json() -> None:
-    outcome = Outcome(codes={2: None, 3: -9}, tails={-1: ["y"], 3: ["x"]}, followers=[2])
-    report = Report(1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", outcome)
+    tails = {-1: ["y"], 3: ["x"]}
+    report = Report(
+        1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", ended=True, launched=1, tails=tails
+    )
     assert as_type(json.loads(json.dumps(asdict(report))), Report) == report
-    orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
+    orders = Orders(15, "why", "end", Verdict(4, ["lost"]))
     assert as_type(json.loads(json.dumps(asdict(orders))), Orders) == orders
 
 
-FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}
+FOLLOW = {"codes": {0: None, 1: 4}, "lost": (0, 1)}
 """A machine whose ranks only lost others."""
+SILENT = {"silent": "silent for 10 s"}
 
 
 @pytest.mark.parametrize(
@@ -253,14 +267,14 @@ FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
         ([{"codes": {0: 1}}, {}], 4, "n1, rank 0 failed (exit code 1): see logs/rank-00000.log"),
         ([{"codes": {0: 1, 1: 1}}, {"codes": {2: 1, 3: 1}}], 1, BUG),
-        ([{"codes": {0: 4, 1: 4}, "followers": (0, 1)}, {"codes": {2: 4}}], 4, "n2, rank 2 failed (exit code 4)"),
-        ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n1, rank 1 failed (exit code 1)"),
+        ([{"codes": {0: 4, 1: 4}, "lost": (0, 1)}, {"codes": {2: 4}}], 4, "n2, rank 2 failed (exit code 4)"),
+        ([{"codes": {0: 4, 1: 1}}, SILENT], 4, "n1, rank 1 failed (exit code 1)"),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 3, 3: 2}}], 2, "n2, rank 3 failed (exit code 2)"),
         ([{"codes": {0: 2}}, {"codes": {2: 2, 3: 2}}], 2, ""),
-        ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
+        ([{"codes": {0: 4, 1: 1}}, SILENT], 4, "n2 was lost: silent for 10 s"),
         ([FOLLOW, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
-        ([FOLLOW, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
-        ([FOLLOW, {"codes": {2: 4}, "followers": (2,)}], 4, "n1, rank 0 failed (no exit code)"),
+        ([FOLLOW, SILENT], 4, "n2 was lost: silent for 10 s"),
+        ([FOLLOW, {"codes": {2: 4}, "lost": (2,)}], 4, "n1, rank 0 failed (no exit code)"),
         ([{"signal": 15}, {"signal": 15}], 143, "stopped by SIGTERM"),
         (
             [{"codes": {0: 130, 1: 130}, "signal": 2}, {"codes": {2: 130, 3: 130}, "signal": 2}],
@@ -277,7 +291,10 @@ FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}
     ],
 )
 def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, said: str) -> None:
-    ends = {node: Outcome(**values) for node, values in enumerate(outcomes)}
+    ends = {
+        node: Report(node, **({"lost": values["silent"]} if "silent" in values else ended(**values)))
+        for node, values in enumerate(outcomes)
+    }
     verdict = judge(ends, {0: "n1", 1: "n2"}, 2)
     assert verdict.code == code
     assert said in "\n".join(verdict.lines)
@@ -288,7 +305,7 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
 def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do() -> None:
     waits = ["ranks 0 and 1 on n1 wait for the counts of all ranks, in the backward pass of step 5"]
     lost, wait, cause, advice = judge(
-        {0: Outcome(), 1: Outcome(lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
+        {0: Report(0), 1: Report(1, lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
     ).lines
     assert (lost, wait) == ("n2 was lost: silent for 10 s", f"  {waits[0]}")
     assert cause.startswith("  likely cause: the machine is down") and advice.startswith("  → look whether the machine")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.launch.coordinator import Restarts, newest_step
 from packtrain.launch.exit_status import BUG, Verdict
-from packtrain.launch.restarts import Restarts, newest_step
 from packtrain.run_folder import RunFolder
 
 KILLED = Verdict(4, ["rank 1 was killed"])

@@ -65,7 +65,7 @@ def run(folder: Path, code: str, ranks: int = 1) -> Verdict:
     """What becomes of `ranks` on n1, whose torchrun is the Python program `code`."""
     (folder / "exits").mkdir()
     watchdog = Watchdog([("n1", range(ranks))], TimeLimits(), folder)
-    with Reporter(0, "n1", 30, Coordinator({0: "n1"}, ranks, 30, watchdog).hear) as reporter:
+    with Reporter(0, "n1", 30, Coordinator({0: "n1"}, ranks, 30, watchdog)) as reporter:
         one = Supervisor(folder / "exits", folder / "launcher.log", range(ranks), "n1", reporter)
         return one.run([sys.executable, "-c", code, str(folder / "exits")], {**os.environ})
 

@@ -12,8 +12,7 @@ import pytest
 
 from packtrain.monitor.diagnosis import CAUSES, Cause, Diagnosis, RankState, diagnose
 from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_of, progress_of
-from packtrain.monitor.processes import ProcessState
-from packtrain.monitor.stacks import Collective, last_collectives, main_stack
+from packtrain.monitor.processes import Collective, ProcessState, last_collectives, main_stack
 from packtrain.run_folder import as_type
 
 

@@ -48,7 +48,6 @@ class Ranks:
         self.places: dict[int, dict[str, Any]] = {}
         self.changes = 0
         self.silent: set[int] = set()
-        self.wanted: set[int] = set()  # whose launcher was to dump their stacks
         self.states = {rank: ProcessState(70 + rank) for rank in range(4)}
         self.answers: dict[int, dict[str, Any]] = {}
         for rank in range(4):
@@ -68,7 +67,6 @@ class Ranks:
                 if self.watchdog.hear(beat)["ask"] and rank in self.answers:
                     self.watchdog.hear({**beat, **self.answers[rank]})
         for node in (0, 1):
-            self.wanted.update(self.watchdog.wanted_stacks(node))
             self.watchdog.take_processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
         return self.watchdog.diagnose()
 
@@ -95,8 +93,8 @@ def ranks(clock: Clock, tmp_path: Path) -> Ranks:
     ("phase", "cause", "after_s"),
     [("data", "data", 540), ("forward", "stuck", 540), ("checkpoint", "storage", 1620), ("prepare", "data", 1620)],
 )
-def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase_and_said_after_a_minute(
-    phase: str, cause: str, after_s: int, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
+    phase: str, cause: str, after_s: int, ranks: Ranks
 ) -> None:
     ranks.are(0, 1, 3, phase="counts", **WAITS)
     ranks.are(2, phase=phase, step=7)
@@ -109,9 +107,6 @@ def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase_and_s
     assert "ranks 0, 1 and 3 on n1 and n2 wait for the counts of all ranks, in exchanging the counts of step 7" in said
     assert (ranks.logs / DIAGNOSIS).read_text() == said + "\n"
     assert "in train" in stacks_of(ranks.logs, 2).read_text()
-    notice = capsys.readouterr().err
-    assert notice.count("\n") == 1 and f"the run is ended for it at {after_s} s" in notice
-    assert "rank 2 on n2 (process 72) is behind: for 6" in notice
 
 
 def test_a_rank_that_tells_of_progress_or_whose_step_takes_long_is_never_named(
@@ -145,7 +140,6 @@ def test_a_rank_that_nothing_is_heard_of_is_named_though_it_waited_when_it_was_l
     ranks.answers = {rank: answer(("all_reduce", 9)) for rank in range(4)}
     found, _ = ranks.until(600)
     assert found is not None and (found.cause, found.ranks) == ("stuck", (1,))
-    assert ranks.wanted == {1}
 
 
 def test_a_stopped_rank_is_named_within_seconds(ranks: Ranks) -> None:

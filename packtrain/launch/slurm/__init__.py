@@ -1,1 +1,0 @@
-"""Jobs of Slurm: scripts, submitting them, and starting packtrain on every machine of one."""

@@ -1,0 +1,325 @@
+"""Slurm: a run as a script for sbatch, made from slurm/run.sbatch.j2, and as one srun task for each machine of a job.
+
+The template explains what a script does and why; `script` computes the values for it. Everything that comes from the user is
+quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packtrain.config.compose import Point
+from packtrain.config.rules.slurm import count_gpus, parse_options
+from packtrain.config.schema import Topology
+from packtrain.config.yaml_files import shipped, shown
+from packtrain.durable import followed, write_text
+from packtrain.errors import PeerFailed, UserError
+from packtrain.launch.attempt import inputs, writing
+from packtrain.launch.exit_status import MOST_TELLING, listening
+from packtrain.monitor.channel import SECRET, new_secret
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.topology import GPUS_PER_NODE
+from packtrain.redact import clean
+from packtrain.run_folder import RunFolder
+from packtrain.wording import counted
+
+TEMPLATE = "run.sbatch.j2"
+_MADE = "# Made by packtrain sbatch"
+_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"}
+_MODULE = re.compile(r"\s*(module|ml)\b")  # which only a login shell knows
+_CAPTURED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120, "check": False}
+_STEP_S = 20  # for Slurm to name and signal a step
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`packtrain verb arguments…` as a Slurm job that starts in `folder`, by the command `program` outside containers.
+
+    `points` are the runs: one, or those of a sweep, which share `arguments`. `called` is the command that asked for the job.
+    """
+
+    verb: str
+    called: tuple[str, ...]
+    arguments: tuple[str, ...]
+    points: tuple[Point, ...]
+    folder: Path
+    program: tuple[str, ...]
+
+    @property
+    def config(self) -> str | None:
+        """The path of the config, or its name; None where the arguments are all overrides."""
+        return next((first for first in self.arguments[:1] if "=" not in first or Path(first).is_file()), None)
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is a job array."""
+        return bool(self.points[0].chosen)
+
+    @property
+    def topology(self) -> Topology:
+        """The topology, the same for every point."""
+        return self.points[0].config.topology
+
+    @property
+    def logs(self) -> Path:
+        """The folder of Slurm's logs: logs/ of the run folder, or of the folder that contains all run folders of a sweep."""
+        return RunFolder(Path(os.path.commonpath([self.run_folder(point).root for point in self.points]))).logs
+
+    def run_folder(self, point: Point) -> RunFolder:
+        """The run folder of a point, by its absolute path."""
+        return RunFolder(self.folder / RunFolder.of(point.config.trainer).root)
+
+    def log(self, job: str) -> Path:
+        """Slurm's log of `job`: its number, or a pattern of Slurm's."""
+        return self.logs / f"slurm-{job}.log"
+
+
+def plan_job(job: Job) -> LaunchPlan:
+    """What each machine of the job will start. Raises UserError if machines or GPUs are not known beforehand, are numbered by
+    others than Slurm, or differ between the points of a sweep."""
+    topology = job.topology
+    asked = count_gpus(topology)
+    per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)
+    own = "Slurm names and numbers the machines of a job, when it starts: take the key away"
+    unknown = "how many {} the job wants is not known: set it"
+    alike = (
+        "the points of a sweep are one job array, with the same machines for all of them: submit one for each topology"
+    )
+    addressed = topology.main_address is not None and "nodelist" not in parse_options(topology.sbatch)
+    roots = [str(job.run_folder(point).root) for point in job.points]
+    for wrong, key, what in (
+        (topology.kind in ("env", "manual"), "topology.kind", own),
+        (topology.node_rank is not None, "topology.node_rank", own),
+        (addressed, "topology.main_address", own),
+        (topology.nodes is None, "topology.nodes", unknown.format("machines")),
+        (not per_node, GPUS_PER_NODE, unknown.format("GPUs of a machine")),
+        (any(point.config.topology != topology for point in job.points), "topology", alike),
+        ("\n" in "".join(roots), "trainer.output_dir", "its path has a line break, which Slurm's options cannot have"),
+    ):
+        if wrong:
+            raise UserError(what, where=key)
+    there = Surroundings(gpus=0 if asked == 0 else per_node or 1)
+    known = replace(topology, gpus_per_node=per_node)
+    plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
+    return plans[0]
+
+
+def script(job: Job, plan: LaunchPlan) -> str:
+    """The whole script; `plan` is `plan_job(job)`."""
+    topology, given = job.topology, parse_options(job.topology.sbatch)
+    points = [
+        {"words": shlex.join(point.chosen), "checkpoints": shlex.quote(str(job.run_folder(point).checkpoints))}
+        for point in job.points
+    ]
+    values = {
+        "shell": "/bin/bash -l" if any(map(_MODULE.match, topology.setup)) else "/bin/bash",
+        "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
+        "summary": summary(job, plan),
+        "topology": topology,
+        "no_kill": plan.makes_do,
+        "job_name": None if "job-name" in given else directive(job.logs.parent.name),
+        "gpus": None if _GPUS & given.keys() else plan.gpus_per_node,
+        "folder": directive(str(job.folder)),
+        "log": directive(str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if job.is_sweep else '%j'}.log"),
+        "points": points if job.is_sweep else [],
+        "checkpoints": points[0]["checkpoints"],
+        "command": topology.command or shlex.join(job.program),
+        "arguments": shlex.join([job.verb, *job.arguments]),
+        # the array's number would requeue all of its tasks
+        "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
+    }
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    source = FileSystemLoader(shipped("slurm"))
+    templates = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return templates.get_template(TEMPLATE).render(**values) + "\n"
+
+
+def summary(job: Job, plan: LaunchPlan) -> str:
+    """Machines and processes of the job, in one line."""
+    unit = "processes on CPUs" if count_gpus(job.topology) == 0 else "GPUs"
+    machines = f"{counted(plan.nodes, 'machines')} × {plan.gpus_per_node} {unit}"
+    words = f"{machines} = {counted(plan.num_processes, 'processes')}"
+    return f"{len(job.points)} runs, each on {words}" if job.is_sweep else words
+
+
+def directive(value: str) -> str:
+    """A value as sbatch reads it on a `#SBATCH` line, which it splits at blanks and ends at a `#`."""
+    if re.fullmatch(r"[\w@%+=:,./|&*()\[\]-]+", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def this_program() -> tuple[str, ...]:
+    """The command of this installation of packtrain, by absolute path: a job may start without this shell's PATH."""
+    beside = Path(sys.executable).with_name("packtrain")
+    return (str(beside),) if beside.is_file() else (sys.executable, "-m", "packtrain")
+
+
+def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
+    """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
+
+    Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
+    """
+    plan = plan_job(job)
+    text = script(job, plan)
+    for point in job.points:
+        job.run_folder(point).check_ours(inputs(point.config, job.config))
+    if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
+        raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
+    if test:
+        print(_sbatch(["--test-only"], text), file=sys.stderr)
+        return 0
+    with writing():
+        job.logs.mkdir(parents=True, exist_ok=True)
+    if file is not None:
+        try:
+            write_text(followed(file), text)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(f"the script cannot be written: {error.strerror}", where=str(file)) from error
+    if submit:
+        _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
+    elif as_json:
+        document = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
+        _print_unchanged(json.dumps(document, indent=2) + "\n")
+    elif file is not None:
+        print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
+    else:
+        _print_unchanged(text)
+    return 0
+
+
+def _print_unchanged(text: str) -> None:
+    """Prints a script with all that the user's own lines of topology.setup have in them."""
+    print(text, end="", file=getattr(sys.stdout, "unchanged", sys.stdout))
+
+
+def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:
+    _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
+    number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
+    if file is None:
+        file = job.logs / f"slurm-{number}.sbatch"
+        write_text(file, text)
+    state = _state(number)
+    if as_json:
+        print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
+        return
+    log = shown(job.log(f"{number}_*" if job.is_sweep else number))
+    stay = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
+    runs = {f"run {at}": shown(job.run_folder(point).root) for at, point in enumerate(job.points)}
+    lines = {
+        **(runs if job.is_sweep else {}),
+        "job": f"{number}: {what}",
+        "script": shown(file),
+        "log": log,
+        "follow": f"tail -n +1 -F {log if job.is_sweep else shlex.quote(log)}",
+        "state": f"squeue -j {number}    (now: {state})",
+        "stop": f"{stay}scancel --signal=TERM {number}    (after a checkpoint)",
+        "cancel": f"scancel {number}",
+    }
+    for name, value in lines.items():
+        print(f"{name:<8} {value}")
+
+
+def _runs(job: Job, number: str) -> dict[str, object]:
+    """Where logs and run folders of a job are, for --json."""
+    folders = [str(job.run_folder(point).root) for point in job.points]
+    if not job.is_sweep:
+        return {"log": str(job.log(number)), "output_dir": folders[0]}
+    number = "%A" if number == "%j" else number
+    runs = [
+        {"log": str(job.log(f"{number}_{at}")), "output_dir": folder, "overrides": list(point.chosen)}
+        for at, (point, folder) in enumerate(zip(job.points, folders, strict=True))
+    ]
+    return {"log": str(job.log(f"{number}_%a")), "runs": runs}
+
+
+def _state(number: str) -> str:
+    """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
+    try:
+        states = subprocess.run(["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"], **_CAPTURED).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "?"
+    return next(iter(states.splitlines()), "?").removesuffix(" (None)")
+
+
+def _sbatch(arguments: list[str], text: str) -> str:
+    """sbatch's answer to the script `text`: its stdout, for a test its stderr. Raises UserError if it refuses."""
+    # in a shell of salloc sbatch would read that job's variables as options of the new one
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    try:
+        done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
+        raise UserError(f"sbatch cannot be called: {error}", where="--submit", fix=fix) from error
+    if done.returncode:  # its message names the option
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
+        fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
+        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}", where="topology", fix=fix)
+    if not done.stdout:
+        return done.stderr.strip()
+    print(done.stderr, end="", file=sys.stderr)  # a cluster may print notices for submitted jobs
+    return done.stdout.strip()
+
+
+def run_srun(argv: Sequence[str]) -> int:
+    """Runs srun by `argv`; each of its tasks ends with the exit code of the whole run, which this returns.
+
+    srun does not forward signals: at the first SIGINT it only prints a message, at SIGTERM it kills its tasks; so scancel sends
+    the first signal to the tasks. A second one goes to srun. Raises PeerFailed if srun ends with 1: it could not start its tasks.
+    """
+    step = f"packtrain-{os.getpid()}"
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(*number: int) -> None:
+        received.extend(number)
+        if process and received and (len(received) > 1 or not _signal_step(step, received[0])):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+    env = {SECRET: new_secret(), **os.environ}  # the same for all tasks, so that no other process can join
+    with listening(pass_on):  # before srun starts, so that a signal cannot leave it behind
+        try:
+            command = [argv[0], f"--job-name={step}", *argv[1:]]
+            process = subprocess.Popen(command, env=env, start_new_session=True)
+        except OSError as error:
+            what = f"srun cannot be started, though this is inside a Slurm job: {error.strerror}"
+            raise UserError(what, where="PATH", fix="Load Slurm's module; type -a srun shows what is there.") from error
+        pass_on()
+        code = process.wait()
+    if code == 1 and not received:
+        raise PeerFailed(
+            "srun could not start packtrain on the machines of the job, or it failed on all of them",
+            where="Slurm",
+            fix="The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?",
+        )
+    if received and code not in (0, *MOST_TELLING):
+        return 128 + received[0]
+    return code if code >= 0 else 128 - code
+
+
+def _signal_step(name: str, number: int) -> bool:
+    """Sends a signal through Slurm to the tasks of the step `name` of this job; False if that fails."""
+    queue = ["squeue", "--steps", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID')}", "--format=%i %j"]
+    try:
+        listing = subprocess.run(queue, capture_output=True, text=True, timeout=_STEP_S, check=True).stdout
+        steps = [line.split()[0] for line in listing.splitlines() if line.split()[1:] == [name]]
+        if steps:
+            cancel = ["scancel", f"--signal={signal.Signals(number).name[3:]}", *steps]
+            subprocess.run(cancel, capture_output=True, timeout=_STEP_S, check=True)
+    except (OSError, UnicodeError, subprocess.SubprocessError):
+        return False
+    return bool(steps)
