@@ -102,12 +102,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """[at most 16,384] numbers of this process's part of `tensor`, at the same places of each of its size."""
-    flat = _flat(tensor)
-    return _at(flat, _sample(flat))
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor.detach()).reshape(-1)
 
