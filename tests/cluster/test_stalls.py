@@ -376,7 +376,7 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
         time.sleep(0.1)
     assert not running(tmp_path)
     code, said = doctor(tmp_path)
-    assert code == 4 and "it was killed" in said
+    assert code == 4 and "was killed" in said
 
 
 SLOW = """

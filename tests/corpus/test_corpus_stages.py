@@ -37,8 +37,8 @@ ODD = {
 }
 READ = {
     "model/config.json": ("config.json",),
-    "model/tokenizer.json": ("tokenizer.json",),
-    "model/tokenizer_config.json": ("tokenizer_config.json",),
+    "model/tokenizer.json": ("tokenizer",),
+    "model/tokenizer_config.json": ("tokenizer",),
     "adapters/adapter_config.json": ("adapter_config.json",),
 }
 
@@ -137,7 +137,7 @@ CASES = [
     with_tokenizer("a class that is a number", tokenizer_class=5),
     with_tokenizer("added tokens of no number", added_tokens_decoder={"x": {"content": "a"}}),
     trains("tokenizer.json of a wrong schema", {"model/tokenizer.json": '{"model": {"type": "BPE", "vocab": 5}}'}),
-    with_template("a number", 5, "no text"),
+    with_template("a number", 5, "chat template"),
     with_template("a list of texts", ["a"]),
     with_template("a text of 100 GB", "{{ 'a' * 99999999999 }}", "MemoryError"),
     with_template("calls itself", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
@@ -151,7 +151,6 @@ CASES = [
     trains("weights cut", {WEIGHTS: cut(1000)}),
     trains("weights that are a FIFO", {WEIGHTS: instead(os.mkfifo)}, says=("not a regular file",)),
     trains("no weights", {WEIGHTS: gone}),
-    trains("an index of nothing", {"model/model.safetensors.index.json": "[1]"}),
     trains("an index without its parts", {WEIGHTS: gone, f"{WEIGHTS}.index.json": '{"weight_map": {"a": "b"}}'}),
     trains("generation config that is a FIFO", {"model/generation_config.json": instead(os.mkfifo)}, says=("not a regular file",)),
     trains("a model that is a GGUF file of noise", {"m.gguf": b"noise"}, "model.path=m.gguf"),

@@ -194,6 +194,6 @@ def test_a_write_that_never_returns_ends_the_run_with_a_diagnosis(tmp_path: Path
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     result = packtrain("sft", str(path), begin=with_a_stalled_disk, expect=4)
     said, _, _, call = result.stderr.splitlines()[:4]
-    assert "checkpoint after step 4" in said and call.endswith("in <lambda>"), call
+    assert "checkpoint after step 4" in said and call.endswith("in wait"), call
     assert "topology.step_timeout" in result.stderr
     assert (tmp_path / "run" / "logs" / "diagnosis.txt").read_text() == result.stderr

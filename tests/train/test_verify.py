@@ -21,7 +21,7 @@ from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Packing, Peft, RunConfig, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed
-from packtrain.model.precision import precision_of
+from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
@@ -52,7 +52,7 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
 
 def compared(model: Any, folder: Path) -> Comparison:
     objective, trainer = SFT(Objective(), Packing(), Batch()), Trainer(output_dir=str(folder))
-    precision = precision_of(model, trainer.mixed_precision)
+    precision = Precision(model.dtype, torch.bfloat16 if trainer.mixed_precision == "bf16" else None)
     tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
     return compare_modes(*loss_on_random_examples(objective, model, tokenizer, precision, trainer), "segmented")
 
