@@ -182,27 +182,25 @@ def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]
         start = file.readline()
         separator = separator or max(",;\t", key=start.count)
         # strict: else an open quote swallows the rest of the file
-        reader = csv.DictReader(chain([start], file), delimiter=separator, strict=True)
-        names = [*(reader.fieldnames or ())]
+        reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
+        names = next(filter(None, reader), [])
         if repeated := [name for name in names if names.count(name) > 1]:
             fix = "Give each column its own name."
-            raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:1", fix=fix)
+            raise UserError(f"two columns are called {repeated[0]!r}", where=f"{path}:{reader.line_num}", fix=fix)
         while True:
             line = reader.line_num + 1
             try:
-                row = next(reader, None)
+                fields = next(reader, None)
             except csv.Error as error:
                 yield line, BadRow("broken csv", f"broken csv: {error}"), 1
                 continue
-            if row is None:
+            if fields is None:
                 return
-            if (
-                None in row or None in row.values()
-            ):  # which has the fields beyond the header, or stands for missing ones
+            if len(fields) == len(names):
+                yield line, _refuse_nul(dict(zip(names, fields, strict=True))), sum(map(len, fields)) + len(fields)
+            elif fields:
                 what = f"not as many fields as the header names: {', '.join(names)}"
                 yield line, BadRow("broken csv", what), 1
-            else:
-                yield line, _refuse_nul(row), sum(map(len, row.values())) + len(row)
 
 
 def _cut_table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:

@@ -174,6 +174,13 @@ def test_a_csv_is_read_with_the_separator_of_its_first_line(tmp_path, separator)
     assert rows(tmp_path / "x.tsv", b"text\none, two; three\n") == [("2", "one, two; three")]
 
 
+def test_rows_of_a_csv_have_their_own_lines_after_blank_and_broken_ones(tmp_path):
+    found = rows(tmp_path / "x.csv", b'\n\ntext,n\n\na,1\n"b"x,2\nc,3\nd\n\ne,4\n')
+    assert [(line, text) for line, text in found if len(text) == 1] == [("5", "a"), ("7", "c"), ("10", "e")]
+    assert ["broken csv" in found[1][1], "not as many fields" in found[3][1]] == [True, True]
+    assert [found[1][0], found[3][0]] == ["6", "8"]
+
+
 def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
     table = pa.table({"text": [f"row {n}" for n in range(600)]})
     feather.write_feather(table, tmp_path / "indexed.arrow", compression="zstd")
