@@ -34,12 +34,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packtrain.durable import publish, write_text
-from packtrain.errors import Problem, UserError
+from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
-POLL_S = 0.5
+POLL_S, STALLED_S = 0.5, 900.0
 SETTLED_S = 2.0
 """A file changed this recently might change again within the file system's clock tick: its hash is not remembered."""
 
@@ -232,7 +232,7 @@ def open_or_build(
 ) -> tuple[Store, bool]:
     """The store of `key` and whether it was built now; `build(empty folder)` makes it where there is none.
 
-    Raises UserError on a full disk.
+    Raises UserError on a full disk, PeerFailed if another process makes it and writes nothing for STALLED_S seconds.
     """
     final, building = folder / key, folder / f"{key}.building"
     if (store := _open_whole(final, say)) is not None:
@@ -240,7 +240,7 @@ def open_or_build(
     if not os.access(folder, os.W_OK):
         what = f"this data is not in {folder} yet, and nothing can be written there"
         raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
-    with _acquire(folder / f"{key}.lock", say):
+    with _acquire(folder / f"{key}.lock", building, say):
         if (store := _open_whole(final, say)) is not None:
             return store, False
         for remains in (building, final):
@@ -266,13 +266,18 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
         return None
 
 
-def _acquire(path: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
-    """The lock, held until its `with` ends, once the process that has it is done or has died."""
-    lock, waits = FileLock(path), False
+def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """The lock, held until its `with` ends, once the process that has it is done or has died; raises PeerFailed where it stalls."""
+    lock, written = FileLock(path), 0.0
     while True:
         with suppress(Timeout):
             return lock.acquire(timeout=POLL_S)
-        progress()  # for the watchdog: of a rank that hangs with the lock it hears nothing
-        if not waits:
+        progress()  # for the watchdog: this wait has its own limit
+        if not written:
             say("another process is tokenising this data; waiting for it")
-        waits = True
+            written = time.time()
+        with suppress(OSError):  # it is not there yet, or complete
+            written = max([written, *(file.stat().st_mtime for file in building.iterdir())])
+        if time.time() - written > STALLED_S:
+            what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"
+            raise PeerFailed(what, where=str(building), fix="See whether it hangs, end it, and start again.")

@@ -24,7 +24,7 @@ from packtrain.data import prepare as module
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokens import cache
 from packtrain.data.tokens.encode import Encoder
-from packtrain.errors import UserError
+from packtrain.errors import PeerFailed, UserError
 
 TOKENIZER = tokenizer_of("smollm")
 
@@ -217,6 +217,19 @@ def test_what_a_killed_process_left_is_removed_by_the_next_build_of_the_same(tmp
     assert len(list((tmp_path / "cache").glob("*.building"))) == 1
     assert len(go(tmp_path, str(tmp_path / "killed.jsonl")).train) == 20
     assert list((tmp_path / "cache").glob("*.building")) == []
+
+
+def test_a_process_that_stalls_with_the_lock_is_not_awaited_forever(tmp_path, monkeypatch):
+    process = start(tmp_path, path := write(tmp_path / "train.jsonl", 20))
+    assert process.stdout is not None and process.stdout.readline() == "tokenising\n"
+    monkeypatch.setattr(cache, "STALLED_S", 0.1)
+    with pytest.raises(
+        PeerFailed, match=r"\.building: another process is tokenising this data and has written nothing"
+    ):
+        go(tmp_path, path)
+    (tmp_path / "go-on").touch()
+    assert process.wait(120) == 0
+    assert len(go(tmp_path, path).train) == 20
 
 
 def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(tmp_path, monkeypatch):
