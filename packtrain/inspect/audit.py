@@ -131,7 +131,7 @@ FATAL = ("no_trained_token", "end_never_trained")
 
 def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     """Faults of rows of data.train, from what became of them and from their tokens."""
-    fates, data = corpus.fates, corpus.config.data
+    fates = corpus.fates
     cut, split = fates["truncated"][corpus.row_of], fates["split"][corpus.row_of]
     by_row = {
         "no_trained_token": corpus.dropped_for((UNTRAINED, UNTRAINED_ONCE_CUT)),
@@ -141,7 +141,7 @@ def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
         "dropped_system_prompt": fates["unsaid"],
     }
     by_document = {
-        "answer_cut": cut & scanned.open & (data.overlong != "keep_end"),
+        "answer_cut": cut & scanned.open,
         "end_never_trained": ~cut & ~split & ~scanned.ends,
         "end_trained_twice": scanned.ends_twice,
         "doubled_bos": scanned.two_bos,
@@ -153,7 +153,7 @@ def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     ends = " or ".join(map(corpus.tokenizer.text_of, corpus.end_ids)) or "there is none"
     for name, (what, fix) in FAULTS.items():
         bad = name in FATAL and len(rows[name]) >= POINTLESS * total
-        what = what.format(max_length=data.max_length, ends=ends)
+        what = what.format(max_length=corpus.config.data.max_length, ends=ends)
         yield AuditFinding(name, rows[name], total, what, fix, severity="bad" if bad else "warn")
 
 

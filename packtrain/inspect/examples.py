@@ -49,7 +49,9 @@ def _find_row(corpus: Corpus, place: str) -> int:
     file, colon, line = place.rpartition(":")
     if not colon or whole(line) is None or not file:
         what = f"{shortened(place)} is no place of a row"
-        raise UserError(what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table FILE:ROW).")
+        raise UserError(
+            what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table or a list FILE:ROW)."
+        )
     given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
@@ -61,7 +63,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
             row += len(chunk)
             files[name] = None
     names = f"{', '.join([*files][:4])}{' …' if len(files) > 4 else ''}"
-    fix = f"Lines count from 1, blank ones too; a .json list has a row where it begins. Files of the data: {names}."
+    fix = f"Lines count from 1, blank ones too; in a table or a .json list, rows do. Files of the data: {names}."
     raise UserError(f"{shortened(file)} has no row on line {line}", where="--source", fix=fix)
 
 
