@@ -21,7 +21,7 @@ _LAUNCH_VARIABLE = (
 )
 _COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
 _POSITIVE = ("num_cycles", "power")
-_RATES, _RATIOS = ("min_lr", "lr_end"), ("min_lr_rate", "min_lr_ratio")
+_RATES = ("min_lr", "lr_end")
 _FORMS = ("warmup_type", "decay_type")
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
@@ -122,16 +122,20 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
     for name, value in optim.schedule_options.items():
         path = (f"optim.schedule_options.{name}",)
         # beyond its limits a rate is trained with that nobody means
-        most = optim.learning_rate if name in _RATES else 1 if name in _RATIOS else 10**9
+        most = optim.learning_rate if name in _RATES else 1
         if name not in known:
             fix = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
             yield Fault(path, f"the schedule {optim.schedule} has no such option", fix)
         elif name in _FORMS:
             if value not in ("linear", "cosine", "1-sqrt"):
                 yield Fault(path, f"found {shortened(value)}", "Allowed: linear|cosine|1-sqrt.")
-        elif name in _COUNTS and (type(value) is not int or value < _COUNTS[name]):
-            yield Fault(path, f"found {shortened(value)}", f"Allowed: whole number ≥ {_COUNTS[name]}.")
-        elif not is_number(value) or not 0 <= value <= most or (value == 0 and name in _POSITIVE):
+        elif name in _COUNTS:
+            if type(value) is not int or value < _COUNTS[name]:
+                yield Fault(path, f"found {shortened(value)}", f"Allowed: whole number ≥ {_COUNTS[name]}.")
+        elif name in _POSITIVE:
+            if not is_number(value) or value <= 0:
+                yield Fault(path, f"found {shortened(value)}", "Allowed: number > 0.")
+        elif not is_number(value) or not 0 <= value <= most:
             yield Fault(path, f"found {shortened(value)}", f"Allowed: number from 0 to {most:g}.")
     if optim.schedule == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(optim.schedule_options)) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"

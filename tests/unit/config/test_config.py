@@ -334,6 +334,11 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
         (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
+        (
+            ["optim.schedule=polynomial", "+optim.schedule_options.power=0"],
+            "optim.schedule_options.power",
+            "number > 0",
+        ),
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
