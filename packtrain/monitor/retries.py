@@ -55,7 +55,8 @@ def patiently(kind: Kind, what: str, work: Callable[[], _Result]) -> _Result:
 def may_pass(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, speaks of a connection or a disk that may come back."""
     while error is not None:
-        if type(error).__name__ == "OfflineModeIsEnabled":  # a ConnectionError, of a choice
+        # a ConnectionError, of a choice, which `datasets` wraps in another
+        if "OfflineModeIsEnabled" in f"{type(error).__name__} {error}":
             return False
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
