@@ -168,7 +168,7 @@ def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> b
 def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:
     """Whether the optimizer of this run keeps what that of `checkpoint` did."""
     written = origin_in(checkpoint)
-    return all(written[name] == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
+    return all(written.get(name) == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
 
 
 def _allowed(origin: dict[str, Any]) -> set[str]:
