@@ -65,6 +65,9 @@ def _options(objective: Objective) -> Iterator[Fault]:
             yield Fault(where, f"packtrain {objective.kind} has no such option", fix)
         elif value != known[name].default and not known[name].accepts(value):
             yield Fault(where, f"found {shortened(value)}", f"Allowed: {known[name].allowed}.")
+    weights = ("desirable_weight", "undesirable_weight")
+    if objective.kind == "kto" and all(objective.options.get(name) == 0 for name in weights):
+        yield Fault(("objective.options",), "both weights are 0: that trains nothing", "Set one above 0.")
 
 
 def _dpo(objective: Objective) -> Iterator[Fault]:

@@ -333,6 +333,11 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
         (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
         (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
+        (
+            ["objective.kind=kto", "objective.options={desirable_weight: 0, undesirable_weight: 0}"],
+            "objective.options",
+            "trains nothing",
+        ),
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
         (
             ["optim.schedule=polynomial", "+optim.schedule_options.power=0"],
