@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,3 +109,21 @@ def raised_in(error: BaseException) -> str:
         if not file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(folder in file for folder in _SITE_PACKAGES)
     ]
     return others[-1] if others else ""
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """Inside the block os._exit by others is a UserError in this process and thread: it could end a run, or a proof, with exit code 0."""
+    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def stay(code: int) -> None:
+        caller = sys._getframe(1).f_code.co_filename
+        if caller.startswith(_OURS) or (os.getpid(), threading.get_ident()) != (process, thread):
+            leave(code)
+        raise UserError(f"it ended the process by os._exit({code})", where=caller, fix="Have it return or raise.")
+
+    os._exit = stay  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        os._exit = leave

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from contextlib import suppress
 from typing import Any
@@ -50,11 +51,13 @@ def outlive_terminal() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that becomes /dev/null when writing to it fails."""
+    """A descriptor that becomes /dev/null when writing to it fails, and is waited for if another process made it non-blocking."""
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # the pipe is full
+                select.select([], [self], [])
+            return written
         except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())

@@ -43,9 +43,7 @@ GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten i
 REPORT_S = 15.0
 JOB = "packtrain env"
 _NOTHING = "nothing"
-_OWN = re.compile(
-    r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$"
-)  # variables that are a machine's own business
+_OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")  # variables of a machine alone
 _FIXES: dict[Status, str] = {
     "fail": "Start every machine with the same config and arguments, from one image or lock file; check nvidia-smi there.",
     "warn": "Take machines that are alike, from one image, with the same limits and variables (topology.environment).",

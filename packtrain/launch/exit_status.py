@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from packtrain.boundary import TRACEBACK, explain
+from packtrain.boundary import TRACEBACK, explain, staying
 from packtrain.errors import PacktrainError, UserError
 from packtrain.monitor.processes import ProcessState
 from packtrain.redact import Redactor, clean
@@ -85,7 +85,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
         raise Stopped
 
     try:
-        with listening(stop):
+        with listening(stop), staying():
             code = work()
             sys.stdout.flush()
             return code

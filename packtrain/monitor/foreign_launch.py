@@ -184,7 +184,8 @@ class _WatchedRank:
     def _end_all(self, watchdog: Watchdog, lines: Sequence[str]) -> NoReturn:
         """Has the other ranks end, kills those of this machine that do not, and ends this process."""
         watchdog.end = lines[0]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print("\n".join(lines), file=sys.stderr, flush=True)
         if self._ranks > 1:
             time.sleep(_DELIVERY_S)
         for state in watchdog.states():

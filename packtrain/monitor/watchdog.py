@@ -2,8 +2,8 @@
 
 There is one, in the process that serves the control channel, which calls `diagnose` once a second. A rank may be without progress
 until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. Shortly before the deadline
-all ranks are asked for their stacks and pending collectives, and one diagnosis is made of the answers. Late beats alone are no stall: a rank without heartbeats has the
-whole deadline from its last beat on.
+all ranks are asked for their stacks and pending collectives, and one diagnosis is made of the answers. Late beats alone are no
+stall: a rank without heartbeats has the whole deadline from its last beat on.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
 _LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
-_LONGEST_PAUSE_S = (
-    3  # a longer one between two rounds means that this process was suspended, not that ranks stood still
-)
+_LONGEST_PAUSE_S = 3  # a longer one between two rounds: this process was suspended, and ranks did not stand still
 
 
 @dataclass(slots=True)

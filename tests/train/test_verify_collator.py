@@ -167,7 +167,7 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     for spec, said in {
         "others": "others",
         "nowhere.py:x": "nowhere.py",
-        "others:leaving": "others:leaving",
+        "others:leaving": "others.py: it ended the process by os._exit(0)",
         "broken:x": "No module named 'no_such_package'",
     }.items():
         assert said in command("--collator", spec, expect=2).stderr

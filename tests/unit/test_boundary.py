@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,19 @@ def test_what_is_for_the_user_already_and_ctrl_c_pass() -> None:
     for kind in (CheckFailed("it leaks"), KeyboardInterrupt()):
         with pytest.raises(type(kind)), boundary("cannot load it"):
             raise kind
+
+
+def test_others_do_not_end_the_process_but_children_and_packtrain_do() -> None:
+    def child(file: str) -> int:
+        if not (number := os.fork()):
+            raised_by(file, "import os; os._exit(7)")
+        return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+    def work() -> int:
+        assert child(THEIRS) == 7
+        raised_by(THEIRS, "import os; os._exit(0)")
+        return 0
+
+    leave = os._exit
+    assert exit_code_of(work) == 2 and os._exit is leave
+    assert exit_code_of(lambda: child(OURS)) == 7
