@@ -239,9 +239,10 @@ def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
     """Raises UserError for keys of model.config that neither `config` nor `taken` has: transformers would use them for nothing."""
     known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
+    parts = [f"model.config.{part}" for part in ("rope_parameters", "text_config") if hasattr(config, part)]
+    elsewhere = f"Remove it, or write it into {' or '.join(parts)}." if parts else "Remove it."
     for name in (name for name in names if name not in known):
         what = f"the config of a {config.model_type} model has no {name!r}"
-        elsewhere = "Remove it, or write it into model.config.rope_parameters or model.config.text_config."
         fix = elsewhere if name in _ROTARY_KEYS else suggest(name, known, elsewhere)
         problems.append(Problem(what, where or f"model.config.{name}", fix))
     if problems:

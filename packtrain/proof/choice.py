@@ -6,6 +6,7 @@ why each better one was rejected. A backend set by name is never replaced: if it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from packtrain.attention import flash
 from packtrain.attention.backends import OWN_CODE, PER_DOCUMENT, Backend
 from packtrain.attention.forwards import uses_attention_interface
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import DOCUMENTS, TREE, Proof, prove_isolation
 from packtrain.proof.leak import Leak, find_leak
@@ -40,7 +41,7 @@ class AttentionChoice:
 class NotExact(CheckFailed):
     """The backend that was asked for by name is not exact: its `proof`, and the `leak` if a module mixes documents."""
 
-    def __init__(self, lack: str, proof: Proof | None, leak: Leak | None) -> None:
+    def __init__(self, lack: str | Sequence[Problem], proof: Proof | None = None, leak: Leak | None = None) -> None:
         super().__init__(lack, fix="set model.attention=auto")
         self.proof, self.leak = proof, leak
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
 from packtrain.packing.collate import IGNORE, places_of
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import choose_attention
+from packtrain.proof.choice import NotExact, choose_attention
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import (
     DOCUMENTS,
@@ -196,6 +197,9 @@ def test_a_leak_is_named_by_its_innermost_module_and_kind() -> None:
     assert leak is not None
     assert leak == ("backbone.layers.0.mixer", "MambaMixer")
     assert find_leak(state_space_model("mamba"), "per_document") is None
+    with pytest.raises(NotExact, match="mixes them") as caught:
+        choose_attention("segmented", state_space_model("mamba"), torch.device("cpu"))
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems  # for another process
 
 
 def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

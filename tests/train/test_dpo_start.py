@@ -51,6 +51,14 @@ def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[
         start_loss(ours(tmp_path, "shared", reference=another(), **objective))
 
 
+def test_the_sigmoid_loss_is_held_to_ln_2_and_not_to_what_the_code_under_test_gives(tmp_path: Path) -> None:
+    trainer = ours(tmp_path, "flat", reference=policy(), loss_type=["sigmoid"])
+    by_trl = trainer.loss.by_trl
+    trainer.loss.by_trl = lambda *given: 2 * by_trl(*given)
+    with pytest.raises(CheckFailed, match=r"the first loss is 1\.386294, but 0\.6931472"):
+        start_loss(trainer)
+
+
 def test_16_bits_hide_no_difference_of_two_sides_that_compute_the_same(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         same = ours(tmp_path, layout, model=policy().bfloat16(), reference=policy().bfloat16(), loss_type=["sigmoid"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,11 @@ class DPOLoss(HeldLoss):
     def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
         """Has TRL average over the micro-batch."""
         self.trl.loss_weights = self._weights
+
+    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """That of the sigmoid loss alone."""
+        plain = self._weights == [1.0] and not self.trl.use_weighting
+        return math.log(2) if self.trl.loss_types == ["sigmoid"] and plain else None
 
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
         """By TRL."""

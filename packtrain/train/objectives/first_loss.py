@@ -1,8 +1,8 @@
 """The checks of dpo and kto before step 1, on the first real pairs or answers.
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
-the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: that of the same
-log-probabilities on both sides, ln 2 for the sigmoid loss of dpo, half of the weights for kto.
+the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
+loss of dpo, half of the weights for kto, for other losses what TRL's code gives for the same log-probabilities on both sides.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     training = model.training
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         model.eval()  # dropout would make two calls differ
-        zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
+        zero_margin = loss.of_zero_margin(batch)
+        if zero_margin is None:
+            zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
         model.train()
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
         first = loss.alone(batch)

@@ -148,7 +148,7 @@ class HeldLoss(ExampleLoss):
     """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
     adapters named `ref`), or log-probabilities that come with the batches.
 
-    A subclass defines `logps` and `with_reference`.
+    A subclass defines `logps`, `with_reference` and `of_zero_margin`.
     """
 
     answers: tuple[str, ...]
@@ -185,6 +185,10 @@ class HeldLoss(ExampleLoss):
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with the log-probabilities of the reference, if they do not come with them."""
+        raise NotImplementedError
+
+    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """What the loss of a micro-batch at a zero margin is by its formula; None where none is known here."""
         raise NotImplementedError
 
     def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
