@@ -78,6 +78,11 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     return _choices[key]
 
 
+def forget_kernels() -> None:
+    """Has all kernels tried again."""
+    _choices.clear()
+
+
 def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     lacks: list[tuple[str, str]] = []
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
