@@ -209,6 +209,8 @@ def _print_unchanged(text: str) -> None:
 def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:
     _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
+    if not number.isdecimal():
+        raise UserError(f"sbatch --parsable printed {number[:80]!r} in place of a job's number", where="--submit")
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)

@@ -202,14 +202,14 @@ class _WatchedRank:
         if error.refused and silent_s > RANK_0_GONE_S:
             _end(f"{self._first} is gone: no process listens at its port any more")
         if not error.refused and silent_s > self._limits.deadline_s(self._heartbeat.phase):
-            _kill(self._first_pid)
             why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
-            _end(f"{self._first} has not answered for {silent_s:.0f} s: {why}")
+            _end(f"{self._first} has not answered for {silent_s:.0f} s: {why}", kills=self._first_pid)
 
 
-def _end(why: str) -> NoReturn:
+def _end(why: str, kills: int = 0) -> NoReturn:
     with suppress(OSError):
         print(why, file=sys.stderr, flush=True)
+    _kill(kills)  # after the words: the main thread may see the loss, and end this process
     os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
 

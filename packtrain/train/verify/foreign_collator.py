@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -122,7 +123,7 @@ def _import(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UserError(f"{spec!r} names no function", where=_OPTION, fix="Give MODULE:NAME or FILE.py:NAME.")
-    file = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    file = Path(os.path.expanduser(place)).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
         raise UserError(f"there is no file {place}", where=_OPTION, fix="Name a file, or a module without .py.")
     sys.path.insert(0, str(file.parent if file else Path.cwd()))
