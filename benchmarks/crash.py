@@ -449,7 +449,7 @@ def names_in(folder: Path) -> set[str]:
 
 def differences(found: Path, whole: Path) -> Iterator[str]:
     """What is not as the undisturbed run has left it."""
-    from packtrain.train.checkpoint.folder import damage, listed
+    from packtrain.train.checkpoint.folder import damage, list_checkpoints
 
     for name in sorted(names_in(found) ^ names_in(whole)):
         yield f"{name} {'is left behind' if (found / name).exists() else 'is missing'}"
@@ -457,7 +457,7 @@ def differences(found: Path, whole: Path) -> Iterator[str]:
         twin = found / place.relative_to(whole)
         if twin.is_file() and twin.read_bytes() != place.read_bytes():
             yield f"{place.relative_to(whole)} differs"
-    for step, checkpoint in listed(found / "run" / "checkpoints").items():
+    for step, checkpoint in list_checkpoints(found / "run" / "checkpoints").items():
         if wrong := damage(checkpoint):
             yield f"checkpoint {step}: {wrong}"
     spikes = found / "run" / "spikes.jsonl"
@@ -473,9 +473,9 @@ def differences(found: Path, whole: Path) -> Iterator[str]:
 
 def elsewhere(found: Path, whole: Path) -> Iterator[str]:
     """What is not as the undisturbed run has left it where another number of processes went on: within rounding."""
-    from packtrain.train.checkpoint.folder import damage, listed
+    from packtrain.train.checkpoint.folder import damage, list_checkpoints
 
-    for step, checkpoint in listed(found / "run" / "checkpoints").items():
+    for step, checkpoint in list_checkpoints(found / "run" / "checkpoints").items():
         if wrong := damage(checkpoint):
             yield f"checkpoint {step}: {wrong}"
     kept = [

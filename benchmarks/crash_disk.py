@@ -264,14 +264,14 @@ def damaged(path: Path, how: str) -> None:
 
 def damage(setup: crash.Setup, place: Path, runs: int = len(DAMAGES)) -> tuple[str, list[str]]:
     """Rows of the table, and what was not noticed; of so many damages also by the command itself."""
-    from packtrain.train.checkpoint.folder import find_resume, listed
+    from packtrain.train.checkpoint.folder import find_resume, list_checkpoints
 
     whole, base = crash.fresh(place / "whole", None), crash.fresh(place / "base", None)
     if runs:
         crash.attempt(setup, whole, keep=None)
     crash.attempt(setup, base, crash.Point(f"at\tfinal step {crash.STEPS}\t", 1), keep=None)
     checkpoints = base / "run" / "checkpoints"
-    *_, before, newest = listed(checkpoints).values()
+    *_, before, newest = list_checkpoints(checkpoints).values()
     counts, unseen, wrong = Counter[str](), Counter[str](), []
 
     def look(how: str, file: Path, name: str) -> None:

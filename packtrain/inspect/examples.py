@@ -15,7 +15,7 @@ from tokenizers.decoders import DecodeStream
 
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus, find_places
-from packtrain.inspect.mode_costs import attention_cost, schedule_of
+from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
 MOST_TOKENS = 20_000
@@ -72,7 +72,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
 
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
     """
-    packing, cost = corpus.config.packing, attention_cost(corpus)
+    packing, cost = corpus.config.packing, estimate_attention_cost(corpus)
     schedule = schedule_of(corpus, packing, cost or 0.0)
     if not 1 <= step <= schedule.total_steps:
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"

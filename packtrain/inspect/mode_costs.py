@@ -20,7 +20,7 @@ SAMPLED_STEPS = 48
 """Steps of an epoch that are laid out; of more, that many spread evenly over it."""
 
 
-def attention_cost(corpus: Corpus) -> float | None:
+def estimate_attention_cost(corpus: Corpus) -> float | None:
     """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
     config, model = corpus.config, corpus.config.model
     if model.init == "random":

@@ -11,7 +11,7 @@ from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.inspect.audit import audit, audit_json, rows_named
 from packtrain.inspect.corpus import Corpus, find_places
 from packtrain.inspect.examples import show_example
-from packtrain.inspect.mode_costs import attention_cost, mode_costs
+from packtrain.inspect.mode_costs import estimate_attention_cost, mode_costs
 from packtrain.inspect.scan import scan
 from packtrain.wording import counted
 
@@ -34,7 +34,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         desirable = int(corpus.labels[corpus.train.rows].sum())
         labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     too_long = report.dropped.get(TOO_LONG, 0) * traits.documents
-    cost = attention_cost(corpus)
+    cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
         "rows": report.rows,

@@ -19,7 +19,7 @@ from packtrain.launch.exit_status import BUG, MOST_TELLING, Report, Verdict, jud
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.plan.origin import listed
+from packtrain.plan.origin import list_checkpoints
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, as_type, in_time, write_json
 
@@ -110,7 +110,7 @@ class Restarts:
 
 def newest_step(folder: RunFolder) -> int:
     """The step of the newest checkpoint, 0 where there is none."""
-    return max(listed(folder.checkpoints), default=0)
+    return max(list_checkpoints(folder.checkpoints), default=0)
 
 
 class Coordinator:

@@ -94,14 +94,14 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
-    for newest in [Path(resume).expanduser()] if named else [*listed(folder.checkpoints).values()][-1:]:
+    for newest in [Path(resume).expanduser()] if named else [*list_checkpoints(folder.checkpoints).values()][-1:]:
         written = _intact_origin(newest)
         facts = {name: value for name, value in facts_of(config).items() if name in written}
         if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
             check_origin(newest, at_once)
 
 
-def listed(checkpoints: Path) -> dict[int, Path]:
+def list_checkpoints(checkpoints: Path) -> dict[int, Path]:
     """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
     by_step = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
     return {step: by_step[step] for step in sorted(by_step)}

@@ -33,7 +33,7 @@ from packtrain.plan.origin import (
     SHAPE,
     TOKENIZER,
     facts_of,
-    listed,
+    list_checkpoints,
     same_course,
     written_into,
 )
@@ -102,7 +102,7 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     """
     _sweep(checkpoints)
     remarks = []
-    for step, later in listed(checkpoints).items():
+    for step, later in list_checkpoints(checkpoints).items():
         if step > after:
             remarks.append(f"checkpoint {later.name} is set aside: it is {_move_aside(later).name} now")
     return remarks
@@ -145,7 +145,7 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
             raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
         return named, []
     remarks = []
-    for checkpoint in reversed(listed(checkpoints).values()):
+    for checkpoint in reversed(list_checkpoints(checkpoints).values()):
         if (wrong := damage(checkpoint)) is None:
             return checkpoint, remarks
         remarks.append(f"checkpoint {checkpoint.name} is passed over: {wrong}")
@@ -160,7 +160,9 @@ def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[st
     _sweep(checkpoints)
     if keep is None:
         return
-    for old in [checkpoint for checkpoint in listed(checkpoints).values() if _of_run(checkpoint, origin)][:-keep]:
+    for old in [checkpoint for checkpoint in list_checkpoints(checkpoints).values() if _of_run(checkpoint, origin)][
+        :-keep
+    ]:
         if best is None or old != folder_of(checkpoints, best):
             remove(old)
 

@@ -25,7 +25,7 @@ from packtrain.model.save import weights_at_least
 from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.memory import optimizer_bytes
-from packtrain.plan.origin import ORIGIN, listed, same_format, world_of, written_into
+from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.contents import ORDER, read_contents
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
@@ -97,7 +97,7 @@ class Checkpoints:
         number = (
             math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
         )  # the last step has one too
-        keep, there = settings.keep_checkpoints, len(listed(settings.checkpoints))
+        keep, there = settings.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
         most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
         each = self._checkpoint_bytes() if most else 0
         lack = _lack_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
@@ -106,7 +106,7 @@ class Checkpoints:
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
-        for newest in reversed(listed(self._settings.checkpoints).values()):
+        for newest in reversed(list_checkpoints(self._settings.checkpoints).values()):
             if files := written_into(newest):
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]

@@ -12,7 +12,7 @@ from inspecting import MODEL, chat, clean, inspect, report, write
 from packtrain.config.compose import load_config
 from packtrain.inspect.corpus import open_corpus
 from packtrain.inspect.examples import lay_out_step
-from packtrain.inspect.mode_costs import attention_cost
+from packtrain.inspect.mode_costs import estimate_attention_cost
 
 TRAIN = "data.train=chats.jsonl"
 
@@ -69,7 +69,7 @@ def test_a_step_is_laid_out_as_training_does(folder: Path, kind: str) -> None:
     corpus = open_corpus(config)
     tokenizer = load_tokenizer(config.model)
     cost = cost_in_training(load_model(config.model, config.peft, tokenizer, seed=0, scores=kind == "reward"))
-    assert attention_cost(corpus) == pytest.approx(cost)
+    assert estimate_attention_cost(corpus) == pytest.approx(cost)
     lengths = corpus.pairs.shared_lengths if corpus.pairs else corpus.train.lengths
     schedule = make_schedule(lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost)
     for rank, parts in zip(lay_out_step(corpus, 2, 2)["ranks"], schedule.layout(1, 2), strict=True):
