@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,8 @@ class DataReport:
 
     rows … retold cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
     split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
-    Kept rows with a token across the border between what is asked and an answer are `apart` (tokens/encode.py); `retold` ones are
-    rendered by TRL's training version of the chat template, since the model's own gives no exact loss mask for them.
+    `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
+    version of the chat template renders, since the model's own gives no exact loss mask for them.
     documents … trained_tokens describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
     """
@@ -75,10 +75,6 @@ class DataReport:
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers, ready for json.dump."""
-        return {**asdict(self), "sources": list(self.sources), "remarks": list(self.remarks)}
 
 
 SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold")
@@ -140,11 +136,8 @@ class PairDataset:
         self.trained: np.ndarray = trained.sum(1, dtype=np.int32)
         self.prompts: np.ndarray = np.where(before >= LEAST_PROMPT, before, 0)
         self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
-        figures = PairFigures(
-            pairs=len(before),
-            prompt_share=round(2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64)), 4),
-            shareable=int(np.count_nonzero(self.prompts)),
-        )
+        share = 2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64))
+        figures = PairFigures(len(before), round(share, 4), int(np.count_nonzero(self.prompts)))
         self.report: DataReport = replace(documents.report, pairs=figures)
         if with_margins:
             margins = [np.repeat(store.fates["margin"], store.fates["documents"]) for store in documents.stores]
@@ -207,11 +200,12 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     different, inverse = np.unique(content, return_inverse=True)
     held = inverse < max(1, round(fraction * len(different)))
     documents = np.concatenate([part.store.fates["documents"] for part in parts])
-    for side, words in ((held, "no document would be held out"), (~held, "none would remain")):
-        if not documents[side].any():
-            what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): {words}"
-            fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
-            raise UserError(what, where="data.eval", fix=fix)
+    if not (documents[held].any() and documents[~held].any()):
+        what = (
+            f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): one side would be empty"
+        )
+        fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
+        raise UserError(what, where="data.eval", fix=fix)
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
@@ -231,11 +225,11 @@ def mix_sources(
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
-    rows, sums, dropped, first, held_out = [], Counter[str](), Counter[str](), 0, 0
+    rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
     for number, (store, here) in enumerate(zip(stores, kept, strict=True)):
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
         first += len(store)
-        held_out += len(store) - len(own)
+        sums["held_out"] += len(store) - len(own)
         if len(own):
             rows.append(_repeat_by_weight(own, parts[number].source, number, seed, key, together) if weigh else own)
         fates = store.fates[here]
@@ -252,7 +246,6 @@ def mix_sources(
         documents=len(all_rows),
         tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
         trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),
-        held_out=held_out,
         format=", ".join(dict.fromkeys(store.format for store in stores)),
         sources=tuple(part.source.path for part in parts),
         seconds=sum(part.store.seconds for part in parts if part.built),

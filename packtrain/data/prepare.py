@@ -47,7 +47,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 16
+VERSION = 17
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in about the time that workers take to start."""
@@ -162,7 +162,7 @@ class _Tokeniser:
             task = bar.add_task("tokenising", total=source.size or None, rows=0)
             for chunk, outcome in self._encode(chain(seen, chunks), format):
                 if outcome.problems:
-                    raise _bad_rows(outcome.problems)
+                    raise _refuse_rows(outcome.problems)
                 writer.add(outcome)
                 rows += len(outcome.fates)
                 bar.update(task, advance=chunk.size, rows=rows)
@@ -170,9 +170,8 @@ class _Tokeniser:
             if writer.dropped.total() == rows:
                 reasons = ", ".join(f"{number} {reason}" for reason, number in writer.dropped.most_common())
                 what = f"no document remains of {counted(rows, 'rows')}; dropped: {reasons}"
-                sft = self.encoder.objective == "sft"
-                keys = "data.loss_on, data.max_length" if sft else "data.max_length, data.overlong"
-                raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
+                fix = "See data.format, data.loss_on, data.max_length, data.overlong."
+                raise UserError(what, where=source.name, fix=fix)
             writer.finish(format, time.monotonic() - started)
 
     def _detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
@@ -189,7 +188,7 @@ class _Tokeniser:
                 data, objective = self.encoder.data, self.encoder.objective
                 return detect_format(columns[0], names, data.format, data.columns, source.name, objective), seen
         if problems:
-            raise _bad_rows(problems)
+            raise _refuse_rows(problems)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
 
     def _encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
@@ -212,7 +211,7 @@ class _Tokeniser:
                 chunk, future = waiting.popleft()
                 yield chunk, future.result()
         except BrokenProcessPool as error:
-            fix = "Out of memory, most likely: with fewer cores (taskset -c 0-3 packtrain …) there are fewer of them."
+            fix = "Out of memory, most likely: use fewer cores (taskset -c 0-3 packtrain …), and data.split_text=line for long texts."
             raise PacktrainError("a tokenising process died", where="data.train", fix=fix) from error
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
@@ -223,7 +222,7 @@ class _Tokeniser:
         return pool
 
 
-def _bad_rows(problems: list[Problem]) -> UserError:
+def _refuse_rows(problems: list[Problem]) -> UserError:
     """The error of the first rows that cannot be used."""
     *others, last = problems[:MOST_PROBLEMS]
     return UserError([*others, replace(last, fix=f"{last.fix} There may be more further down.")])

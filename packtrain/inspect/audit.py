@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.data.tokens.encode import SAME, SAME_ONCE_CUT, UNTRAINED, UNTRAINED_ONCE_CUT
+from packtrain.data.tokens.encode import SAME, UNTRAINED
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.duplicates import HASHES, find_equal, find_similar
 from packtrain.inspect.scan import TokenScan
@@ -95,10 +95,6 @@ FAULTS = {
         "the content holds text that becomes control tokens, such as the end of a turn",
         "Take the markers out of the texts: they end or begin turns in the middle of one.",
     ),
-    "broken_encoding": (
-        "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)",
-        "Write the file anew from its source, as UTF-8; what became � is lost.",
-    ),
     "dropped_system_prompt": (
         "the chat template leaves the system prompt out, so the model never sees it",
         "Set data.chat_template to one that has system prompts, or put them into the first question.",
@@ -134,11 +130,10 @@ def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     fates = corpus.fates
     cut, split = fates["truncated"][corpus.row_of], fates["split"][corpus.row_of]
     by_row = {
-        "no_trained_token": corpus.dropped_for((UNTRAINED, UNTRAINED_ONCE_CUT)),
-        "identical_answers": corpus.dropped_for((SAME, SAME_ONCE_CUT)),
+        "no_trained_token": corpus.dropped_for(UNTRAINED),
+        "identical_answers": corpus.dropped_for(SAME),
         "marker_in_content": fates["marker"],
-        "broken_encoding": fates["garbled"],
-        "dropped_system_prompt": fates["unsaid"],
+        "dropped_system_prompt": fates["drops_system"],
     }
     by_document = {
         "answer_cut": cut & scanned.open,
@@ -192,7 +187,7 @@ def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int 
     from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
     documents = data.documents if isinstance(data, PairDataset) else data
     report, warnings = documents.report, list[str]()
-    untrained = report.dropped.get(UNTRAINED, 0) + report.dropped.get(UNTRAINED_ONCE_CUT, 0)
+    untrained = report.dropped.get(UNTRAINED, 0)
     if untrained >= POINTLESS * report.rows:
         what = f"{untrained:,} of {report.rows:,} rows have nothing to train and are dropped"
         warnings.append(f"{what} (data.loss_on, data.max_length)")

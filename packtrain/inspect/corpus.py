@@ -117,9 +117,9 @@ class Corpus:
         at = int(number - self.first_documents[store])
         return self.stores[store].read(at, at + 1)
 
-    def dropped_for(self, reasons: Sequence[str]) -> np.ndarray:
-        """bool[rows]: those that were dropped for one of these reasons."""
-        numbers = [[at for at, reason in enumerate(store.reasons) if reason in reasons] for store in self.stores]
+    def dropped_for(self, reason: str) -> np.ndarray:
+        """bool[rows]: those that were dropped for this reason."""
+        numbers = [[at for at, known in enumerate(store.reasons) if known == reason] for store in self.stores]
         return np.concatenate(
             [np.isin(store.fates["dropped"], own) for store, own in zip(self.stores, numbers, strict=True)]
         )

@@ -75,15 +75,14 @@ def lay_out(
     if lengths.max(initial=0) > limits.tokens:
         raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
     if keep_order or mode == "padding":
-        parts = _consecutive(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
+        parts = _cut_evenly(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
     else:
-        parts = _parts_of_similar_cost(lengths, world_size, limits, attention_cost)
+        parts = _fill_evenly(lengths, world_size, limits, attention_cost)
     return deal(parts, loads(parts, lengths, mode, attention_cost), world_size, keep_order)
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
-    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts]; with `keep_order` part after
-    part. Empty parts fill up the last micro-batch."""
+    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts]; empty ones fill the last micro-batch."""
     empty = -len(parts) % world_size
     parts, cost = [*parts, *[np.zeros(0, dtype=np.int64)] * empty], np.append(cost, np.zeros(empty))
     order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")
@@ -111,7 +110,7 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, atten
     return np.array([costs(lengths[part], attention_cost).sum() for part in parts])
 
 
-def _parts_of_similar_cost(
+def _fill_evenly(
     lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float
 ) -> list[np.ndarray]:
     """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have."""
@@ -161,7 +160,7 @@ def _fill_cheapest_first(
     return parts
 
 
-def _consecutive(
+def _cut_evenly(
     lengths: np.ndarray,
     padded: bool,
     keep_order: bool,
@@ -175,13 +174,13 @@ def _consecutive(
     order = np.arange(len(lengths)) if keep_order else np.argsort(-lengths, kind="stable")
     ordered = lengths[order].tolist()
     cost = costs(lengths[order], attention_cost).tolist()
-    ends = cast(list[int], _cut(ordered, cost, padded, limits, math.inf, len(lengths)))  # one each always fits
+    ends = cast(list[int], _cut_by_cost(ordered, cost, padded, limits, math.inf, len(lengths)))  # one each always fits
     slots = math.ceil(len(ends) / world_size) * world_size
     least = max(max(cost), sum(cost) / slots)
     most = loads(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()
     while most > least * (1 + TOLERANCE):
         middle = (least + most) / 2
-        tried = _cut(ordered, cost, padded, limits, middle, slots)
+        tried = _cut_by_cost(ordered, cost, padded, limits, middle, slots)
         if tried is None:
             least = middle
         else:
@@ -189,7 +188,7 @@ def _consecutive(
     return np.split(order, ends[:-1])
 
 
-def _cut(
+def _cut_by_cost(
     lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, slots: int
 ) -> list[int] | None:
     """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""

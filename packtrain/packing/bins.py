@@ -45,7 +45,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
 
     `lengths` int[n] in tokens. The number of rows does not depend on `rng`. ValueError where a length is above `capacity`.
     """
-    lengths = _checked(lengths, capacity)
+    lengths = _check_lengths(lengths, capacity)
     histogram = np.bincount(lengths)
     order, (first_row, rows, copies), row_count = _place_in_best_order(histogram, capacity, rng)
     # each placement fills the consecutive rows first_row, first_row + 1, …: these numbers, placement by placement
@@ -55,15 +55,15 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
     row_of = np.repeat(shuffled, np.repeat(copies, rows))  # the row of each document, in order of placing
     rank = np.zeros(len(histogram), dtype=np.int32)
     rank[order] = np.arange(len(order))
-    as_placed = _grouped(rank[lengths], np.arange(len(lengths), dtype=np.int32), rng)
+    as_placed = _sort_by_group(rank[lengths], np.arange(len(lengths), dtype=np.int32), rng)
     offsets = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=row_count))))
-    return Rows(_grouped(row_of, as_placed, rng), offsets)
+    return Rows(_sort_by_group(row_of, as_placed, rng), offsets)
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
     """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit. ValueError
     where a length is above `capacity`."""
-    lengths = _checked(lengths, capacity)
+    lengths = _check_lengths(lengths, capacity)
     ends = np.cumsum(lengths, dtype=np.int64)
     next_start = np.searchsorted(ends, ends - lengths + capacity, side="right").data  # for a row that starts here
     offsets = [0]
@@ -72,7 +72,7 @@ def in_order(lengths: np.ndarray, capacity: int) -> Rows:
     return Rows(np.arange(len(lengths)), np.array(offsets, dtype=np.int64))
 
 
-def _checked(lengths: np.ndarray, capacity: int) -> np.ndarray:
+def _check_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
     lengths = np.asarray(lengths)
     if len(lengths) and lengths.max() > capacity:
         raise ValueError(f"document {lengths.argmax()} has {lengths.max()} tokens, a row takes {capacity}")
@@ -141,7 +141,7 @@ def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
     return taken
 
 
-def _grouped(group: np.ndarray, members: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _sort_by_group(group: np.ndarray, members: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """`members` (a permutation of 0 … n-1) sorted by `group`, in random order inside a group: int64[n].
 
     Group, random bits and member are sorted as ONE 64-bit integer, group in the highest bits: several times faster than an

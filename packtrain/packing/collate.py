@@ -41,10 +41,10 @@ def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str
     """Right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
     documents = documents or [FILLER]
     labels = [shifted_labels(document) for document in documents]
-    return {**_padded(documents, pad_token_id), "shift_labels": pad_sequence(labels, True, IGNORE)}
+    return {**_pad(documents, pad_token_id), "shift_labels": pad_sequence(labels, True, IGNORE)}
 
 
-def _padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
+def _pad(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, int64 [documents, longest]."""
     ids = [torch.from_numpy(document.input_ids.astype(np.int64)) for document in documents]
     mask = [torch.ones_like(tokens) for tokens in ids]
@@ -103,16 +103,16 @@ class PairLayout:
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
     """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` are padded, their `layout`."""
     pairs = pairs or [FILLER_PAIR]
-    batch = _answers(_documents_of(pairs), pad_token_id)
-    return batch if rows == "padding" else _with_layout(batch, _layout_of_pairs(pairs, rows))
+    batch = _pad_answers(_list_documents(pairs), pad_token_id)
+    return batch if rows == "padding" else _add_layout(batch, _lay_out_pairs(pairs, rows))
 
 
-def _documents_of(pairs: Sequence[Preference]) -> list[Document]:
+def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _layout_of_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
-    lengths = [len(document.input_ids) for document in _documents_of(pairs)]
+def _lay_out_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
+    lengths = [len(document.input_ids) for document in _list_documents(pairs)]
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
 
@@ -120,22 +120,22 @@ def _layout_of_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
 def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
     """As `collate_pairs`, of answers alone, each with its prompt: [B, L]."""
     documents = documents or [FILLER]
-    batch = _answers(documents, pad_token_id)
+    batch = _pad_answers(documents, pad_token_id)
     if rows == "padding":
         return batch
     groups = [(number,) for number in range(len(documents))]
-    return _with_layout(
+    return _add_layout(
         batch, layout_of([len(document.input_ids) for document in documents], groups, [0] * len(groups))
     )
 
 
-def _answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
+def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
     """`input_ids`, `attention_mask`, `completion_mask` int64 [documents, longest]."""
     targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
-    return {**_padded(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
+    return {**_pad(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
 
 
-def _with_layout(batch: dict[str, Any], layout: PairLayout) -> dict[str, Any]:
+def _add_layout(batch: dict[str, Any], layout: PairLayout) -> dict[str, Any]:
     """`batch` with the `layout` of its flattened row, which also says what is trained."""
     predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
@@ -150,10 +150,10 @@ def collate_scored(
     The token that is scored is the last one that is no padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
-    padded, margin = _padded(_documents_of(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
+    padded, margin = _pad(_list_documents(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
     if rows == "padding":
         return {**padded, "margin": margin}
-    row, ids = _layout_of_pairs(pairs, rows), padded["input_ids"]
+    row, ids = _lay_out_pairs(pairs, rows), padded["input_ids"]
     last = (torch.arange(ids.shape[1]) * (ids != pad_token_id)).argmax(dim=1)
     places = torch.full_like(ids, -1)
     places[row.rows, row.columns] = torch.arange(len(row.rows))

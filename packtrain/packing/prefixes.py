@@ -53,18 +53,18 @@ def rows_of(
     >>> [place.tolist() for place in row.places]
     [[0, 1, 2], [5], [0, 1, 3, 4]]
     """
-    segments, ends = _forest(documents, share, least)
-    parts = _parts(segments, ends, tokens_per_row)
+    segments, ends = _build_forest(documents, share, least)
+    parts = _divide_trees(segments, ends, tokens_per_row)
     sizes = np.array([size for size, _ in parts])
     small = np.flatnonzero(sizes <= tokens_per_row)
     fitted = best_fit(sizes[small], tokens_per_row, np.random.default_rng(0))
     rows = [[number] for number in np.flatnonzero(sizes > tokens_per_row)]
     rows += [small[fitted[row]].tolist() for row in range(len(fitted))]
     together = sorted(sorted(document for part in row for document in parts[part][1]) for row in rows)
-    return [_row(segments, ends, documents, numbers) for numbers in together]
+    return [_join_row(segments, ends, documents, numbers) for numbers in together]
 
 
-def _forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[Segments, list[int]]:
+def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[Segments, list[int]]:
     """The segments of all documents, in an order that goes down first, and for each the leaf on whose path it is."""
     count = len(documents)
     if not share:
@@ -111,7 +111,7 @@ def _count_common(first: np.ndarray, second: np.ndarray) -> int:
     return int(np.append(first[:shorter] != second[:shorter], True).argmax())
 
 
-def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
+def _divide_trees(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
     """The trees of a row, those above `most` tokens divided: for each part its tokens and its documents."""
     ending: dict[int, list[int]] = {}
     for document, leaf in enumerate(ends):
@@ -119,7 +119,7 @@ def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int
     parts: list[tuple[int, list[int]]] = []
     inside: set[int] = set()  # the segments of the last part
     for leaf in segments.leaves:
-        path = segments.path(leaf)
+        path = segments.paths[leaf]
         size, documents = parts[-1] if path[0] in inside else (0, [])
         more = sum(segments.lengths[number] for number in path if number not in inside)
         if not documents or size + more > most:
@@ -131,9 +131,9 @@ def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int
     return parts
 
 
-def _row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
+def _join_row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
     """The row of the documents `numbers`: of all `segments` those on their paths, joined where nothing branches."""
-    taken = sorted({segment for number in numbers for segment in segments.path(ends[number])})
+    taken = sorted({segment for number in numbers for segment in segments.paths[ends[number]]})
     branches = Counter(segments.shared[old] for old in taken)
     lengths: list[int] = []
     prefixes: list[int | None] = []

@@ -26,7 +26,7 @@ class Segments:
 
     >>> from packtrain import Segments
     >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
-    >>> row.tokens, row.path(2)
+    >>> row.tokens, row.paths[2]
     (14, (0, 2))
     >>> row.position_ids().tolist()
     [[0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4]]
@@ -66,10 +66,6 @@ class Segments:
         for number, prefix in enumerate(self.shared):
             paths.append((number,) if prefix is None else (*paths[prefix], number))
         return tuple(paths)
-
-    def path(self, number: int) -> tuple[int, ...]:
-        """The numbers of the segments from the root to segment `number`, itself the last."""
-        return self.paths[number]
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:

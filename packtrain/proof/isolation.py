@@ -167,7 +167,7 @@ def measure(
         unchanged = run(own)
     moved: dict[tuple[int, int], float] = {}
     for first in numbers:
-        replaced = {number for number in numbers if first in segments.path(number)}
+        replaced = {number for number in numbers if first in segments.paths[number]}
         keep = torch.cat([torch.full((len(part),), number not in replaced) for number, part in enumerate(own)])
         with _routed(model, routing, keep) if coarse and in_order else nullcontext():
             outputs = run([other[i] if i in replaced else own[i] for i in numbers])

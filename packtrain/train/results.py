@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -193,7 +193,7 @@ class Summary:
             "examples": schedule.documents_before(state.global_step),
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
-            "data": report.to_json(),
+            "data": asdict(report),
             "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": None,  # no longer measured; the key stays for readers of earlier summaries

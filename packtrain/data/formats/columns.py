@@ -106,8 +106,8 @@ def detect_format(
 
     `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
-    label, others = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
-    allowed = {"sft": others, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
+    label, single = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
+    allowed = {"sft": single, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
 
     def missing(format: str, names: list[str]) -> list[str]:
         needed = [column_of(need, names, columns) for need in REQUIRED[format]]
@@ -123,7 +123,6 @@ def detect_format(
     if absent := sorted(set(columns.values()) - set(names)):
         raise refuse(f"data.columns names the column {absent[0]!r}, which is not there", "")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
-    # for kto, a pair is two answers with labels, where a row has none of its own
     is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
     if "preference" in fits and objective != "sft" and not is_labelled:
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
@@ -137,12 +136,10 @@ def detect_format(
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
         needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in fits or allowed)
         fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
-        if allowed == ["preference"]:
-            fix += " Of a ranked list, write the best answer as chosen and the worst as rejected."
         raise refuse(what, fix)
     if objective == "kto" and fits != ["preference"] and label not in names:
-        add = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
-        raise refuse(f"no column {label!r} says which answers are desirable", add)
+        fix = f"Name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
+        raise refuse(f"no column {label!r} says which answers are desirable", fix)
     return cast(Format, fits[0])
 
 

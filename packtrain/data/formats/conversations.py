@@ -88,40 +88,40 @@ def refuse_unwanted(row: Row) -> None:
         raise BadRow("unwanted answer", what, given, fix)
 
 
-def refuse_chat_columns(row: Row, fix: str) -> None:
-    """Raise BadRow, with the advice `fix`, for a row of plain text with what only a chat template has a place for."""
+def refuse_chat_columns(row: Row) -> None:
+    """Raise BadRow for a row of plain text with what only a chat template has a place for."""
     if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
         what = "the row is read as plain text, which has no place for this"
+        fix = "Make a conversation of it (data.columns.instruction names the column of the prompt), or take this column out."
         raise BadRow("not plain text", what, row.name(given), fix)
 
 
-def _messages(row: Row) -> Conversation:
+def _read_messages(row: Row) -> Conversation:
     return Conversation(with_system(row, read_messages(row, "messages")), read_tools(row), read_variables(row))
 
 
-def _prompt_completion(row: Row) -> Conversation | PromptCompletion:
+def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(row.take("prompt"), str):
-        keys = f"data.columns.instruction={row.name('prompt')} data.columns.output={row.name('completion')}"
-        refuse_chat_columns(row, f"Set data.format=alpaca {keys}, or take the column out.")
+        refuse_chat_columns(row)
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
     before, after = with_system(row, read_messages(row, "prompt")), read_messages(row, "completion")
     return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 
-def _text(row: Row) -> PromptCompletion:
+def _read_text(row: Row) -> PromptCompletion:
     return PromptCompletion("", row.text("text"))
 
 
-def _sharegpt(row: Row) -> Conversation:
+def _read_sharegpt(row: Row) -> Conversation:
     return Conversation(with_system(row, read_messages(row, "conversations")), read_tools(row))
 
 
-def _alpaca(row: Row) -> Conversation:
+def _read_alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
     return Conversation([*ask_by_columns(row), answer], read_tools(row))
 
 
-def _xlam(row: Row) -> Conversation:
+def _read_xlam(row: Row) -> Conversation:
     asked = {"role": "user", "content": row.text("query")}
     calls = {"role": "assistant", "content": "", **read_calls(row.take("answers"), row.name("answers"))}
     return Conversation([*read_system(row), asked, calls], read_tools(row))
@@ -139,11 +139,11 @@ def ask_by_columns(row: Row) -> Messages:
     return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 
 
-def _tokenised(row: Row) -> Tokens:
-    ids = _integers(row, "input_ids")
+def _read_tokens(row: Row) -> Tokens:
+    ids = _read_integers(row, "input_ids")
     if not len(ids):
         raise BadRow("empty", "there are no tokens", row.name("input_ids"))
-    if row.optional("attention_mask") is not None and not np.all(_integers(row, "attention_mask", len(ids))):
+    if row.optional("attention_mask") is not None and not np.all(_read_integers(row, "attention_mask", len(ids))):
         raise BadRow("padded", "it has zeros", row.name("attention_mask"), "Give the tokens without padding.")
     given = [name for name in MASKS if row.optional(name) is not None]
     if len(given) > 1:
@@ -151,7 +151,7 @@ def _tokenised(row: Row) -> Tokens:
         raise BadRow("ambiguous", what, row.name(given[1]), "Keep one.")
     if not given:
         return Tokens(ids, None)
-    values, name = _integers(row, given[0], len(ids)), row.name(given[0])
+    values, name = _read_integers(row, given[0], len(ids)), row.name(given[0])
     mask = values != -100 if given[0] == "labels" else values.astype(bool)
     if len(strange := np.flatnonzero(values != np.where(mask, ids, -100) if given[0] == "labels" else values != mask)):
         at = strange[0]
@@ -161,17 +161,17 @@ def _tokenised(row: Row) -> Tokens:
 
 
 READERS: dict[str, Callable[[Row], Example]] = {
-    "messages": _messages,
-    "prompt_completion": _prompt_completion,
-    "text": _text,
-    "sharegpt": _sharegpt,
-    "alpaca": _alpaca,
-    "xlam": _xlam,
-    "tokenised": _tokenised,
+    "messages": _read_messages,
+    "prompt_completion": _read_prompt_completion,
+    "text": _read_text,
+    "sharegpt": _read_sharegpt,
+    "alpaca": _read_alpaca,
+    "xlam": _read_xlam,
+    "tokenised": _read_tokens,
 }
 
 
-def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
+def _read_integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     values = list_of(row.take(ours), where)
     for index, value in enumerate(values):

@@ -93,7 +93,7 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
     if isinstance(message.get("content"), list):
         message = _join_parts(message, f"{where}.{what}")
     _set_weight(message, where)
-    if calls := _tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
+    if calls := _read_tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
         message["tool_calls"] = calls
     content = message.get("content")
     message["content"] = "" if content is None and (calls or message.keys() & set(THOUGHTS)) else content
@@ -121,8 +121,8 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
         if role in ROLES or (role in named and SPEAKERS.get(role.lower()) != "assistant"):
             return role
     what = f"unknown role {role!r}; known: {', '.join(SPEAKERS if who == 'from' else ROLES)}"
-    meant = SPEAKERS.get(role.lower())
-    fix = f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."
+    known = SPEAKERS.get(role.lower())
+    fix = f"Did you mean {known!r}?" if known else "Name the role in the chat template, or write it as one of these."
     raise BadRow("unknown role", what, where, fix)
 
 
@@ -196,15 +196,15 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow("not a call", f"an empty list; expected {CALL}", where)
-    return {**said, "tool_calls": _tool_calls(calls, where)}
+    return {**said, "tool_calls": _read_tool_calls(calls, where)}
 
 
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Calls in OpenAI's form, with their arguments as objects: the API gives JSON in a string, templates want objects."""
     calls = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
-        function = _function(call, CALL, place)
+        function = _read_function(call, CALL, place)
         arguments = function.pop("arguments", function.pop("parameters", None))
         if isinstance(arguments, str) and arguments.strip():
             arguments = parse_json(arguments, "not a call", "the arguments are not JSON", f"{place}.arguments")
@@ -215,7 +215,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _function(value: Any, expected: str, where: str) -> dict[str, Any]:
+def _read_function(value: Any, expected: str, where: str) -> dict[str, Any]:
     """The function of a tool or a call, whether {"type": "function", "function": {…}} or itself; a copy."""
     given = value if isinstance(value, dict) else {}
     inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
@@ -235,7 +235,7 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
             if isinstance(tool, str)
             else tool
         )
-        tools.append({"type": "function", "function": _function(tool, expected, place)})
+        tools.append({"type": "function", "function": _read_function(tool, expected, place)})
     return tools or None
 
 

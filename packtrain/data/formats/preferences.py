@@ -45,8 +45,6 @@ ASKED = ("question", "query", "problem")
 ASKING = ("system", "developer", "user")
 """Roles that an answer cannot begin with."""
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
-
-
 Answered = Conversation | PromptCompletion
 """A prompt with an answer."""
 
@@ -85,12 +83,12 @@ def read_unpaired(row: Row, format: Format) -> tuple[list[Answered], bool]:
         raise wrong_type("true (desirable) or false", value, row.name("label"))
     example = READERS[format](row)
     if isinstance(example, Conversation):
-        example = _with_answer(example)
+        example = _find_answer(example)
     assert isinstance(example, (Conversation, PromptCompletion))
     return [example], label
 
 
-def _with_answer(conversation: Conversation) -> Conversation:
+def _find_answer(conversation: Conversation) -> Conversation:
     """The conversation with the place where its answer begins, by default the last turn."""
     messages = conversation.messages
     start = len(messages) - 1 if conversation.answer_from is None else conversation.answer_from
@@ -104,33 +102,27 @@ def _with_answer(conversation: Conversation) -> Conversation:
     return replace(conversation, answer_from=start)
 
 
-def read_prompt(row: Row, format: Format) -> str | Messages:
-    """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference` or `read_unpaired`.
+def common_prompt(row: Row, answered: Answered) -> str | Messages:
+    """The prompt of a row that became `answered`, equal in all rows that ask the same.
 
     A prompt that is the common beginning of two strings loses its last line, where the answers' common words may be.
     """
-    if format != "preference":
-        (answered,), _ = read_unpaired(row, format)
+    if isinstance(answered, Conversation) or row.has("prompt"):
         return answered.prompt
-    chosen, _ = read_preference(row)
-    if isinstance(chosen, Conversation) or row.has("prompt"):
-        return chosen.prompt
-    before, line, _ = chosen.prompt.rpartition("\n")
-    return before if line else chosen.prompt
+    before, line, _ = answered.prompt.rpartition("\n")
+    return before if line else answered.prompt
 
 
 def _pair_strings(row: Row) -> tuple[Answered, Answered]:
     chosen, rejected = row.text("chosen"), row.text("rejected")
-    asked = next((name for name in ASKED if name in row.values), "")
-    named = row.name("prompt") if row.has("prompt") else asked
-    refuse_chat_columns(row, f"{f'Set data.columns.instruction={named}, or take' if named else 'Take'} the column out.")
+    refuse_chat_columns(row)
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
         return PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)
-    if asked:
+    if asked := next((name for name in ASKED if name in row.values), ""):
         what = f"there is no prompt; the column {asked!r} looks like one"
         raise BadRow("no prompt", what, asked, f"Set data.columns.prompt={asked}, or rename the column.")
-    border = _border(chosen, rejected)
+    border = _find_border(chosen, rejected)
     if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
         border -= 1  # most tokenizers keep a space with the word behind it
     if not chosen[:border].strip():
@@ -141,11 +133,11 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
 
 
 def _pair_messages(row: Row) -> tuple[Answered, Answered]:
-    chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
-    prompt = _prompt(row)
+    chosen, rejected = _read_answer(row, "chosen"), _read_answer(row, "rejected")
+    prompt = _read_prompt(row)
     whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
-    if prompt is None or (whole and _repeats(row, prompt, chosen, rejected)):
-        border = _border(chosen, rejected)
+    if prompt is None or (whole and _repeat_prompt(row, prompt, chosen, rejected)):
+        border = _find_border(chosen, rejected)
         prompt, chosen, rejected = chosen[:border], chosen[border:], rejected[border:]
     if not prompt:
         what = "there is no prompt: chosen and rejected begin with different messages"
@@ -169,7 +161,7 @@ def _has_instruction(row: Row) -> bool:
     return row.has("instruction") and (same or not row.has("prompt")) and not row.has("conversations")
 
 
-def _prompt(row: Row) -> Messages | None:
+def _read_prompt(row: Row) -> Messages | None:
     """The messages before the answers; None if only the answers contain them."""
     if _has_instruction(row):
         return ask_by_columns(row)
@@ -182,7 +174,7 @@ def _prompt(row: Row) -> Messages | None:
     return read_messages(row, "prompt")
 
 
-def _answer(row: Row, ours: str) -> Messages:
+def _read_answer(row: Row, ours: str) -> Messages:
     """The messages of `chosen` or `rejected`; a string is what the assistant says, an object the only message."""
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
@@ -190,13 +182,13 @@ def _answer(row: Row, ours: str) -> Messages:
     return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else read_messages(row, ours)
 
 
-def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
+def _repeat_prompt(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
     """Whether the answers are whole conversations that repeat the prompt."""
     asked = isinstance(row.optional("prompt"), str) or _has_instruction(row)
     return asked or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
 
 
-def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+def _find_border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """The index of the first difference; the last common index if one is a prefix of the other."""
     shortest = min(len(chosen), len(rejected))
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)

@@ -107,7 +107,7 @@ def _parse_line(line: bytes) -> RawRow:
         return check_object(json.loads(line.decode("utf-8"), object_pairs_hook=refuse_repeated_keys))
     except UnicodeDecodeError as error:
         what = f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}"
-        return BadRow("not UTF-8", what, fix="Convert the file (iconv -f latin1 -t utf-8).")
+        return BadRow("not UTF-8", what, fix="Convert the file (iconv -f latin1 -t utf-8, or -f utf-16).")
     except (ValueError, RecursionError) as error:
         fix = "Write one object a line (jq -c . FILE > rows.jsonl)."
         return BadRow("broken JSON", f"broken JSON: {error}", fix=fix)
@@ -124,20 +124,12 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def check_object(row: Any) -> RawRow:
     """`row` if it is a JSON object, else the BadRow that says what it is."""
-    if isinstance(row, dict):
-        return row
-    fix = "If the file is one list of rows, call it .json." if isinstance(row, list) else ""
-    return BadRow("not an object", f"expected an object ({{...}}), found {json_type(row)}", fix=fix)
+    return row if isinstance(row, dict) else wrong_type("an object", row, "")
 
 
 def wrong_type(expected: str, value: Any, where: str) -> BadRow:
-    """The BadRow of a field that should be `expected`."""
-    return BadRow("wrong type", f"expected {expected}, found {json_type(value)}", where)
-
-
-def json_type(value: Any) -> str:
-    """A value's type in the words of JSON, with the value itself where it is short."""
+    """The BadRow of a field that should be `expected`, with the value's type in the words of JSON, and a short value itself."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-    shown = repr(value)
-    return name if value is None or len(shown) > 40 else f"{name}: {shown}"
+    shown = "" if value is None or len(repr(value)) > 40 else f": {value!r}"
+    return BadRow("wrong type", f"expected {expected}, found {name}{shown}", where)

@@ -12,7 +12,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -40,14 +39,6 @@ _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in PACKED), *_TABLES)
 READABLE = f"Readable are {', '.join(_TEXTUAL)} (also with {' or '.join(PACKED)}), {', '.join(_TABLES)}"
-LONGEST_TEXT = 1 << 25
-"""Characters of a file that is one row; to tokenise it takes up to 300 bytes for each."""
-
-
-def check_regular(path: Path, where: str = "") -> None:
-    """Raises UserError, at `where` or the path itself, for a folder, a FIFO (read without end) or a device."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"not a regular file: {path}", where=where or str(path), fix="Put a regular file there.")
 
 
 def suffix_of(path: Path) -> str | None:
@@ -70,20 +61,19 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
     kind = kind_of(path)
     try:
         if kind in _TABLES:
-            yield from _cut_table(path, _parquet(path) if kind == ".parquet" else _arrow(path))
+            yield from _cut_table(path, _read_parquet(path) if kind == ".parquet" else _read_arrow(path))
             return
-        _refuse_utf_16(path)
         if kind in (".csv", ".tsv"):
-            yield from cut_into_chunks(str(path), _csv(path, "\t" if kind == ".tsv" else None))
+            yield from cut_into_chunks(str(path), _read_csv(path, "\t" if kind == ".tsv" else None))
         elif kind == ".txt":
-            yield from cut_into_chunks(str(path), _texts(path, split_text))
+            yield from cut_into_chunks(str(path), _read_texts(path, split_text))
         elif kind == ".json" and _is_list(path):
-            yield from cut_into_chunks(str(path), _json_list(path), by_line=False)
+            yield from cut_into_chunks(str(path), _read_json_list(path), by_line=False)
         else:
-            lines = ((number, line, len(line)) for number, line in enumerate(_lines(path), 1) if not line.isspace())
+            lines = ((number, line, len(line)) for number, line in enumerate(_read_lines(path), 1) if not line.isspace())
             yield from cut_into_chunks(str(path), lines)
     except UnicodeDecodeError as error:
-        fix = "Convert it (iconv -f latin1 -t utf-8), or get it anew if it is damaged."
+        fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or get it anew if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
@@ -101,21 +91,12 @@ def _open_bytes(path: Path) -> BinaryIO:
     return open(path, "rb", 1 << 20)
 
 
-def _refuse_utf_16(path: Path) -> None:
-    """Raises UserError for a file that begins as UTF-16 and UTF-32 do."""
-    with _open_bytes(path) as file:
-        head = file.read(2)
-    if b"\0" in head or head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        fix = f"Convert it (iconv -f utf-16{'le' if head[-1:] == bytes(1) else ''} -t utf-8), or get it anew if it is damaged."
-        raise UserError("the file is not UTF-8: it begins as UTF-16 does", where=str(path), fix=fix)
-
-
 def _open_text(path: Path, newline: str | None = "") -> TextIO:
     """The file as text, `newline` as in `open`."""
     return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", newline=newline)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _read_lines(path: Path) -> Iterator[bytes]:
     """Lines, each with the \\n that ends it."""
     with _open_bytes(path) as file:
         yield from filter(None, [file.readline().removeprefix(codecs.BOM_UTF8)])
@@ -127,7 +108,7 @@ def _is_list(path: Path) -> bool:
         return file.read(1 << 16).lstrip().startswith("[")
 
 
-def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
+def _read_json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
     """Each element of a JSON list, with its number and an equal share of the file's size."""
     with _open_text(path) as file:
         text = file.read()
@@ -140,14 +121,14 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
         yield number, check_object(row), len(text) // len(rows)
 
 
-def _texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
+def _read_texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
     """Each text with the line that it begins on and its length: the file, its lines, or what blank lines separate.
 
     Blank ones are no rows; a text has no line end before or after it.
     """
     with _open_text(path, newline=None) as file:
         if split == "document":
-            texts: Iterator[tuple[int, str]] = iter([(1, file.read(LONGEST_TEXT + 1))])
+            texts: Iterator[tuple[int, str]] = iter([(1, file.read())])
         elif split == "line":
             texts = enumerate(file, 1)
         else:
@@ -155,12 +136,6 @@ def _texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
             parts = ([*lines] for blank, lines in paragraphs if not blank)
             texts = ((lines[0][0], "".join(line for _, line in lines)) for lines in parts)
         for number, text in texts:
-            if split == "document" and len(text) > LONGEST_TEXT:
-                what = (
-                    f"a document of more than {LONGEST_TEXT / 1e6:.0f} million characters is too long to be tokenised"
-                )
-                fix = "Set data.split_text to line or paragraph, or cut the file into several."
-                raise UserError(what, where=str(path), fix=fix)
             if text and not text.isspace():
                 yield number, _refuse_nul({"text": text.strip("\n")}), len(text)
 
@@ -172,7 +147,7 @@ def _refuse_nul(row: dict[str, Any]) -> RawRow:
     return row
 
 
-def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
+def _read_csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
     """Each row with its line and its length. All fields are strings: a column of digits stays text.
 
     Without a `separator` it is what the first line has most of: Excel writes semicolons in half of Europe, and tabs.
@@ -213,12 +188,12 @@ def _cut_table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]
             first += len(rows)
 
 
-def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_parquet(path: Path) -> Iterator[pa.RecordBatch]:
     with pq.ParquetFile(path) as file:
         yield from file.iter_batches(batch_size=CHUNK_ROWS)
 
 
-def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_arrow(path: Path) -> Iterator[pa.RecordBatch]:
     """A file of Arrow's IPC, which is a stream (so `datasets` writes it) or a file with an index (Feather)."""
     with pa.memory_map(str(path)) as mapped:
         if mapped.read(6) == b"ARROW1":

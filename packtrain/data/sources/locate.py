@@ -41,7 +41,7 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
     "sft": quickstart.conversations,
     "dpo": quickstart.preferences,
     "kto": quickstart.labelled,
-    "reward": quickstart.relevance,
+    "reward": quickstart.preferences,
 }
 
 

@@ -7,15 +7,13 @@ The hash of a question's wording decides its split, so no question of `eval` is 
 trained on the `train` split at first use (a fraction of a second). A run folder keeps its own, since another version of
 `tokenizers` may train a different one.
 
-In preference pairs, the wrong answer is the right one with a random item replaced by another of its kind, or one letter of a
-spelt word: length, form and words do not reveal the right answer. Of answers with labels, and of pairs for a reward model, a wrong
-one is the right answer to another question: in a minute a model from nothing learns to tell these apart, those not.
+The wrong answer of a preference pair, or with the label false, is the right one to another question: a model from nothing learns
+to tell these apart in a minute.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -240,23 +238,15 @@ TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
 )  # fmt: skip
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
-KINDS = (
-    *(sorted({str(row[column]) for row in ANIMALS.values()}) for column in (0, 1)),
-    *(sorted({row[column] for row in COUNTRIES.values()}) for column in (0, 1)),
-    *(DAYS, WORDS),
-)
-ITEM = re.compile(rf"\b(?:\d+|{'|'.join(word for kind in KINDS for word in kind)})\b")
-SPELT = re.compile(r"[a-z](?:-[a-z])+")
-
 
 def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
     """As `conversations`, 4,000 rows for train of the form {"prompt", "chosen", "rejected"}, each a list of messages."""
-    return _pairs("pairs", split, seed, count, _change_item)
-
-
-def relevance(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """As `preferences`, but the rejected answer is one to another question."""
-    return _pairs("relevance", split, seed, count, partial(_take_other_answer, split))
+    rng, rows = random.Random(f"relevance-{split}-{seed}"), []
+    for _ in range(PAIR_COUNTS[split] if count is None else count):
+        *prompt, answer = conversation(split, rng)
+        rejected = {"role": "assistant", "content": _take_other_answer(split, answer["content"], rng)}
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": [rejected]})
+    return rows
 
 
 def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
@@ -270,37 +260,8 @@ def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict
     return rows
 
 
-def _pairs(
-    kind: str, split: Split, seed: int, count: int | None, reject: Callable[[str, random.Random], str]
-) -> list[dict[str, Any]]:
-    rng, rows = random.Random(f"{kind}-{split}-{seed}"), []
-    for _ in range(PAIR_COUNTS[split] if count is None else count):
-        *prompt, answer = conversation(split, rng)
-        rejected = [{"role": "assistant", "content": reject(answer["content"], rng)}]
-        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
-    return rows
-
-
 def _take_other_answer(split: Split, answer: str, rng: random.Random) -> str:
     """An answer that ends another conversation, and is not `answer`."""
     while (other := conversation(split, rng)[-1]["content"]) == answer:
         pass
     return other
-
-
-def _change_item(answer: str, rng: random.Random) -> str:
-    """`answer` with one item replaced."""
-    if SPELT.fullmatch(answer):
-        at = 2 * rng.randrange(len(answer) // 2 + 1)
-        letter = rng.choice([other for other in "abcdefghijklmnopqrstuvwxyz" if other != answer[at]])
-        return answer[:at] + letter + answer[at + 1 :]
-    item = rng.choice(list(ITEM.finditer(answer)))
-    return answer[: item.start()] + _swap_item(item[0], rng) + answer[item.end() :]
-
-
-def _swap_item(item: str, rng: random.Random) -> str:
-    """Another item of the same kind."""
-    if item.isdigit():
-        return str(rng.choice([near for step in (-2, -1, 1, 2) if (near := int(item) + step) > 0]))
-    kind = next(kind for kind in KINDS if item in kind)
-    return rng.choice([other for other in kind if other != item])

@@ -9,11 +9,10 @@
 
 Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages.
 
-A store is built in a temporary folder and renamed when complete, under a lock that the system releases when its holder dies:
-processes that start together build it once, an interrupted build is never mistaken for a result, and its remains
-(`*.building`) are removed when the same store is built. Complete stores are only read (the disk may be read-only) and never
-removed: another process or machine may be training from them. A folder whose files do not have the manifest's sizes is damaged,
-and made anew.
+A store is built in a folder `*.building`, which is renamed when complete, under a lock that the system releases when its holder
+dies: processes that start together build it once, and an interrupted build is never mistaken for a result. Complete stores are
+only read (the disk may be read-only) and never removed: another process may be training from them. A store whose files do not
+have the manifest's sizes is built anew.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason.
 
     `content` is a hash of the row itself (formats/columns.py), whatever is made of it. DataReport says what the fields up to
-    `retold` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template), `garbled` (text in a
-    wrong encoding) and `unsaid` (the template leaves the system prompt out). `margin` is by how much the chosen answer is better
-    (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
+    `retold` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
+    template leaves the system prompt out). `margin` is by how much the chosen answer is better (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
     """
 
     content: int
@@ -75,13 +73,12 @@ class Fate(NamedTuple):
     apart: bool = False
     retold: bool = False
     marker: bool = False
-    garbled: bool = False
-    unsaid: bool = False
+    drops_system: bool = False
     margin: float = 0.0
     desirable: bool = False
 
 
-FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,f4,?", align=True)
 FATES.names = Fate._fields
 """A Fate on disk; its `dropped` is the number of the reason, 0 where the row is not dropped."""
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import THOUGHTS, Messages
-from packtrain.data.sources.files import check_regular
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,11 +57,6 @@ class Template:
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
 
     @property
-    def has_marks(self) -> bool:
-        """Whether the template itself marks the model's turns."""
-        return has_marks(self.text)
-
-    @property
     def content(self) -> str:
         """Hash of the texts."""
         return hashlib.blake2b(repr((self.text, self.marked)).encode(), digest_size=16).hexdigest()
@@ -86,7 +80,6 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
         return Template(text, _find_twin(text)) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
-        check_regular(path, "data.chat_template")
         try:
             text = path.read_text(encoding="utf-8")
             return Template(text, _find_twin(text), name=str(path))

@@ -4,15 +4,13 @@ A document's mask marks the trained TARGETS, so its first token is never trained
 if the tokenizer adds one; rendered conversations contain their own. A document that is cut keeps its first tokens; `split` gives
 consecutive parts of data.max_length, without overlap.
 
-Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
-does). If the text does not begin with the prompt's own tokens (a token crosses the border), both are tokenised separately and
-joined, since that is what the model sees at inference; such rows are counted (`apart`).
+Prompt and completion as strings are tokenised together, as TRL does. If a token crosses the border between them, they are
+tokenised separately and joined, since that is what the model sees at inference; such rows are counted (`apart`).
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
-each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt.
-That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone (`apart`).
-Every later token is a target, also the user's turns within an answer. An answer with a label (packtrain kto) becomes one
-document in the same way, with the ids and targets of TRL's KTOTrainer.
+each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt
+(`apart` where that is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
+with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, hash_content, hash_row
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
-from packtrain.data.formats.preferences import Answered, read_margin, read_preference, read_prompt, read_unpaired
+from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
@@ -38,14 +36,10 @@ from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
 MOST_PROBLEMS = 5
-UNTRAINED = "no trained token"
-UNTRAINED_ONCE_CUT = "no trained token within data.max_length"
+UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
-SAME = "identical answers"
-SAME_ONCE_CUT = "identical answers within data.max_length"
+SAME = "identical answers within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-_find_garbled = re.compile("\ufffd|Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€[\x80-\x9d™˜œ“”¢¦]").search
-"""Finds a replacement character, or the letters that UTF-8 becomes when it is read as latin-1 or Windows-1252."""
 Flags = dict[str, Any]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
@@ -67,7 +61,7 @@ class Encoder:
         fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
-            content = self._hash(row, format)
+            content = hash_row(row, format, self.data.columns)
             try:
                 documents, flags = self.encode_row(row, format)
             except BadRow as bad:
@@ -100,16 +94,6 @@ class Encoder:
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
 
-    def _hash(self, row: RawRow, format: Format) -> int:
-        """The hash of the row, or of its prompt alone, so that all answers to it are trained, or all held out."""
-        if self.objective != "sft" and isinstance(row, dict):
-            with suppress(BadRow):
-                return hash_content(read_prompt(self._row(row), format))
-        return hash_row(row, format, self.data.columns)
-
-    def _row(self, values: dict[str, Any]) -> Row:
-        return Row(values, self.data.columns, frozenset() if self.template is None else self.template.words)
-
     @cached_property
     def _chat(self) -> ChatEncoder:
         """Raises BadRow where there is no chat template."""
@@ -126,7 +110,7 @@ class Encoder:
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
-        """Faults that can be seen only in the text, for `packtrain inspect`; see Fate."""
+        """The faults `marker` and `drops_system` of a Fate."""
         faults = Flags()
         for example in examples:
             if isinstance(example, Tokens):
@@ -134,14 +118,12 @@ class Encoder:
             if isinstance(example, Conversation):
                 texts = [message["content"] for message in example.messages]
                 if example.messages[0]["role"] == "system" and texts[0].strip() and self._chat.drops_system:
-                    faults["unsaid"] = True
+                    faults["drops_system"] = True
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
                 texts = [example.prompt, example.completion.rstrip().removesuffix(end)]  # an end that the file writes
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
-            if any(not text.isascii() and _find_garbled(text) for text in texts):
-                faults["garbled"] = True
         return faults
 
     @cached_property
@@ -169,8 +151,9 @@ class Encoder:
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
+        roles = frozenset[str]() if self.template is None else self.template.words
         try:
-            documents, flags = encode(self._row(row), format)
+            documents, flags = encode(Row(row, self.data.columns, roles), format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."
@@ -196,7 +179,8 @@ class Encoder:
         pair = read_preference(row)
         prompt, *answered = self._encode_answers(*pair)
         border = min(_count_common(prompt, ids) for ids in answered)
-        flags = {"apart": border < len(prompt), **self._find_faults(*pair)}
+        content = hash_content(common_prompt(row, pair[0]))
+        flags = {"content": content, "apart": border < len(prompt), **self._find_faults(*pair)}
         if self.objective == "reward":
             flags["margin"] = read_margin(row)
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
@@ -210,7 +194,8 @@ class Encoder:
             border = _count_common(prompt, ids)
             documents.append((ids, np.arange(len(ids)) >= border))
             apart |= border < len(prompt)
-        return documents, {"apart": apart, "desirable": desirable, **self._find_faults(*examples)}
+        content = hash_content(common_prompt(row, examples[0]))
+        return documents, {"content": content, "apart": apart, "desirable": desirable, **self._find_faults(*examples)}
 
     def _check_tokens(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -255,15 +240,13 @@ class Encoder:
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token (of a pair both or none), and the updated `fate`."""
         is_pair = TRAITS[self.objective].pairs
-        if is_pair and np.array_equal(documents[0][0], documents[1][0]):
-            return [], fate._replace(dropped=SAME)
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
         fates = [own for parts, own in fitted if parts]
         if not kept or (is_pair and len(fates) < 2):
             return [], next((own for parts, own in fitted if not parts), fate._replace(dropped=UNTRAINED))
         if is_pair and np.array_equal(kept[0][0], kept[1][0]):
-            return [], fate._replace(dropped=SAME_ONCE_CUT)
+            return [], fate._replace(dropped=SAME)
         return kept, fate._replace(
             documents=len(kept),
             cut_tokens=sum(own.cut_tokens for own in fates),
@@ -277,18 +260,16 @@ class Encoder:
         """As `_fit`, of one document; its fate counts what was cut."""
         ids, mask = document
         limit = self.data.max_length or len(ids)
-        if not mask.any():
-            return [], fate._replace(dropped=UNTRAINED)
-        if len(ids) <= limit:
+        if len(ids) > limit and self.data.overlong == "drop":
+            return [], fate._replace(dropped=TOO_LONG if mask.any() else UNTRAINED)
+        if len(ids) <= limit and mask.any():
             return [document], fate._replace(documents=1)
-        if self.data.overlong == "drop":
-            return [], fate._replace(dropped=TOO_LONG)
         splits = self.data.overlong == "split" or (self.data.overlong == "auto" and format == "text")
         mask[::limit] = False  # nothing predicts the first token of a part
         starts = range(0, len(ids) if splits else limit, limit)
         parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
         if not parts:
-            return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+            return [], fate._replace(dropped=UNTRAINED)
         return parts, fate._replace(
             documents=len(parts),
             dropped_chunks=len(starts) - len(parts),

@@ -76,16 +76,16 @@ class ChatEncoder:
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
-        spans, whole = self._spans(conversation, text, marks, turns, wanted)
+        spans, whole = self._find_spans(conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, self.template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
-        self._check_said(given, wanted, spoken if whole else text, text if self.template.has_marks else spoken)
+        self._check_said(given, wanted, spoken if whole else text, text if has_marks(self.template.text) else spoken)
         encoded, separated = self._separate_at_borders(encoded, text, spans)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         for start, end in spans:
             turn = ((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0]
-            mask[self._through_its_end(turn, encoded, text)] = True
+            mask[self._cut_after_end(turn, encoded, text)] = True
         return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
@@ -105,21 +105,21 @@ class ChatEncoder:
             texts.append(text)
         return [self.tokenizer.ids(text) for text in texts]
 
-    def _spans(
+    def _find_spans(
         self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
     ) -> tuple[list[Span], bool]:
         """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
-        if not self.template.has_marks and self.template.marked is not None:
+        if not has_marks(self.template.text) and self.template.marked is not None:
             twin_text, twin_marks = self._render(conversation, template=self.template.marked)
             marks = twin_marks if twin_text == text else []
-        marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
+        marks = [span for span in (self._strip_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._prefix_span(conversation, text, turn) for turn in wanted], True
+        return [self._find_span_by_prefixes(conversation, text, turn) for turn in wanted], True
 
-    def _prefix_span(self, conversation: Conversation, text: str, turn: int) -> Span:
+    def _find_span_by_prefixes(self, conversation: Conversation, text: str, turn: int) -> Span:
         messages, place = conversation.messages, f"messages[{turn}]"
         try:
             before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
@@ -134,7 +134,7 @@ class ChatEncoder:
             raise BadRow(REFUSED, what, place, ADVICE)
         return len(before), len(before) + len(through[len(before) :].rstrip())
 
-    def _without_header(self, text: str, span: Span) -> Span:
+    def _strip_header(self, text: str, span: Span) -> Span:
         """The span without the role's header, or the part of it that it contains."""
         start, end = span
         for inside in range(len(self._header) + 1):
@@ -207,7 +207,7 @@ class ChatEncoder:
                 position += len(thought)  # one thought does not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
-            unsure = len(calls) > 1 or (calls and self.template.has_marks)
+            unsure = len(calls) > 1 or (calls and has_marks(self.template.text))
             if lost is None and unsure and not self._depends_on_last_call(conversation, turn):
                 lost = calls[-1]
             if lost is not None:
@@ -234,7 +234,7 @@ class ChatEncoder:
         """
         cuts: set[int] = set()
         while True:
-            crossed = (_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans)
+            crossed = (_find_crossed_borders(encoded, text, span, self.tokenizer.special_ids) for span in spans)
             if not (borders_crossed := {border for borders in crossed for border in borders}):
                 return encoded, bool(cuts)
             if not self.tokenizer.joins:
@@ -245,7 +245,7 @@ class ChatEncoder:
             cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
-    def _through_its_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
+    def _cut_after_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
         """The tokens `turn` (indices) without white space after its end-of-turn token; raises BadRow if there is none."""
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
         spoken = [number for number, at in enumerate(turn, 1) if text[starts[at] : ends[at]].strip()]
@@ -303,7 +303,7 @@ def _find_thought(message: dict[str, Any]) -> str:
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
-def _crossed(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:
+def _find_crossed_borders(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:
     """The borders of the span that fall inside a token.
 
     A control token may reach over white space behind the end (tokens that swallow it are common).

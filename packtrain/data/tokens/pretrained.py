@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
-from packtrain.data.sources.files import check_regular
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
 
@@ -70,12 +69,10 @@ def offline_unless_reachable() -> Iterator[bool]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises UserError for what is no regular file or a pointer of Git LFS ("header too large"); hub ids are no folders."""
-    inside = folder.is_dir()
-    for file in sorted(folder.iterdir()) if inside else [folder]:
-        if (inside and file.suffix not in _READ) or not file.exists():
+    """Raises UserError for a pointer of Git LFS, of which loaders say "header too large"; hub ids are no folders."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+        if file.suffix not in _READ or not file.is_file():
             continue
-        check_regular(file)
         with file.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."

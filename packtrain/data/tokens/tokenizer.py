@@ -116,8 +116,12 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
         raise UserError(what, where="model.tokenizer", fix="Take a model or tokenizer that has a tokenizer.json.")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
+    if rust.truncation or rust.padding:  # which change whenever the tokenizer is called
+        rust = Tokenizer.from_str(rust.to_str())
+        rust.no_truncation()
+        rust.no_padding()
     return PlainTokenizer(
-        backend=_serialise(rust),
+        backend=rust.to_str(),
         special_tokens=dict(tokenizer.special_tokens_map),
         special_ids=frozenset(special | set(tokenizer.all_special_ids)),
         bos_id=cast("int | None", tokenizer.bos_token_id),
@@ -126,13 +130,3 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
         encode_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         name=name,
     )
-
-
-def _serialise(rust: Tokenizer) -> str:
-    """The tokenizer without its padding and truncation, which change whenever it is called."""
-    if rust.truncation is None and rust.padding is None:
-        return rust.to_str()
-    copy = Tokenizer.from_str(rust.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy.to_str()

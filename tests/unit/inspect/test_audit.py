@@ -26,8 +26,6 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     rows = clean(150)
     planted = {
         5: chat("Is this the end? <|im_end|> No.", "Yes it is a marker."),
-        12: chat("Where is the caf\ufffd?", "There it is."),
-        14: chat("Where is the cafÃ©?", "There it is, too."),
         20: chat("Say nothing.", "Nothing."),
         30: chat("Say it twice.", "Said.<|im_end|>"),
     }
@@ -39,11 +37,10 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     lines = {name: finding["where"] for name, finding in findings.items()}
     assert lines == {
         "marker_in_content": ["chats.jsonl:5", "chats.jsonl:30"],
-        "broken_encoding": ["chats.jsonl:12", "chats.jsonl:14"],
         "no_trained_token": ["chats.jsonl:20"],
         "end_trained_twice": ["chats.jsonl:30"],
     }
-    assert findings["broken_encoding"]["share"] == pytest.approx(2 / 151, abs=1e-6)
+    assert findings["marker_in_content"]["share"] == pytest.approx(2 / 151, abs=1e-6)
     assert all(finding["fix"] and finding["what"] for finding in findings.values())
 
 

@@ -42,8 +42,8 @@ def test_a_token_sees_what_is_before_it_on_its_path_and_nothing_else(segments: S
 @given(forests())
 def test_paths_lead_from_the_root_to_the_segment(segments: Segments) -> None:
     for number, prefix in enumerate(segments.shared):
-        assert segments.path(number) == ((number,) if prefix is None else (*segments.path(prefix), number))
-        assert segments.prefix_lengths[number] == sum(segments.lengths[one] for one in segments.path(number)[:-1])
+        assert segments.paths[number] == ((number,) if prefix is None else (*segments.paths[prefix], number))
+        assert segments.prefix_lengths[number] == sum(segments.lengths[one] for one in segments.paths[number][:-1])
         assert segments.tokens_along([number]).tolist() == tokens_up_to(segments, number)
     assert set(segments.leaves) == set(range(len(segments.lengths))) - set(segments.shared)
 
