@@ -258,7 +258,11 @@ def test_a_template_that_data_names_goes_with_the_model_without_its_marks(name):
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     template = choose_template(name, tokenizer)
     give_template(tokenizer, name)
-    assert template is not None and chat_template.has_marks(template.text) and not chat_template.has_marks(str(tokenizer.chat_template))
+    assert (
+        template is not None
+        and chat_template.has_marks(template.text)
+        and not chat_template.has_marks(str(tokenizer.chat_template))
+    )
     marked = tokenizer.apply_chat_template(TURNS, chat_template=template.text, tokenize=False)
     assert tokenizer.apply_chat_template(TURNS, tokenize=False) == marked
 
