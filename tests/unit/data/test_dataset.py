@@ -73,16 +73,9 @@ def test_a_prompt_of_fewer_than_two_tokens_has_nothing_to_share(tmp_path):
     pairs = ready(tmp_path, [row("", "yes", "no"), row("a", " yes", " no"), row("a:", " yes", " no")]).train
     assert pairs.prompts.tolist() == [0, 0, 2] == [pairs[at].prompt for at in range(3)]
     assert (pairs.lengths - pairs.shared_lengths).tolist() == [0, 0, 1]
-    assert pairs.report.pairs is not None and pairs.report.pairs.shareable == 1
-
-
-def test_the_report_says_what_pairs_are_made_of(tmp_path):
-    pairs = ready(tmp_path, rows(30)).train
-    figures, report = pairs.report.pairs, pairs.report
-    assert figures is not None
-    assert (report.rows, report.kept, report.documents, figures.pairs) == (30, 30, 60, 30)
-    assert figures.prompt_share == pytest.approx(2 * pairs.prompts.sum() / pairs.lengths.sum(), abs=1e-4)
-    assert report.tokens == pairs.lengths.sum() and report.to_json()["pairs"]["shareable"] == 30
+    figures = pairs.report.pairs
+    assert figures is not None and (figures.pairs, figures.shareable, pairs.report.documents) == (3, 1, 6)
+    assert figures.prompt_share == pytest.approx(2 * (1 + 1 + 2) / pairs.lengths.sum(), abs=1e-4)
 
 
 def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_counted(tmp_path):
@@ -92,33 +85,15 @@ def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_
     assert texts(pairs)[0] == ("Hello", " there<|im_end|>", " you<|im_end|>")
 
 
-def test_empty_answers_are_an_error_or_dropped_and_counted_as_told(tmp_path):
-    said = {"role": "assistant", "content": "Yes."}
-    asked = {"role": "user", "content": "Hello?"}
-    empty = [
-        row("Hello:", "", " no"),
-        row("Hello:", " yes", " \n"),
-        row([asked], [{**said, "content": ""}], [said]),
-        row([asked], [said], []),
-    ]
-    for source in empty:
-        with pytest.raises(UserError, match=r"empty|no messages") as stopped:
-            ready(tmp_path, [source])
-        assert "data.bad_rows=skip" in stopped.value.problems[0].fix
-    report = ready(tmp_path, [*rows(2), *empty], bad_rows="skip").train.report
-    assert (report.rows, report.kept, report.dropped) == (6, 2, {"empty": 4})
-
-
 def test_identical_answers_are_dropped_and_counted(tmp_path):
     lines = [*rows(3), row("Hello", " there", " there"), row("Hello", " there", " there<|im_end|>")]
     report = ready(tmp_path, lines).train.report
-    assert (report.rows, report.kept, report.dropped) == (5, 3, {"identical answers": 2})
+    assert (report.rows, report.kept, report.dropped) == (5, 3, {"identical answers within data.max_length": 2})
     long = [*rows(3), row("Hello", " there" * 40 + " yes", " there" * 40 + " no")]
     report = ready(tmp_path, long, max_length=30).train.report
     assert report.dropped == {"identical answers within data.max_length": 1}
-    with pytest.raises(UserError, match="1 identical answers") as nothing:
+    with pytest.raises(UserError, match="1 identical answers"):
         ready(tmp_path, long[3:], max_length=30)
-    assert nothing.value.problems[0].fix == "See data.format, data.max_length, data.overlong."
 
 
 LONG = [
@@ -135,7 +110,7 @@ LONG = [
         ("drop", 1, {"longer than data.max_length": 2}, 0),
     ],
 )
-def test_pairs_that_are_too_long_are_treated_as_told_and_counted(tmp_path, overlong, kept, dropped, truncated):
+def test_pairs_that_are_too_long_are_cut_or_dropped_and_counted(tmp_path, overlong, kept, dropped, truncated):
     whole, pairs = ready(tmp_path, LONG).train, ready(tmp_path, LONG, max_length=20, overlong=overlong).train
     report = pairs.report
     assert (report.rows, report.kept, report.dropped, report.truncated) == (3, kept, dropped, truncated)
@@ -251,7 +226,7 @@ def test_each_side_counts_its_own_rows(tmp_path):
         assert (report.documents, report.tokens) == (report.kept, side.lengths.sum())
         assert report.trained_tokens == side.trained.sum()
         assert 0 < report.truncated < whole.report.truncated
-        assert 0 < report.dropped["no trained token"] < 30
+        assert 0 < report.dropped["no trained token within data.max_length"] < 30
     for figure in ("rows", "kept", "truncated", "cut_tokens", "documents", "tokens", "trained_tokens"):
         assert getattr(train.report, figure) + getattr(held.report, figure) == getattr(whole.report, figure)
     assert train.report.held_out == len(held) and 22 <= held.report.rows <= 31
@@ -272,12 +247,8 @@ def test_copies_of_a_row_and_the_parts_of_a_row_are_on_one_side(tmp_path):
     assert not content[0] & content[1] and len(content[0]) + len(content[1]) == 60
 
 
-def test_holding_out_the_only_document_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="none would remain"):
-        sides(tmp_path, write(tmp_path / "x.jsonl", talks(1)), eval=0.5)
-
-
-def test_holding_out_only_what_is_dropped_is_an_error(tmp_path):
-    lines = [*talks(1), *({"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30))]
-    with pytest.raises(UserError, match=r"no document would be held out|none would remain"):
-        sides(tmp_path, write(tmp_path / "x.jsonl", lines), eval=0.1)
+def test_a_side_without_a_document_is_an_error(tmp_path):
+    unanswered = [{"messages": [{"role": "user", "content": f"Nobody answers {n}."}]} for n in range(30)]
+    for lines, fraction in ((talks(1), 0.5), ([*talks(1), *unanswered], 0.1)):
+        with pytest.raises(UserError, match="cannot hold out"):
+            sides(tmp_path, write(tmp_path / "x.jsonl", lines), eval=fraction)

@@ -51,39 +51,35 @@ def turn(role: Any = "assistant", content: Any = "fine") -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
-    "broken json": (b'{"messages": [', "broken JSON", "broken JSON: "),
-    "not an object": ([1, 2], "not an object", "expected an object"),
-    "not utf-8": (b'{"text": "caf\xe9"}', "not UTF-8", "not UTF-8: byte 14 of the line is 0xe9"),
-    "nul": (b"\0\0\0\0", "broken JSON", "broken JSON"),
-    "lone surrogate": (turn(content="\ud800"), "not UTF-8", "lone surrogate"),
-    "missing column": ({"text": "Hello"}, "missing column", "messages: no column 'messages'; found: 'text'"),
-    "messages null": ({"messages": None}, "wrong type", "messages: expected a list, found null"),
-    "messages a number": ({"messages": 7}, "wrong type", "messages: expected a list, found a number: 7"),
-    "no messages": ({"messages": []}, "empty", "messages: there are no messages"),
-    "message a list": ({"messages": [[]]}, "wrong type", "messages[0]: expected an object, found a list"),
-    "no content": ({"messages": [{"role": "user"}]}, "missing field", "messages[0]: no 'content'"),
-    "role a number": (turn(role=3), "wrong type", "messages[1].role: expected a string, found a number: 3"),
-    "content a number": (turn(content=3), "wrong type", "messages[1].content: expected a string"),
-    "content null": (turn(content=None), "wrong type", "messages[1].content: expected a string, found null"),
-    "empty answer": (turn(content=" "), "empty", "messages[1].content: the assistant's turn is empty"),
-    "an image": (
-        turn(content=[{"type": "image"}]),
-        "not text",
-        "messages[1].content[0]: a part of type 'image'",
-    ),
-    "images": (GOOD | {"images": ["1.jpg"]}, "not text", "images: this row is not of text alone"),
+    "broken json": (b'{"messages": [', "broken JSON", ""),
+    "not an object": ([1, 2], "wrong type", ""),
+    "not utf-8": (b'{"text": "caf\xe9"}', "not UTF-8", ""),
+    "lone surrogate": (turn(content="\ud800"), "not UTF-8", ""),
+    "missing column": ({"text": "Hello"}, "missing column", "messages"),
+    "messages a number": ({"messages": 7}, "wrong type", "messages"),
+    "no messages": ({"messages": []}, "empty", "messages"),
+    "message a list": ({"messages": [[]]}, "wrong type", "messages[0]"),
+    "no content": ({"messages": [{"role": "user"}]}, "missing field", "messages[0]"),
+    "role a number": (turn(role=3), "wrong type", "messages[1].role"),
+    "content a number": (turn(content=3), "wrong type", "messages[1].content"),
+    "content null": (turn(content=None), "wrong type", "messages[1].content"),
+    "empty answer": (turn(content=" "), "empty", "messages[1].content"),
+    "an image": (turn(content=[{"type": "image"}]), "not text", "messages[1].content[0]"),
+    "images": (GOOD | {"images": ["1.jpg"]}, "not text", "images"),
+    "a misspelt role": (turn(role="asistant"), "unknown role", "messages[1].role"),
+    "another word for the assistant": (turn(role="model"), "unknown role", "messages[1].role"),
 }
 
 
-@pytest.mark.parametrize("row, reason, words", BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("row, reason, field", BAD.values(), ids=BAD.keys())
 def test_a_bad_row_is_an_error_that_names_file_line_and_field_or_skipped_and_counted(
-    ready, tmp_path, row, reason, words
+    ready, tmp_path, row, reason, field
 ):
     path = write(tmp_path / "train.jsonl", GOOD, GOOD, row)
     with pytest.raises(UserError) as caught:
         ready(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}:3") and words in message and "data.bad_rows=skip" in message
+    (problem,) = caught.value.problems
+    assert problem.where == f"{path}:3{f', {field}' if field else ''}" and "data.bad_rows=skip" in problem.fix
     report = ready(path, bad_rows="skip").train.report
     assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
 
@@ -98,7 +94,7 @@ def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
 
 def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):
     path = write(tmp_path / "train.jsonl", {"messages": []}, {"messages": [QUESTION]}, {"messages": [QUESTION]})
-    with pytest.raises(UserError, match="no document remains of 3 rows; dropped: 2 no trained token, 1 empty"):
+    with pytest.raises(UserError, match=r"of 3 rows; dropped: 2 no trained token[^,]*, 1 empty"):
         ready(path, bad_rows="skip")
 
 
@@ -161,9 +157,7 @@ def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and
     ready, tmp_path, column, row
 ):
     path = write(tmp_path / "train.jsonl", row | {column: True}, row | {column: False})
-    with pytest.raises(
-        UserError, match=f"(?s)jsonl:2, {column}: this answer is one not to give .*packtrain kto.*bad_rows=skip"
-    ):
+    with pytest.raises(UserError, match=f"(?s)jsonl:2, {column}: .*packtrain kto"):
         ready(path)
     report = ready(path, bad_rows="skip").train.report
     assert (report.kept, report.dropped) == (1, {"unwanted answer": 1})
@@ -230,27 +224,10 @@ def test_a_system_column_comes_first_whatever_the_format_and_once(ready, tmp_pat
 @pytest.mark.parametrize("more", [{"system": "Answer with care."}, {"history": [["Hello", "there"]]}])
 def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(ready, tmp_path, more):
     path = write(tmp_path / "train.jsonl", {"q": "Add.", "completion": "3", **more})
-    with pytest.raises(UserError, match=rf"{next(iter(more))}: the row is read as plain text") as caught:
+    with pytest.raises(UserError, match=rf"{next(iter(more))}: [\s\S]*data.columns.instruction"):
         ready(path, columns={"prompt": "q"})
-    assert "Set data.format=alpaca data.columns.instruction=q data.columns.output=completion" in str(caught.value)
     (text,) = texts(ready(path, format="alpaca", columns={"instruction": "q", "output": "completion"}))
     assert all(said in text for said in ("Add.", "3", *np.ravel([*more.values()])))
-
-
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: expected 6"),
-        ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 tokens"),
-        ({"input_ids": [5, 10**6]}, "input_ids[1]: token 1000000 is not in the vocabulary"),
-        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask: it has zeros"),
-    ],
-)
-def test_tokens_that_cannot_be_right_are_refused(ready, tmp_path, row, words):
-    with pytest.raises(UserError) as caught:
-        ready(write(tmp_path / "train.jsonl", row))
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -332,59 +309,10 @@ def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tm
         ready([DataSource(path=str(tmp_path / "dict"), split="dev")])
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ('[\n{"text": "a"},\n{"text": }\n]', "train.json: broken JSON: Expecting value: line 3"),
-        ('[{"text": "a"}', "train.json: broken JSON"),
-        ('[{"text": "a"}]\n\n[1]', "train.json: broken JSON"),
-        ('[{"text": "a", "text": "b"}]', "the key 'text' is there twice"),
-        ('[{"text": "a"},\n7]', "train.json, row 2: expected an object"),
-    ],
-)
-def test_a_broken_json_list_is_named(ready, tmp_path, content, words):
-    (tmp_path / "train.json").write_text(content)
-    with pytest.raises(UserError) as caught:
-        ready(str(tmp_path / "train.json"))
-    assert words in str(caught.value)
-
-
-def test_csv_faults_are_named_by_line(ready, tmp_path):
-    path = tmp_path / "train.csv"
-    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\n')
-    with pytest.raises(UserError) as caught:
-        ready(str(path))
-    assert f"{path}:5: not as many fields as the header names: text, id" in str(caught.value)
-    assert texts(ready(str(path), bad_rows="skip")) == ["two\nlines<|im_end|>", "007<|im_end|>"]
-
-
-def of_rows(tmp_path: Path, *rows: dict[str, Any], **keys: Any) -> PreparedData:
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(Data(train=str(path), cache_dir=str(tmp_path / "cache"), **keys), tokenizer_of("smollm"), seed=0)
-
-
-def talk(*roles: str) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": "Hello there!"} for role in roles]}
-
-
-TALK = talk("user", "assistant")
-
-
-@pytest.mark.parametrize(
-    "role, meant", [("asistant", ""), ("Assistant", "assistant"), ("human", "user"), ("model", "assistant")]
-)
-def test_an_unknown_role_is_an_error_with_what_is_meant_by_it(tmp_path, role, meant):
-    with pytest.raises(UserError) as caught:
-        of_rows(tmp_path, TALK, talk("user", role))
-    assert f"x.jsonl:2, messages[1].role: unknown role {role!r}" in str(caught.value)
-    assert (f"Did you mean {meant!r}?" if meant else "Name the role in the chat template") in str(caught.value)
-
-
-def test_a_role_that_the_template_names_may_speak(tmp_path):
+def test_a_role_that_the_template_names_may_speak(ready, tmp_path):
     critic = "{% if messages[0]['role'] == 'critic' %}{{ '!' }}{% endif %}" + SMOLLM
     (tmp_path / "own.jinja").write_text(critic)
-    rows = talk("critic", "user", "assistant")
-    assert len(of_rows(tmp_path, rows, chat_template=str(tmp_path / "own.jinja")).train) == 1
-    with pytest.raises(UserError, match=r"unknown role 'critic'[\s\S]*Name the role in the chat template"):
-        of_rows(tmp_path, rows)
+    path = write(tmp_path / "train.jsonl", {"messages": [{"role": "critic", "content": "Well."}, QUESTION, ANSWER]})
+    assert len(ready(path, chat_template=str(tmp_path / "own.jinja")).train) == 1
+    with pytest.raises(UserError, match="unknown role 'critic'"):
+        ready(path)

@@ -52,46 +52,47 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
 
 
 @pytest.mark.parametrize(
-    "name, content, words",
+    "content, where",
     [
-        ("x.jsonl", f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1: broken JSON: Exceeds the limit"),
-        ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: maximum recursion depth"),
-        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json: broken JSON: Exceeds the limit"),
-        ("x.json", f"[\n{DEEP}]", "x.json: broken JSON: maximum recursion depth"),
-        ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json: cannot read the file"),
-        ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
-        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16-le"), "x.jsonl: the file is not UTF-8"),
-        ("x.csv", 'text\nfine\n"open\nlost\nlost too\n', "x.csv:3: broken csv: unexpected end of data"),
-        ("x.csv", 'text\n"a"b\nfine\n', "x.csv:2: broken csv"),
-        ("x.csv", "text,id,text\na,1,b\n", "x.csv:1: two columns are called 'text'"),
-        ("x.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 30, "x.jsonl.gz: cannot read the file"),
-        ("x.jsonl", '{"input_ids": [5, 6, 7], "completion_mask": [0, 5, 1]}', "completion_mask[1]: expected 0 or 1"),
+        (f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1"),
+        (f'{{"text": {DEEP}}}\n', "x.jsonl:1"),
+        (f"[\n{DEEP}]", "x.json"),
+        (b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json"),
+        ('[\n{"text": "a"},\n{"text": }\n]', "x.json"),
+        ('[{"text": "a"}]\n\n[1]', "x.json"),
+        ('[{"text": "a", "text": "b"}]', "x.json"),
+        ('[{"text": "a"},\n7]', "x.json, row 2"),
+        (f"messages\n{DEEP}\n", "x.csv:2, messages"),
+        ('text\nfine\n"open\nlost\nlost too\n', "x.csv:3"),
+        ('text\n"a"b\nfine\n', "x.csv:2"),
+        ("text,id\na,1\nonly one\n", "x.csv:3"),
+        ("text,id,text\na,1,b\n", "x.csv:1"),
+        (gzip.compress(b"")[:10] + b"\xff" * 30, "x.jsonl.gz"),
+        ('{"input_ids": [5, 6, 7], "completion_mask": [0, 5, 1]}', "x.jsonl:1, completion_mask[1]"),
+        ('{"input_ids": [5, 6], "labels": [5, 7]}', "x.jsonl:1, labels[1]"),
+        ('{"input_ids": [5, 6], "labels": [5]}', "x.jsonl:1, labels"),
+        ('{"input_ids": [5, 1000000]}', "x.jsonl:1, input_ids[1]"),
+        ('{"input_ids": [5, "6"]}', "x.jsonl:1, input_ids[1]"),
+        ('{"input_ids": [5, 6], "attention_mask": [1, 0]}', "x.jsonl:1, attention_mask"),
     ],
-    ids=range(12),
+    ids=range(20),
 )
-def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, content, where):
+    path = tmp_path / where.split(",")[0].split(":")[0]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as caught:
-        go(tmp_path, tmp_path / name)
-    assert words in str(caught.value)
+        go(tmp_path, path)
+    assert [problem.where for problem in caught.value.problems] == [f"{tmp_path}/{where}"]
 
 
-@pytest.mark.parametrize(
-    "table, words",
-    [
-        (text_table(b"fine", b"\xff\xfe"), "row 2: the row cannot be read"),
-        (
-            pa.table({"text": ["fine", "late"], "at": pa.array([0, 2**60], pa.timestamp("us"))}),
-            "row 2: the row cannot be read: date value out of range",
-        ),
-    ],
-    ids=["bytes", "date"],
-)
-def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path, table, words):
+LATE = pa.table({"text": ["fine", "late"], "at": pa.array([0, 2**60], pa.timestamp("us"))})
+
+
+@pytest.mark.parametrize("table", [text_table(b"fine", b"\xff\xfe"), LATE], ids=["bytes", "date"])
+def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path, table):
     pq.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="row 2: "):
         go(tmp_path, tmp_path / "x.parquet")
-    assert words in str(caught.value)
     assert texts(go(tmp_path, tmp_path / "x.parquet", bad_rows="skip")) == ["fine<|im_end|>"]
 
 
@@ -206,23 +207,16 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     with pytest.raises(UserError) as caught:
         go(tmp_path, "owner/name")
     assert time.monotonic() - started < 60
-    message = str(caught.value)
-    assert "cannot load 'owner/name'" in message and "taken for a hub id" in message
-    assert "give a local path" in message and "HF_HUB_OFFLINE=1" in message
+    assert "owner/name" in str(caught.value) and "HF_HUB_OFFLINE=1" in str(caught.value)
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
 
 
 @pytest.mark.parametrize(
-    "role, source, words",
-    [
-        ("eval", {"split": "train"}, "quickstart has no split 'train' for data.eval"),
-        ("eval", {"split": "validation"}, "quickstart has no split 'validation'"),
-        ("train", {"split": "validation"}, "quickstart has no split 'validation'"),
-        ("train", {"subset": "small"}, "quickstart has no subset 'small'"),
-    ],
+    "role, source",
+    [("eval", {"split": "train"}), ("train", {"split": "validation"}), ("train", {"subset": "small"})],
 )
-def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
-    with pytest.raises(UserError, match=words):
+def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source):
+    with pytest.raises(UserError, match=f"quickstart has no .* for data.{role}"):
         sources.locate(DataSource(path="quickstart", **source), role, 0, "sft", "document")
 
 
