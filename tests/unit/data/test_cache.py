@@ -113,14 +113,6 @@ def test_padding_and_truncation_left_on_the_tokenizer_change_nothing(tmp_path, e
     assert len(encoded) == 1
 
 
-def test_masks_alone_change_the_fingerprint(tmp_path):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "Hello there!", "completion": " How are you?"}) + "\n")
-    path = str(tmp_path / "train.jsonl")
-    one, other = go(tmp_path, path).train, go(tmp_path, path, loss_on="all").train
-    assert documents(one) == documents(other)
-    assert one.fingerprint != other.fingerprint
-
-
 @pytest.mark.parametrize("how", ["cut", "no manifest", "no lengths", "zeros"])
 def test_a_damaged_cache_is_found_and_made_anew(tmp_path, encoded, how):
     path = write(tmp_path / "train.jsonl", 30)

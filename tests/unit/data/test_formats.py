@@ -164,17 +164,8 @@ def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and
     assert ready(write(tmp_path / "class.jsonl", {"text": "Hello there!", column: False})).train.report.kept == 1
 
 
-WHITE = {
-    "alpaca": {"instruction": "Hello there!", "input": "", "output": "\nHow are you?"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "\nHow are you?"}]},
-    "messages": {"messages": [QUESTION, ANSWER | {"content": "\nHow are you?"}]},
-}
-
-
-@pytest.mark.parametrize("format", WHITE)
-def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_said(ready, tmp_path, format):
-    plain = json.loads(json.dumps(WHITE[format]).replace(r"\nHow", "How"))
-    prepared = ready(write(tmp_path / "train.jsonl", WHITE[format], plain))
+def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_counted(ready, tmp_path):
+    prepared = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
     assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
     assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
     assert prepared.train.report.apart == 1

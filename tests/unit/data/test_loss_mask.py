@@ -1,9 +1,10 @@
-"""The loss mask of conversations, token by token, on the chat templates of real model families."""
+"""The loss mask of conversations, calls and thoughts, token by token, on the chat templates of real model families."""
 
 from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template
-from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template
+from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, in_dialect_of
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
@@ -28,14 +29,28 @@ TURNS = [
     {"role": "user", "content": "I am fine."},
     {"role": "assistant", "content": "Tell me more about it."},
 ]
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
-WITH_TOOLS = [
-    {"role": "user", "content": "What is the weather?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "25 degrees"},
-    {"role": "assistant", "content": "It is sunny."},
-]
+WRITTEN = Path(__file__).parents[1] / "chat_templates"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}}]
+ASK = {"role": "user", "content": "What is the weather in Paris?"}
+END = {"role": "assistant", "content": "It is sunny."}
+
+
+def call(city: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+def calls(*cities: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [call(city) for city in cities], **more}
+
+
+def result(content: str = '"25 degrees"') -> dict[str, Any]:
+    return {"role": "tool", "content": content}
+
+
+def text_of(name: str) -> str:
+    file = WRITTEN / f"{name}.jinja"
+    return file.read_text() if file.exists() else shipped(name)
 
 
 def encoder(style: str, template: Template | None = None) -> ChatEncoder:
@@ -45,13 +60,26 @@ def encoder(style: str, template: Template | None = None) -> ChatEncoder:
     return ChatEncoder(plain_tokenizer(tokenizer), chosen)
 
 
+def runs_of(chat: ChatEncoder, tokenizer: Any, conversation: Conversation, loss_on: Any = "assistant") -> list[str]:
+    """The text of each run of trained tokens."""
+    ids, mask, _ = chat.encode(conversation, loss_on)
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
+    return [tokenizer.decode(ids[start:end]) for start, end in borders]
+
+
 def trained(
     style: str, conversation: Conversation, template: Template | None = None, loss_on: Any = "assistant"
 ) -> list[str]:
-    """The text of each run of trained tokens."""
-    ids, mask, _ = encoder(style, template).encode(conversation, loss_on)
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
-    return [tokenizer_of(style).decode(ids[start:end]) for start, end in borders]
+    return runs_of(encoder(style, template), tokenizer_of(style), conversation, loss_on)
+
+
+def trained_by(name: str, messages: list[dict[str, Any]], loss_on: Any = "assistant") -> list[str]:
+    """As `trained`, with TOOLS and the template of that name, white space at the ends cut off."""
+    tokenizer = tokenizer_for(text_of(name))
+    template = choose_template(None, tokenizer)
+    assert template is not None
+    chat = ChatEncoder(plain_tokenizer(tokenizer), template)
+    return [text.rstrip() for text in runs_of(chat, tokenizer, Conversation(messages, TOOLS), loss_on)]
 
 
 FIRST, SECOND = TURNS[1]["content"], TURNS[3]["content"]
@@ -69,12 +97,8 @@ HAS_SYSTEM = ("llama3", "qwen2_5", "smollm")
 def test_every_assistant_turn_is_trained_through_its_end_token_and_nothing_else(style):
     messages = [SYSTEM, *TURNS] if style in HAS_SYSTEM else TURNS
     assert trained(style, Conversation(messages)) == WANTED[style]
-
-
-@pytest.mark.parametrize("style", WANTED)
-def test_the_tokens_are_those_of_apply_chat_template(style):
-    ids, *_ = encoder(style).encode(Conversation(TURNS), "assistant")
-    assert ids.tolist() == tokenizer_of(style).apply_chat_template(TURNS, return_dict=False)
+    ids, *_ = encoder(style).encode(Conversation(TURNS[:3]), "assistant")
+    assert ids.tolist() == tokenizer_of(style).apply_chat_template(TURNS[:3], return_dict=False)
 
 
 @pytest.mark.parametrize("style", [*WANTED, "qwen3"])
@@ -132,9 +156,7 @@ def test_no_template_there_is_trains_the_role_header(name):
         with pytest.raises(BadRow, match=REFUSED):
             chat.encode(Conversation(TURNS), "assistant")
         return
-    ids, mask, _ = chat.encode(Conversation(TURNS), "assistant")
-    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
-    found = [tokenizer.decode(ids[start:end]) for start, end in borders]
+    found = runs_of(chat, tokenizer, Conversation(TURNS))
     assert len(found) == 2 + name.startswith("phi3")  # Phi-3 ends the whole in EOS
     for text, answer in zip(found, (FIRST, SECOND), strict=False):
         before, after = text.split(answer)
@@ -180,7 +202,7 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(template):
         trained("smollm", Conversation(TURNS), Template(template, None))
 
 
-@pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])
+@pytest.mark.parametrize("messages", [TURNS, [ASK, calls("Paris"), result(), END]], ids=["turns", "tools"])
 def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
     with pytest.raises(BadRow) as caught:
         trained("qwen3", Conversation(messages))
@@ -240,10 +262,6 @@ def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooke
     assert apart and tokenizer_of("qwen2_5").decode(ids[mask]) == f"{SECOND}<|im_end|>"
 
 
-def test_the_last_message_may_be_the_users():
-    assert trained("smollm", Conversation(TURNS[:3])) == WANTED["smollm"][:1]
-
-
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(SMOLLM)
@@ -271,3 +289,124 @@ def test_a_tokenizer_written_in_python_is_refused():
     with pytest.raises(UserError, match="CanineTokenizer is a tokenizer written in Python") as caught:
         plain_tokenizer(CanineTokenizer())
     assert caught.value.problems[0].where == "model.tokenizer"
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+COMMENTARY = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "%s"}<|call|>'
+MISTRAL = '{"name": "weather", "arguments": {"city": "%s"}, "id": "call0000%d"}'
+ONE_CALL = {
+    "qwen2_5": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
+    "qwen3_instruct_2507": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
+    "qwen3_training": [NO_THOUGHT + HERMES % "Paris" + "<|im_end|>", NO_THOUGHT + "It is sunny.<|im_end|>"],
+    "llama3_1": ['{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>', "It is sunny.<|eot_id|>"],
+    "hermes": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
+    "gptoss": [COMMENTARY % "Paris", "<|channel|>final<|message|>It is sunny.<|return|>"],
+    "mistral_v3": [f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}]<EOS>", " It is sunny.<EOS>"],
+}
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+@pytest.mark.parametrize("begin", [[ASK], [SYSTEM, ASK]], ids=["", "system"])
+def test_a_call_and_the_answer_are_trained_through_their_end_tokens_and_nothing_else(name, begin):
+    messages = [*begin, calls("Paris"), result(), END]
+    assert trained_by(name, messages) == ONE_CALL[name]
+    assert trained_by(name, messages, "completion") == ONE_CALL[name][1:]
+
+
+TWO = {
+    "qwen2_5": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
+    "qwen3_training": f"{NO_THOUGHT}{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
+    "hermes": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
+    "mistral_v3": f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>",
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_parallel_calls_are_one_turn_and_their_results_are_not_trained(name):
+    messages = [ASK, calls("Paris", "Rome"), result(), result('"30"'), END]
+    assert trained_by(name, messages) == [TWO[name], ONE_CALL[name][1]]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("llama3_1", "refuses the conversation"),
+        ("gptoss", "leaves out the call of 'weather'"),
+    ],
+)
+def test_a_template_for_one_call_refuses_two(name, words):
+    with pytest.raises(BadRow, match=words):
+        trained_by(name, [ASK, calls("Paris", "Paris"), result(), result(), END])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "hermes", "llama3_1"])
+def test_turns_of_the_assistant_that_follow_each_other_are_trained_each(name):
+    call, answer = ONE_CALL[name]
+    messages = [ASK, calls("Paris"), END, ASK, calls("Paris"), result(), calls("Paris"), result(), END]
+    assert trained_by(name, messages) == [call, answer, call, call, answer]
+
+
+THOUGHT = "<think>\nHm, Paris.\n</think>\n\n"
+THINKING = {
+    "qwen3": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
+    "qwen3_training": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
+}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_thoughts_are_trained_where_the_template_has_them(name):
+    thought = {"reasoning_content": "Hm, Paris."}
+    messages = [ASK, calls("Paris", **thought), result(), {**END, **thought}]
+    found = trained_by(name, messages)
+    assert [one.replace("\n\n\n", "\n\n") for one in found] == THINKING[name]
+
+
+def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_an_answer():
+    thought = {"reasoning_content": "Hm."}
+    found = trained_by("gptoss", [ASK, calls("Paris", **thought)])
+    assert "".join(found) == "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + COMMENTARY % "Paris"
+    with pytest.raises(BadRow, match=r"leaves out the thought 'Hm.'") as caught:
+        trained_by("gptoss", [ASK, calls("Paris", **thought), result(), {**END, **thought}])
+    assert "data.loss_on=completion" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "hermes", "mistral_v3", "qwen3_instruct_2507"])
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_thoughts_that_the_template_leaves_out_are_refused(name, loss_on):
+    with pytest.raises(BadRow, match=r"leaves out the thought 'Hm, Paris.'") as caught:
+        trained_by(name, [ASK, {**END, "reasoning_content": "Hm, Paris."}], loss_on)
+    assert caught.value.field == "messages[1].reasoning_content"
+    assert "qwen3_training" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "hermes", "mistral_v3"])
+def test_words_beside_a_call_that_the_template_leaves_out_are_refused(name):
+    with pytest.raises(BadRow, match=r"leaves out or rewrites the answer 'Let me see.'"):
+        trained_by(name, [ASK, calls("Paris", content="Let me see.")])
+
+
+def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
+    given = [{**call("Paris"), "id": "call_longer_than_nine"}, call("Rome"), {**call("Oslo"), "id": "abcdefghi"}]
+    answers = [
+        {**result(), "tool_call_id": "abcdefghi"},
+        {**result(), "tool_call_id": "call_longer_than_nine"},
+        result(),
+    ]
+    conversation = Conversation([ASK, {**calls(), "tool_calls": given}, *answers, END], TOOLS)
+    for name, first in (("mistral_v3", "call00001"), ("qwen2_5", "call_longer_than_nine")):
+        _, asked, *said, _ = in_dialect_of(text_of(name), conversation).messages
+        assert [one["id"] for one in asked["tool_calls"]] == [first, "call00002", "abcdefghi"]
+        assert [one["tool_call_id"] for one in said] == ["abcdefghi", first, "call00002"]
+        assert {one["name"] for one in said} == {"weather"}
+
+
+def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
+    """DeepSeek-like: <think> in the content, by the template's own words."""
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set c = m.content %}"
+        "{% if '</think>' in c and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"
+        "{{ c + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    conversation = Conversation([ASK, {**END, "reasoning_content": "Hm."}])
+    assert trained("smollm", conversation, Template(text, None)) == ["<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"]
