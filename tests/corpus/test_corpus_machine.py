@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.case import Case, Make, check, sampled
-from tests.corpus.tiny_run import a_socket, link
+from tests.corpus.tiny_run import link
 
 RUN = ("model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=run")
 PLAN = ("plan", *RUN)
@@ -22,8 +22,6 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "l
 NO_NUMBERS = {
     "a superscript": "2²",
     "5,000 digits": "1" * 5000,
-    "a sign": "-1",
-    "text": "two",
 }
 NUMBERS = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"), LAUNCHED),
@@ -50,26 +48,16 @@ BEYOND = {
 """Variables that contradict the others of the same launcher: a number beyond what there is, a list that is too short."""
 NAMES_OF = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_STEP_NODELIST": "SLURM_NODEID"}
 HOSTS = {
-    "a comma": ",",
-    "backwards": "n[5-1]",
     "an open bracket": "n[1-3",
-    "no range": "n[]",
     "5,000 digits": f"n[{'1' * 5000}]",
 }
 HARMLESS = {
     "TERM": ("nonsense", "", "dumb"),
-    "COLUMNS": ("0", "1"),
-    "LANG": ("C", "nonsense", "de_DE.ISO-8859-1"),
     "PYTHONIOENCODING": ("ascii", "latin-1"),
-    "FORCE_COLOR": ("1", "x"),
     "CUDA_VISIBLE_DEVICES": ("²", "-1", ",", "9" * 5000, "GPU-x", "0,0"),
     "HOME": ("", "/none", "/dev/null", "relative"),
-    "PATH": ("", "/none"),
-    "TMPDIR": ("/none", ""),
     "PACKTRAIN_CACHE": ("/dev/null/x", "~nobody-here/x"),
     "DS_ACCELERATOR": ("nonsense",),
-    "TORCH_LOGS": ("nonsense",),
-    "OMP_NUM_THREADS": ("many", "-1"),
     "SLURM_JOB_ID": ("²", "x", "1" * 5000),
 }
 
@@ -118,10 +106,8 @@ def sparse(at: Path) -> None:
 
 KINDS: dict[str, Make] = {
     "a FIFO": os.mkfifo,
-    "a socket": a_socket,
     "a folder": lambda at: at.mkdir(),
     "/dev/zero": link("/dev/zero"),
-    "a link to itself": lambda at: at.symlink_to(at.name),
     "1 GB": sparse,
 }
 AS_CONFIG = {
@@ -131,24 +117,17 @@ AS_CONFIG = {
 }
 PLACES = {
     "model.path": "m",
-    "model.tokenizer": "m",
     "data.chat_template": "t.jinja",
     "trainer.resume": "r",
-    "data.cache_dir": "c",
     "trainer.output_dir": "run",
 }
 NAMES = {
-    "blanks": " ",
-    "an escape": "a\x1b[31mb",
     "no UTF-8": "a\udcffb",
     "256 bytes": "x" * 251 + ".yaml",
     "5,000 bytes": "x/" * 2500,
-    "a dash": "-",
     "a home of nobody": "~nobody-here/x",
     "brackets": "[x]{y}*?",
     "a key without a value": "a.b=",
-    "a dollar": "${x}",
-    "an open brace": "a=${",
     "a group": "peft",
     "10,000 brackets": "a=" + "[" * 10_000,
 }
@@ -160,10 +139,7 @@ def program(code: bytes, mode: int = 0o755) -> Make:
 
 PROGRAMS: dict[str, Make] = {
     "may not be executed": program(b"#!/bin/sh\necho 1\n", 0o644),
-    "is empty": program(b""),
-    "has an interpreter that is nowhere": program(b"#!/none/python\n"),
     "fails": program(b"#!/bin/sh\nexit 1\n"),
-    "says nothing": program(b"#!/bin/sh\n"),
     "says bytes": program(b"#!/bin/sh\nprintf '\\377\\000a\\n'; printf '\\377' >&2\n"),
     "says megabytes": program(b"#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' x\n"),
 }
@@ -171,7 +147,6 @@ SUBMIT = ("sbatch", "sft", *RUN, "topology.nodes=1", "topology.gpus_per_node=1",
 SUBMITS = {"bin/sbatch": program(b"#!/bin/sh\necho 5\n")}
 CALLED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "sbatch": (SUBMIT, {}),
-    "squeue": (SUBMIT, {}),
     "srun": (("sft", *RUN), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}),
     "nvidia-smi": (PLAN, {}),
 }
@@ -196,7 +171,6 @@ CASES = [
         Case(name=f"{name} is {what}", arguments=PLAN, env={**others, name: value}, says=(name,))
         for name, others in NUMBERS.items()
         for what, value in NO_NUMBERS.items()
-        if not (name == "SLURM_STEP_TASKS_PER_NODE" and what == "")
     ),
     *(
         Case(
@@ -245,15 +219,6 @@ CASES = [
     *(
         Case(name=f"an argument: {what}", arguments=("plan", name, *RUN), expect=(0, 2) if name == "--" else (2,))
         for what, name in NAMES.items()
-    ),
-    *(
-        Case(
-            name=f"a run folder: {what}",
-            arguments=(*PLAN[:-1], f"trainer.output_dir='{name}'"),
-            expect=(0, 2),
-        )
-        for what, name in NAMES.items()
-        if "'" not in name
     ),
     Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, expect=(0, 2)),
     Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
