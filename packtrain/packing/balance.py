@@ -7,9 +7,8 @@ All ranks wait for the slowest one. A document of l tokens costs `l + attention_
 3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
    within it the costliest part goes to the rank that has done least.
 
-Parts are made longest document first, each into the cheapest part that it fits into (Graham 1969, "Bounds on Multiprocessing
-Timing Anomalies": at most 4/3 of the best), or, where rows are so full that this does not fit, by best fit. Padding
-wants similar lengths together, and kept order consecutive documents: there, consecutive parts minimise the largest cost.
+Parts are made longest document first, each into the cheapest part that it fits into (Graham 1969: at most 4/3 of the best), or
+by best fit where that needs fewer. With padding or kept order, consecutive documents are cut into parts of small largest cost.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ def cost_of_attention(config: Any, parameters: int) -> float:
     """The `attention_cost` of a model of this transformers config: forward and backward take 6 · parameters operations a token, and
     6 · layers · heads · head_dim · l for causal attention."""
     try:
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return config.num_hidden_layers * heads * width / max(parameters, 1)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers * config.num_attention_heads * width / max(parameters, 1)
     except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: count tokens only
         return 0.0
 
@@ -82,7 +80,7 @@ def lay_out(
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
-    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts]; empty ones fill the last micro-batch."""
+    """Gives each rank the same number of `parts` (arrays of documents) of `cost` float[parts]; empty ones fill up the last."""
     empty = -len(parts) % world_size
     parts, cost = [*parts, *[np.zeros(0, dtype=np.int64)] * empty], np.append(cost, np.zeros(empty))
     order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")

@@ -1,14 +1,12 @@
 """Which documents share a row: bin packing over millions of lengths.
 
 **Best fit** is best-fit-decreasing: the longest document first, each into the fullest row that still takes it. Rows with the
-same free space are alike, and so are documents of the same length, so we place whole groups at once: "these 5,000 rows with 812
-free tokens take one document of 810 each". A plan then is a few thousand such placements, found on the HISTOGRAM of lengths, and
-they are spelled out into rows by sorting integers. It has exactly as many rows as plain best-fit-decreasing, in a second for ten
-million documents where that takes minutes.
+same free space are alike, and so are documents of the same length, so we place whole groups at once, found on the HISTOGRAM of
+lengths: "these 5,000 rows with 812 free tokens take one document of 810 each". That makes exactly as many rows as plain
+best-fit-decreasing, in a second for ten million documents where that takes minutes.
 
 Neighbours change with the random generator. In a small data set most lengths are unique, so the order of placing is disturbed
-too (lengths up to 15 % out of place) if that costs no row. **In order** (next fit) keeps the order given, and leaves more of
-each row empty.
+too (lengths up to 15 % out of place) if that costs no row. **In order** (next fit) keeps the order given.
 
 Sources: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027: packing on the
 histogram); Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830: best fit for training).
@@ -61,8 +59,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
-    """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit. ValueError
-    where a length is above `capacity`."""
+    """As `best_fit`, by next fit: documents in the order given, a new row where one does not fit."""
     lengths = _check_lengths(lengths, capacity)
     ends = np.cumsum(lengths, dtype=np.int64)
     next_start = np.searchsorted(ends, ends - lengths + capacity, side="right").data  # for a row that starts here
@@ -96,11 +93,8 @@ def _place_in_best_order(
 
 
 def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Best fit of `histogram[length]` documents, lengths in `order`, as placements of groups.
-
-    Returns int64[3, placements] (first_row, rows, copies), in the order of placing: each of `rows` consecutive rows from
-    `first_row` takes `copies` of the next documents; and the number of rows.
-    """
+    """Best fit of `histogram[length]` documents, lengths in `order`: int64[3, placements] (first_row, rows, copies), each of `rows`
+    consecutive rows from `first_row` takes `copies` of the next documents; and the number of rows."""
     placements: list[tuple[int, int, int]] = []
     groups: dict[int, list[tuple[int, int]]] = {}  # free space: ranges (first row, rows) that have it
     spaces: list[int] = []  # the keys of groups, ascending

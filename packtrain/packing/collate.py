@@ -74,8 +74,7 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def places_of(labels: torch.Tensor) -> np.ndarray:
-    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows; made on the CPU, since a device would have to be
-    waited for."""
+    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows; made on the CPU, not to wait for a device."""
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
@@ -123,10 +122,8 @@ def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: Pai
     batch = _pad_answers(documents, pad_token_id)
     if rows == "padding":
         return batch
-    groups = [(number,) for number in range(len(documents))]
-    return _add_layout(
-        batch, layout_of([len(document.input_ids) for document in documents], groups, [0] * len(groups))
-    )
+    lengths, groups = [len(document.input_ids) for document in documents], [(at,) for at in range(len(documents))]
+    return _add_layout(batch, layout_of(lengths, groups, [0] * len(groups)))
 
 
 def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:

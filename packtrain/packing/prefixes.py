@@ -1,8 +1,7 @@
 """Finds what documents have in common at their beginning, and lays them out so that it is in a row once.
 
-The documents are sorted, so that those with a common beginning stand together, and neighbours are compared. Where they branch
-the row is cut: the segments (packing/segments.py) are a trie of the documents. Documents that are equal to another one, or its
-beginning, take no tokens at all.
+The documents are sorted and neighbours compared. Where they branch the row is cut: the segments (packing/segments.py) are a trie
+of the documents. A document that is equal to another one, or its beginning, takes no tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
 
 LEAST_SHARED = 8
-"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention. Shorter ones
-(a header of the chat template) would tie the whole batch into one tree, which rows take less well than many."""
+"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +93,9 @@ def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> t
             start, prefix = depth, len(lengths) - 1
         if not leaf:
             cuts = first + 1 + np.flatnonzero(branching[first : last - 1] == depth)
-            branches = sorted(
-                pairwise([first, *cuts.tolist(), last]), key=lambda branch: -first_seen[slice(*branch)].min()
-            )
-            todo += [(*branch, start, prefix) for branch in branches]
+            branches = pairwise([first, *cuts.tolist(), last])
+            latest_first = sorted(branches, key=lambda branch: -first_seen[slice(*branch)].min())
+            todo += [(*branch, start, prefix) for branch in latest_first]
     leaves = [0] * count
     for number, leaf in zip(order, leaf_of, strict=True):
         leaves[number] = segment_of[leaf]
@@ -131,7 +128,9 @@ def _divide_trees(segments: Segments, ends: Sequence[int], most: int) -> list[tu
     return parts
 
 
-def _join_row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
+def _join_row(
+    segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]
+) -> SharedRow:
     """The row of the documents `numbers`: of all `segments` those on their paths, joined where nothing branches."""
     taken = sorted({segment for number in numbers for segment in segments.paths[ends[number]]})
     branches = Counter(segments.shared[old] for old in taken)

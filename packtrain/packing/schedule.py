@@ -1,13 +1,11 @@
 """Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
 
-So any process computes any step alone, resuming needs only a step number, and any number of processes will do.
+So any process computes any step alone, and resuming needs only a step number.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
 `limits.tokens`, and a step is a fixed number of rows; mode packed trains these very rows, the other modes lay the same
 documents out anew. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
-
-Only rows filled in a shuffled order (in_order) differ in number by epoch: their steps need all earlier epochs planned.
 """
 
 from __future__ import annotations
@@ -41,13 +39,16 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The optimizer steps of a training or an evaluation; made by `make_schedule`. Steps count from 0."""
+    """The optimizer steps, from 0, of a training or an evaluation; made by `make_schedule`.
+
+    With `examples_per_step` a plan of an epoch has one row for each step.
+    """
 
     lengths: np.ndarray
     limits: MicroBatchLimits
     packing: Packing
     examples_per_step: int | None
-    rows_per_step: int | None
+    rows_per_step: int
     seed: int
     shuffle: bool
     attention_cost: float
@@ -69,7 +70,7 @@ class Schedule:
         epoch = 0 if self._epochs_are_equal else epoch
         if epoch not in self._row_counts:
             self._row_counts[epoch] = len(self._plan(epoch))
-        return math.ceil(self._row_counts[epoch] / self._step_rows)
+        return math.ceil(self._row_counts[epoch] / self.rows_per_step)
 
     def documents(self, step: int) -> np.ndarray:
         """The documents of a step over all ranks: int64[documents], indices into the lengths."""
@@ -110,7 +111,7 @@ class Schedule:
         seen = epoch * len(self.lengths)
         if within:
             rows = self._plan(epoch)
-            seen += int(rows.offsets[min(within * self._step_rows, len(rows))])
+            seen += int(rows.offsets[min(within * self.rows_per_step, len(rows))])
         return seen
 
     def summary(self, world_size: int, sample_steps: int = 32) -> Utilisation:
@@ -132,13 +133,8 @@ class Schedule:
         )
 
     @property
-    def _step_rows(self) -> int:
-        """Rows of the plan in a step; with examples_per_step the plan has one row per step."""
-        return self.rows_per_step or 1
-
-    @property
     def _epochs_are_equal(self) -> bool:
-        """Whether all have the same number of steps."""
+        """Whether all have the same number of steps; only rows that are filled in a shuffled order differ."""
         return self.examples_per_step is not None or self.packing.strategy == "best_fit" or not self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
@@ -147,7 +143,7 @@ class Schedule:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, within = self._locate(step)
         rows = self._plan(epoch)
-        return rows, within * self._step_rows, min((within + 1) * self._step_rows, len(rows))
+        return rows, within * self.rows_per_step, min((within + 1) * self.rows_per_step, len(rows))
 
     def _locate(self, step: int) -> tuple[int, int]:
         """(epoch, step of that epoch)."""
@@ -205,7 +201,7 @@ def make_schedule(
         limits=limits,
         packing=packing,
         examples_per_step=batch.examples_per_step,
-        rows_per_step=None if batch.tokens_per_step is None else batch.tokens_per_step // int(limits.tokens),
+        rows_per_step=1 if batch.tokens_per_step is None else batch.tokens_per_step // int(limits.tokens),
         seed=seed,
         shuffle=shuffle,
         attention_cost=attention_cost,

@@ -1,8 +1,8 @@
 """Segments: the one value that describes a flattened row of several documents.
 
 A segment is a document, or a piece of one that continues the end of an earlier piece: its tokens attend causally to themselves
-and to all that is before it on the path to its root. So a row is a forest: what several documents begin with (a prompt and its
-answers) is in the row once. The lengths are plain Python integers, so that no backend waits for the device to read them.
+and to all that is before it on the path to its root, so that a prompt with several answers is in the row once. The lengths are
+plain Python integers: no backend waits for the device to read them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
-Compressed files are unpacked while they are read; zstd comes from pyarrow, which reads several frames in one file.
 """
 
 from __future__ import annotations
@@ -70,7 +69,9 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
         elif kind == ".json" and _is_list(path):
             yield from cut_into_chunks(str(path), _read_json_list(path), by_line=False)
         else:
-            lines = ((number, line, len(line)) for number, line in enumerate(_read_lines(path), 1) if not line.isspace())
+            lines = (
+                (number, line, len(line)) for number, line in enumerate(_read_lines(path), 1) if not line.isspace()
+            )
             yield from cut_into_chunks(str(path), lines)
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or get it anew if it is damaged."

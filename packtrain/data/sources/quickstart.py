@@ -1,11 +1,10 @@
 """Built-in conversations, preference pairs and their tokenizer, so that a first run needs no download and no account.
 
-The conversations are small generated exercises whose answers are right or wrong, so that learning shows in the samples. Most
-take a line and some a page: lengths are long-tailed as in real chat data, which is what packing is for.
+The conversations are small generated exercises whose answers are right or wrong, so that learning shows in the samples. Their
+lengths are long-tailed as in real chat data, which is what packing is for.
 
 The hash of a question's wording decides its split, so no question of `eval` is in `train`. The tokenizer is a byte-level BPE
-trained on the `train` split at first use (a fraction of a second). A run folder keeps its own, since another version of
-`tokenizers` may train a different one.
+trained on the `train` split at first use; a run folder keeps its own.
 
 The wrong answer of a preference pair, or with the label false, is the right one to another question: a model from nothing learns
 to tell these apart in a minute.

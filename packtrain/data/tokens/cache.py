@@ -187,11 +187,8 @@ class Store:
 
 def hash_bytes(path: Path) -> str:
     """Hash of the file's bytes."""
-    digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def hash_file(path: Path, memory: Path) -> str:

@@ -2,7 +2,7 @@
 
 The conversation is rendered to text and tokenised once. The model's turns are found as spans of characters and mapped to
 tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before it
-ends), the texts on both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
+ends), both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
@@ -10,9 +10,9 @@ ends), the texts on both sides are tokenised separately, as they are when the mo
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused; encode.py then takes TRL's version for training).
 
-Of marked text the role's header before an answer and white space after its end are not trained. Refused are marks over turns
-of the user or the system, turns that do not end in a control token (the model would not learn to stop) or whose answer, thought
-or call of a tool is missing in the text, and tools that the template leaves out. Turns of weight 0 are not trained.
+The role's header before an answer, white space after its end and turns of weight 0 are not trained. Refused are marks over what
+the user or the system says, turns that do not end in a control token (the model would not learn to stop), and a template that
+leaves out an answer, a thought, a call or the tools.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 
