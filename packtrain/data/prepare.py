@@ -1,9 +1,8 @@
 """`data.train` and `data.eval` to data sets of documents: each source is tokenised once, in parallel, and cached.
 
-The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order. Only a few
-chunks are in flight, so memory does not grow with the data. Workers are forks of a server that has imported this module and
-nothing more: forks of this process would copy the locks of torch's and the tokenizer's threads in any state. The server takes a
-second to start, so small data (up to FEW_ROWS, FEW_BYTES) is tokenised by this process alone.
+This process cuts sources into chunks, workers parse and tokenise them, and results are written in order; only a few chunks are
+in flight. Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the
+locks of torch's and the tokenizer's threads. Small data (up to FEW_ROWS, FEW_BYTES) is tokenised by this process alone.
 """
 
 from __future__ import annotations
@@ -114,8 +113,9 @@ def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
     """A remark on rows of data.eval that are in data.train, "" where there are none."""
     trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
     number, rows = np.count_nonzero(np.isin(held_out, trained)), counted(len(held_out), "rows")
-    remark = f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low by what was memorised"
-    return remark if number else ""
+    return (
+        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low" if number else ""
+    )
 
 
 @dataclass

@@ -8,9 +8,8 @@ All become {"role", "content"} with the content as one string, and of what an as
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
     weight              0 where the turn is not to be trained, also written `loss_weight`, `train` or `loss`
 
-tokens/chat_template.py puts that into the words of one template. Errors name the field as it is called in the FILE. Roles are
-checked: most templates render any role, so a misspelt one would silently go untrained.
-Sources: https://huggingface.co/docs/transformers/chat_extras, OpenAI's API, LLaMA-Factory's and ms-swift's data formats.
+tokens/chat_template.py puts that where a template reads it. Roles are checked: most templates render any role, so a misspelt
+one would silently go untrained. Sources: transformers' guide to chat templates, OpenAI's API, LLaMA-Factory, ms-swift.
 """
 
 from __future__ import annotations

@@ -187,8 +187,11 @@ class Store:
 
 def hash_bytes(path: Path) -> str:
     """Hash of the file's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def hash_file(path: Path, memory: Path) -> str:

@@ -1,8 +1,7 @@
 """Where a model is (a hub id, a folder or a .gguf file), its tokenizer without the model, and whether the hub answers.
 
-Without a network huggingface_hub tries each of its many requests six times, with waits of up to 8 s between them: half a
-minute of warnings before an error. Here one request decides. If it is not answered, the libraries work offline, as with
-HF_HUB_OFFLINE=1: their caches are still used, and anything not cached fails at once.
+Without a network huggingface_hub tries each of its requests six times: half a minute of warnings before an error. Here one
+request decides. If it is not answered, the libraries work offline, as with HF_HUB_OFFLINE=1.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,12 +58,6 @@ def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
     for batch in (collate_flat([]), collate_padded([], pad_token_id=0)):
         assert batch["input_ids"].numel() > 0
         assert (batch["shift_labels"] == IGNORE).all()
-
-
-@pytest.mark.parametrize("lengths", [(), (3, 0), (-1,)])
-def test_a_row_without_tokens_is_refused(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        Segments(lengths)
 
 
 def test_any_number_of_answers_may_share_a_prompt() -> None:

@@ -58,14 +58,6 @@ def test_short_beginnings_are_repeated(batch: list[list[int]], least: int) -> No
 
 
 @untimed
-@given(BATCHES)
-def test_without_sharing_every_document_is_a_segment(batch: list[list[int]]) -> None:
-    row = one_row(arrays(batch), share=False)
-    assert row.segments.lengths == tuple(map(len, batch)) and not any(row.segments.prefix_lengths)
-    assert np.concatenate(row.places).tolist() == list(range(row.segments.tokens))
-
-
-@untimed
 @given(BATCHES, st.integers(1, 30), st.booleans(), st.integers(1, 3))
 def test_rows_hold_every_document_once_and_no_more_than_they_may(
     batch: list[list[int]], most: int, share: bool, least: int
@@ -77,9 +69,9 @@ def test_rows_hold_every_document_once_and_no_more_than_they_may(
         assert_laid_out(row, documents)
         if row.segments.tokens > most:  # a document that is larger, with what is the beginning of it
             assert row.segments.tokens == max(len(documents[number]) for number in row.documents)
-    again = rows_of(documents, most, share=share, least=least)
-    assert [one.documents for one in again] == [one.documents for one in rows]
-    assert [one.segments for one in again] == [one.segments for one in rows]
+        if not share:
+            assert row.segments.lengths == tuple(len(batch[number]) for number in row.documents)
+            assert not any(row.segments.prefix_lengths)
 
 
 def test_a_batch_that_fits_is_one_row_and_a_tree_that_does_not_is_divided_with_its_prompt() -> None:
@@ -110,18 +102,9 @@ def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
     assert [places[-1] for places in row.places] == [8, 18, 9, 19]
 
 
-def test_equal_documents_and_beginnings_of_others_take_no_tokens() -> None:
-    """Groups whose answers are all equal, and one that ends where another goes on."""
-    document = np.arange(40)
-    row = one_row([document, document[:7], document, document[:39]])
-    assert row.segments == Segments((40,), (None,))
-    assert [len(places) for places in row.places] == [40, 7, 40, 39]
-    assert all(places.tolist() == list(range(len(places))) for places in row.places)
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
-def test_tokens_of_any_size_are_told_apart(dtype: type) -> None:
-    documents = [np.array(one, dtype=dtype) for one in ([255, 256, 1], [255, 256, 2], [0, 255, 256], [1])]
+def test_tokens_of_any_size_differ(dtype: type) -> None:
+    documents = [np.array(ids, dtype=dtype) for ids in ([255, 256, 1], [255, 256, 2], [0, 255, 256], [1])]
     row = one_row(documents, least=1)
     assert row.segments.tokens == 3 + 1 + 3 + 1
     assert_laid_out(row, documents)

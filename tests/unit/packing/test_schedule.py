@@ -129,8 +129,7 @@ def test_examples_per_step_keeps_the_partial_last_step_inside_its_epoch():
 def test_tokens_per_step_takes_a_fixed_number_of_full_rows():
     plan = schedule(steps="tokens", epochs=1)
     fill = [LENGTHS[plan.documents(step)].sum() / (5 * 2048) for step in range(plan.total_steps - 1)]
-    assert max(fill) <= 1
-    assert sum(step < 0.98 for step in fill) <= 1  # the row of the epoch that nothing was left for
+    assert max(fill) <= 1 and sum(share < 0.98 for share in fill) <= 1  # the last row of the epoch may be emptier
 
 
 @pytest.mark.parametrize("steps", STEPS)

@@ -68,12 +68,13 @@ def test_a_tree_of_thousands_of_segments_is_no_work() -> None:
     assert deep.unrolled().segments == Segments((2000,)) and deep.prefix_lengths[-1] == 1999
 
 
-@pytest.mark.parametrize("prefixes", [(1, None), (None, 1), (None, -1), (None, 2)])
-def test_a_segment_continues_an_earlier_one(prefixes: tuple[int | None, ...]) -> None:
-    with pytest.raises(ValueError, match="earlier segment"):
-        Segments((3, 4), prefixes)
-
-
-def test_segments_have_a_prefix_each_or_none() -> None:
-    with pytest.raises(ValueError, match="2 segments, but 1"):
-        Segments((3, 4), (None,))
+@pytest.mark.parametrize(
+    ("lengths", "prefixes"),
+    [
+        *(((3, 4), prefixes) for prefixes in ((None,), (1, None), (None, 1), (None, -1), (None, 2))),
+        *((lengths, ()) for lengths in ((), (3, 0), (-1,))),
+    ],
+)
+def test_a_segment_has_tokens_and_continues_an_earlier_one_or_none(lengths, prefixes) -> None:
+    with pytest.raises(ValueError, match=r"segment|at least one token"):
+        Segments(lengths, prefixes)
