@@ -120,12 +120,6 @@ def _has(text: str | bytes, key: str) -> bool:
 TAKEN = {
     "nothing": ("", "owner/model"),
     "a learning rate of 10": ("optim: {learning_rate: 10}\n", "is large for a trained model"),
-    "9,000 names of layers that only loading can check": (
-        "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
-        "    num_attention_heads: 1}\n"
-        f"peft: {{kind: lora, target_modules: [{', '.join(f'q_porj{at}' for at in range(9000))}]}}\n",
-        "no layer of the model has a name of peft.target_modules",
-    ),
     "a model of the hub with LoRA on layers of any name": (
         "peft: {kind: lora, target_modules: [w_q]}\n",
         "owner/model",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -83,20 +82,12 @@ def close_stdin() -> None:
     os.close(0)
 
 
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
-
-
 def no_reader() -> None:
     """stdout is a pipe whose reader has left, as after `| head -1`."""
     reader, writer = os.pipe()
     os.dup2(writer, 1)
     os.close(reader)
     sys.stdout = os.fdopen(1, "w", closefd=False)
-
-
-def small_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 
 
 def sparse(at: Path) -> None:
@@ -223,14 +214,6 @@ CASES = [
     Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, expect=(0, 2)),
     Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
     Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
-    Case(name="sixteen open files", arguments=PLAN, begin=few_files, expect=(0, 2)),
-    Case(
-        name="no file may grow",
-        arguments=("sbatch", "sft", *RUN, "-o", "job.sh", "topology.nodes=1", "topology.gpus_per_node=1"),
-        begin=small_files,
-        writes=("job.sh", "run", "run/*"),
-        says=("ulimit",),
-    ),
     *(
         Case(name=f"a sweep: {keys[0]}", arguments=("sbatch", "sft", *RUN, "-m", *keys), says=("1,000",))
         for keys in (

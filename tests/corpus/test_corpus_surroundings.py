@@ -171,18 +171,7 @@ def files_open(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
 
 
-def memory_of(more: int) -> None:
-    """At most so many bytes more than this process has now."""
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
-
-
 LIMITS = [
-    *(
-        trains(f"{more >> 20} MB of memory", begin=partial(memory_of, more), expect=(0, 2))
-        for more in (1 << 20, 20 << 20, 100 << 20)
-    ),
     trains("files of 2,000 bytes", begin=partial(files_of_at_most, 2_000), expect=(2,)),
     trains("files of 60,000 bytes", begin=partial(files_of_at_most, 60_000), expect=(2,), says=("too large",)),
     trains("30 open files", begin=partial(files_open, 30), expect=(0, 2)),
@@ -190,22 +179,16 @@ LIMITS = [
 SETTINGS = {
     "model/generation_config.json": lambda at: at.write_text('{"do_sample": false, "temperature": 0.9, "top_p": 0.6}')
 }
-SAVING = [
-    trains("greedy answers with a temperature", SETTINGS, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)),
-]  # fmt: skip
-SLOW = [
-    Case(
-        name="a slow reader of help",
-        arguments=("sft", "-h"),
-        begin=slowly_read,
-        expect=(0,),
-        says=("An entry of `data.train`",),
+CASES = [
+    *TRACKERS,
+    *FOLDERS,
+    *LIMITS,
+    trains(
+        "greedy answers with a temperature", SETTINGS, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)
     ),
+    Case(name="a slow reader of help", arguments=("sft", "-h"), begin=slowly_read, expect=(0,), says=("`data.train`",)),
     trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
 ]
-
-
-CASES = [*TRACKERS, *FOLDERS, *LIMITS, *SAVING, *SLOW]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, one_in=2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -84,30 +83,12 @@ def cut(bytes_left: int) -> Make:
     return lambda at: os.truncate(at, bytes_left)
 
 
-def instead(make: Make) -> Make:
-    """Something in place of the file or folder that is there."""
-
-    def replace(at: Path) -> None:
-        shutil.rmtree(at) if at.is_dir() else at.unlink(missing_ok=True)
-        make(at)
-
-    return replace
-
-
-gone = instead(lambda at: None)
+def gone(at: Path) -> None:
+    at.unlink()
 
 
 def link(target: str) -> Make:
     return lambda at: os.symlink(target, at)
-
-
-def a_socket(at: Path) -> None:
-    here = os.getcwd()
-    os.chdir(at.parent)  # a path of a socket has 107 bytes at most
-    try:
-        socket.socket(socket.AF_UNIX).bind(at.name)
-    finally:
-        os.chdir(here)
 
 
 @cache

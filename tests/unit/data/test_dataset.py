@@ -18,7 +18,7 @@ from packtrain.errors import UserError
 TOKENIZER = tokenizer_of("smollm")
 
 
-def row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+def row(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
@@ -134,31 +134,26 @@ def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
     assert len(set(thrice[60:90])) == 30
 
 
-@pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages", "implicit messages"])
+@pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages"])
 def test_all_answers_to_a_prompt_are_on_the_same_side(tmp_path, shape):
     """Three pairs for each of 20 prompts; two of them begin with the same words in both of their answers."""
     lines: list[Any] = []
     for number in range(60):
-        asked, answers = (
-            f"Human: {number % 20}?\n\nAssistant:",
-            [f" I say {'yes' * (number < 40)}{n}" for n in range(2)],
-        )
-        turns = [{"role": "user", "content": asked}]
-        said = [[{"role": "assistant", "content": answer}] for answer in answers]
-        chosen, rejected = {
-            "strings": answers,
-            "implicit strings": [asked + answer for answer in answers],
-            "messages": said,
-            "implicit messages": [turns + answer for answer in said],
-        }[shape]
-        prompt = {} if shape.startswith("implicit") else {"prompt": asked if shape == "strings" else turns}
-        lines.append({**prompt, "chosen": chosen, "rejected": rejected})
+        asked = f"Human: {number % 20}?\n\nAssistant:"
+        answers = [f" I say {'yes' * (number < 40)}{n}" for n in range(2)]
+        if shape == "messages":
+            said = [[{"role": "assistant", "content": answer}] for answer in answers]
+            lines.append(row([{"role": "user", "content": asked}], *said))
+        elif shape == "strings":
+            lines.append(row(asked, *answers))
+        else:
+            lines.append({"chosen": asked + answers[0], "rejected": asked + answers[1]})
     made = ready(tmp_path, lines, eval=0.25, chat_template="chatml")
     assert made.eval is not None and (len(made.train), len(made.eval)) == (45, 15)
-    sides = [
-        {prompt.split("Human: ")[1].split("?")[0] for prompt, _, _ in texts(one)} for one in (made.train, made.eval)
-    ]
-    assert len(sides[0]) == 15 and len(sides[1]) == 5 and not sides[0] & sides[1]
+    train, held = (
+        {prompt.split("Human: ")[1].split("?")[0] for prompt, _, _ in texts(side)} for side in (made.train, made.eval)
+    )
+    assert len(train) == 15 and len(held) == 5 and not train & held
 
 
 def talks(count: int) -> list[dict[str, Any]]:

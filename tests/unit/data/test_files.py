@@ -102,8 +102,9 @@ def test_running_text_that_is_too_long_is_split_and_a_conversation_truncated(tmp
 
 def test_a_folder_of_texts_is_read_and_what_is_about_the_data_is_not(tmp_path):
     folder = tmp_path / "books"
-    (folder / "deep").mkdir(parents=True)
-    for name in ("a.txt", "deep/b.TXT", "README.txt", "LICENSE.txt"):
+    for hidden in ("deep", ".ipynb_checkpoints"):
+        (folder / hidden).mkdir(parents=True)
+    for name in ("a.txt", "deep/b.TXT", "README.txt", "LICENSE.txt", ".ipynb_checkpoints/a.txt", "._a.txt"):
         (folder / name).write_text("Hello there!\n")
     (folder / "dataset_info.json").write_text("{}")
     report = ready(tmp_path, folder).train.report

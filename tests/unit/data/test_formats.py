@@ -106,12 +106,6 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "Hello there! How are you?<|im_end|>",
         " How are you?<|im_end|>",
     ),
-    "pair that melts": (
-        {"prompt": "Hello ", "completion": "there"},
-        "prompt_completion",
-        "Hello there<|im_end|>",
-        "there<|im_end|>",
-    ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hello there!"}, {"from": "gpt", "value": "How are you?"}]},
         "sharegpt",

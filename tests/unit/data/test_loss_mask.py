@@ -348,18 +348,14 @@ def test_turns_of_the_assistant_that_follow_each_other_are_trained_each(name):
 
 
 THOUGHT = "<think>\nHm, Paris.\n</think>\n\n"
-THINKING = {
-    "qwen3": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
-    "qwen3_training": [THOUGHT + one.removeprefix(NO_THOUGHT) for one in ONE_CALL["qwen3_training"]],
-}
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
 def test_thoughts_are_trained_where_the_template_has_them(name):
     thought = {"reasoning_content": "Hm, Paris."}
     messages = [ASK, calls("Paris", **thought), result(), {**END, **thought}]
-    found = trained_by(name, messages)
-    assert [one.replace("\n\n\n", "\n\n") for one in found] == THINKING[name]
+    wanted = [THOUGHT + text.removeprefix(NO_THOUGHT) for text in ONE_CALL["qwen3_training"]]
+    assert [text.replace("\n\n\n", "\n\n") for text in trained_by(name, messages)] == wanted
 
 
 def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_an_answer():

@@ -72,7 +72,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [NO_THOUGHT + ONE, SUNNY],
     ),
     "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [NO_THOUGHT + TWO, SUNNY]),
-    "calls as JSON": (of(ASK, {**END, "content": "", "tool_calls": json.dumps([PARIS])}), [NO_THOUGHT + ONE]),
     "OpenAI's earlier function_call": (
         of(
             ASK,
@@ -87,10 +86,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [NO_THOUGHT + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'],
     ),
     "sharegpt": (turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT), [NO_THOUGHT + ONE, SUNNY]),
-    "sharegpt, tools as JSON": (
-        turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT, tools=json.dumps([WEATHER])),
-        [NO_THOUGHT + ONE, SUNNY],
-    ),
     "sharegpt, parallel": (turns(HUMAN, ("function_call", json.dumps([PARIS, ROME]))), [NO_THOUGHT + TWO]),
     "ms-swift": (
         of(
@@ -114,16 +109,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ),
         [THOUGHT + TWO, f"{THOUGHT}It is sunny.<|im_end|>"],
     ),
-    "parts under their own names": (
-        of(
-            ASK,
-            {
-                "role": "assistant",
-                "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "tool_call", "id": "x", **PARIS}],
-            },
-        ),
-        [THOUGHT + ONE],
-    ),
     "xlam": (
         {"query": ASK["content"], "answers": json.dumps([PARIS, ROME]), "tools": json.dumps([WEATHER])},
         [NO_THOUGHT + TWO],
@@ -131,7 +116,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "reasoning_content": (of(ASK, {**END, "reasoning_content": "Hm."}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "thinking": (of(ASK, {**END, "thinking": "Hm.", "reasoning": None}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "weight 0": (of(ASK, {**END, "weight": 0}, {**ASK, "weight": 0}, {**END, "weight": 1}), [SUNNY]),
-    "loss_weight 0": (of({**ASK, "loss_weight": 0.0}, {**END, "loss_weight": 0.0}, ASK, END), [SUNNY]),
 }
 
 

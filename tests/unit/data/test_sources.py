@@ -118,22 +118,6 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
     assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
-@pytest.mark.parametrize("body", ["{{ 1 // 0 }}", "{% if", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
-def test_a_template_that_fails_in_an_odd_way_refuses_the_conversation(tmp_path, body):
-    (tmp_path / "own.jinja").write_text(body)
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
-    with pytest.raises(UserError, match="messages: the chat template refuses the conversation"):
-        go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"))
-
-
-def test_hidden_files_of_a_folder_are_not_read(tmp_path):
-    folder = tmp_path / ".data" / "train"
-    (folder / ".ipynb_checkpoints").mkdir(parents=True)
-    for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl"):
-        (folder / name).write_text('{"text": "Hello there!"}\n')
-    assert len(go(tmp_path, folder).train) == 1
-
-
 @pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
 def test_a_split_of_plain_files_is_refused_rather_than_ignored(tmp_path, wanted):
     (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n')
