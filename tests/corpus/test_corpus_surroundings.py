@@ -176,9 +176,7 @@ LIMITS = [
     trains("files of 60,000 bytes", begin=partial(files_of_at_most, 60_000), expect=(2,), says=("too large",)),
     trains("30 open files", begin=partial(files_open, 30), expect=(0, 2)),
 ]
-SETTINGS = {
-    "model/generation_config.json": lambda at: at.write_text('{"do_sample": false, "temperature": 0.9, "top_p": 0.6}')
-}
+SETTINGS = {"model/generation_config.json": '{"do_sample": false, "temperature": 0.9, "top_p": 0.6}'}
 CASES = [
     *TRACKERS,
     *FOLDERS,

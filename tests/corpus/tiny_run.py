@@ -84,7 +84,7 @@ def cut(bytes_left: int) -> Make:
 
 
 def gone(at: Path) -> None:
-    at.unlink()
+    at.unlink(missing_ok=True)
 
 
 def link(target: str) -> Make:

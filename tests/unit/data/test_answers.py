@@ -320,24 +320,12 @@ def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
             prepare(Data(train=write(tmp_path, [row]), cache_dir=str(tmp_path / "cache")), bare, "dpo", seed=0)
 
 
-def test_all_answers_to_a_prompt_are_held_out_together(tmp_path):
-    rows = [
-        {"prompt": [user(f"Question {number}")], "completion": [said(f"Answer {side}")], "label": bool(side)}
-        for number in range(30)
-        for side in (0, 1)
-    ]
-    made = ready(tmp_path, write(tmp_path, rows), "kto", eval=0.3)
-    assert (len(made.eval), len(made.train)) == (18, 42)
-    assert made.eval.labels.tolist() == [False, True] * 9
-    report = made.train.report.labels
-    assert (report.desirable, report.undesirable) == (21, 21)
-
-
 def test_labels_and_margins_change_the_fingerprint_and_stay_with_their_weighted_rows(tmp_path):
     data, other = ours(tmp_path, ANSWERS, "kto"), ours(tmp_path, [ANSWERS[0] | {"label": False}, *ANSWERS[1:]], "kto")
     assert data.fingerprint != other.fingerprint
     twice = ready(tmp_path, [DataSource(path=str(tmp_path / "rows.jsonl"), weight=2.0)], "kto").train
     assert twice.labels.tolist() == other.labels.tolist() * 2
+    assert (data.report.labels.desirable, data.report.labels.undesirable) == (1, 2)
     margins = (ours(tmp_path, [row | {"margin": by} for row in MESSAGES], "reward").fingerprint for by in (0, 1))
     assert len({*margins}) == 2
     mixed: Any = [DataSource(path=write(tmp_path, [STRINGS[0] | {"margin": -1}], "other"), weight=2)]

@@ -11,7 +11,7 @@ import pytest
 from data_tokenizers import tokenizer_of
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 
@@ -27,11 +27,11 @@ def rows(count: int) -> list[dict[str, Any]]:
     return [row(f"{n}:" + " word" * (n % 7), f" yes {n}" + " it is" * (n % 5), f" no {n}") for n in range(count)]
 
 
-def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData:
+def ready(tmp_path: Path, lines: list[Any], kind: Any = "dpo", **keys: Any) -> PreparedData:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}
-    return prepare(Data(**keys), TOKENIZER, "dpo", seed=0)
+    return prepare(Data(**keys), TOKENIZER, kind, seed=0)
 
 
 def texts(pairs: PairDataset) -> list[tuple[str, str, str]]:
@@ -134,7 +134,7 @@ def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
     assert len(set(thrice[60:90])) == 30
 
 
-@pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages"])
+@pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages", "labels"])
 def test_all_answers_to_a_prompt_are_on_the_same_side(tmp_path, shape):
     """Three pairs for each of 20 prompts; two of them begin with the same words in both of their answers."""
     lines: list[Any] = []
@@ -148,12 +148,20 @@ def test_all_answers_to_a_prompt_are_on_the_same_side(tmp_path, shape):
             lines.append(row(asked, *answers))
         else:
             lines.append({"chosen": asked + answers[0], "rejected": asked + answers[1]})
-    made = ready(tmp_path, lines, eval=0.25, chat_template="chatml")
-    assert made.eval is not None and (len(made.train), len(made.eval)) == (45, 15)
-    train, held = (
-        {prompt.split("Human: ")[1].split("?")[0] for prompt, _, _ in texts(side)} for side in (made.train, made.eval)
-    )
+    if shape == "labels":  # two answers for each of 20 prompts
+        lines = [{"prompt": f"Human: {n % 20}?", "completion": f" {n}", "label": n < 20} for n in range(40)]
+    kind = "kto" if shape == "labels" else "dpo"
+    made = ready(tmp_path, lines, kind, eval=0.25, chat_template="chatml")
+    expected = (30, 10) if shape == "labels" else (45, 15)
+    assert made.eval is not None and (len(made.train), len(made.eval)) == expected
+    train, held = ({asked_of(side, at) for at in range(len(side))} for side in (made.train, made.eval))
     assert len(train) == 15 and len(held) == 5 and not train & held
+
+
+def asked_of(side: Any, at: int) -> str:
+    """The number in the prompt of an example."""
+    document = side[at] if isinstance(side, UnpairedDataset) else side[at].chosen
+    return TOKENIZER.decode(document.input_ids).split("Human: ")[1].split("?")[0]
 
 
 def talks(count: int) -> list[dict[str, Any]]:

@@ -262,7 +262,7 @@ def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooke
     assert apart and tokenizer_of("qwen2_5").decode(ids[mask]) == f"{SECOND}<|im_end|>"
 
 
-def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
+def test_a_template_file_is_read_and_an_unknown_name_refused(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(SMOLLM)
     template = choose_template(str(path), tokenizer_of("llama3"))

@@ -96,10 +96,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ),
         [NO_THOUGHT + TWO, SUNNY],
     ),
-    "ms-swift, words before a call": (
-        of(ASK, {**END, "content": "Hm."}, {"role": "tool_call", "content": json.dumps(PARIS)}),
-        [f"{NO_THOUGHT}Hm.\n{ONE}"],
-    ),
     "parts": (
         of(
             parts("user", ("text", ASK["content"])),
