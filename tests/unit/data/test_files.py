@@ -85,7 +85,7 @@ def test_each_way_to_split_a_text_has_its_own_cache_and_is_remarked(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
-def test_running_text_that_is_too_long_is_split_and_a_conversation_truncated(tmp_path, name):
+def test_running_text_that_is_too_long_is_split(tmp_path, name):
     words = " ".join(f"word{n}" for n in range(50))
     (tmp_path / name).write_text(words if name == "x.txt" else json.dumps({"text": words}))
     whole = ready(tmp_path, tmp_path / name, max_length=None).train[0].input_ids.tolist()
@@ -94,10 +94,6 @@ def test_running_text_that_is_too_long_is_split_and_a_conversation_truncated(tmp
     assert (data.train.report.split, data.train.report.truncated, data.train.report.cut_tokens) == (1, 0, 0)
     cut = ready(tmp_path, tmp_path / name, max_length=32, overlong="truncate").train.report
     assert (cut.split, cut.truncated, cut.cut_tokens) == (0, 1, len(whole) - 32)
-    chat = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": words}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
-    report = ready(tmp_path, tmp_path / "chat.jsonl", max_length=64).train.report
-    assert (report.split, report.truncated) == (0, 1) and report.cut_tokens
 
 
 def test_a_folder_of_texts_is_read_and_what_is_about_the_data_is_not(tmp_path):

@@ -49,11 +49,6 @@ def test_another_process_makes_the_same_data_and_the_same_tokenizer():
     assert made.stdout.split() == [hashlib.sha256(text.encode()).hexdigest() for text in here]
 
 
-def test_fewer_rows_are_the_first_rows_and_another_seed_gives_others():
-    assert conversations("train", count=100) == conversations("train")[:100]
-    assert conversations("train", seed=1, count=100) != conversations("train", seed=0, count=100)
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_wrong_answer_is_one_to_another_question(split: Split) -> None:
     pairs, answers = preferences(split, count=200), labelled(split, count=200)

@@ -80,8 +80,8 @@ def test_a_batch_that_fits_is_one_row_and_a_tree_that_does_not_is_divided_with_i
     (row,) = rows_of(answers, 260)
     assert row.segments == Segments((100, *[20] * 8), (None, *[0] * 8)) and row.documents == tuple(range(8))
     parts = rows_of(answers, 180)
-    assert [one.segments for one in parts] == [Segments((100, *[20] * 4), (None, *[0] * 4))] * 2
-    assert sorted(number for one in parts for number in one.documents) == list(range(8))
+    assert [part.segments for part in parts] == [Segments((100, *[20] * 4), (None, *[0] * 4))] * 2
+    assert sorted(number for part in parts for number in part.documents) == list(range(8))
 
 
 def test_a_document_with_no_other_that_branches_off_in_its_row_is_one_segment() -> None:
