@@ -6,7 +6,6 @@ refused as a wrong override, with the other problems of the config.
 
 from __future__ import annotations
 
-import getpass
 import io
 import json
 import os
@@ -322,22 +321,14 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     try:
-        _settle_environment()
+        if os.path.expanduser("~") == "~":  # a user without an account, as in a container under a foreign number
+            os.environ["HOME"] = tempfile.gettempdir()
+        os.environ.setdefault("USER", str(os.getuid()))  # libraries ask for a name, and else look for the account
         learn("\n".join(sys.argv[1:]), names=True)
         sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
         app()
     except Exception as error:  # of what is before and around a verb
         sys.exit(report_error(error))
-
-
-def _settle_environment() -> None:
-    """Gives a user without an account (a container under a foreign number) a home and a name, which many libraries need."""
-    if os.path.expanduser("~") == "~":
-        os.environ["HOME"] = tempfile.gettempdir()
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = str(os.getuid())
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:

@@ -24,7 +24,7 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, size, start
+from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, start
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -37,7 +37,7 @@ from packtrain.plan.surroundings import look_around
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.redact import Redactor
 from packtrain.run_folder import environment
-from packtrain.wording import grouped, listed
+from packtrain.wording import listed, size
 
 GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it
 REPORT_S = 15.0
@@ -195,10 +195,13 @@ def differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
     for status, fix in _FIXES.items():
         for what in dict.fromkeys(what for trait in traits.values() for what in trait[status]):
             values = {name: trait[status].get(what, _NOTHING) for name, trait in traits.items()}
-            groups = grouped({name: value for name, value in values.items() if value})
-            if len(groups) > 1:
-                by_value = [{"value": value, "nodes": list(nodes)} for value, nodes in groups]
-                result.append({"what": what, "status": status, "values": by_value, "fix": fix})
+            counts = Counter(value for value in values.values() if value)
+            if len(counts) > 1:
+                groups = [
+                    {"value": value, "nodes": [name for name, own in values.items() if own == value]}
+                    for value, _ in counts.most_common()
+                ]
+                result.append({"what": what, "status": status, "values": groups, "fix": fix})
     return result
 
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python, size
-from packtrain.wording import first_line, whole
+from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python
+from packtrain.wording import first_line, size, whole
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = "index,name,uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"

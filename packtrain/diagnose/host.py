@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun, size
+from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun
 from packtrain.monitor.processes import memory_free
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.network_settings import FIX, LOOPBACK, silence_for
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.run_folder import installed_version
-from packtrain.wording import counted
+from packtrain.wording import counted, size
 
 PACKAGES = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "huggingface_hub", "peft"),

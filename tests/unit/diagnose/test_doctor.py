@@ -50,8 +50,7 @@ def leave(
 
 
 def test_a_finished_run_is_in_order_also_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = examine(leave(tmp_path, codes=(0, 0), status="done"))
-    assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
+    leave(tmp_path, codes=(0, 0), status="done")
     assert show_run(str(tmp_path), ask=False, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "done"
 
@@ -180,17 +179,16 @@ def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("file", "broken", "said"),
+    ("file", "broken", "wrong"),
     [
-        ("ranks.json", '{"ranks": [{"rank": "x", "host": "n0"}]}', "'x' is no int"),
-        ("ranks.json", '{"ranks": [{"host": "n0"}]}', "is no RankState"),
-        ("ranks.json", '{"ranks": [{"rank": 1, "host": "n0", "process": {"state": "lost"}}]}', "'lost' is no"),
-        ("ranks.json", '{"ranks": {"a": 1}}', "is no tuple"),
-        ("channel.json", '{"host": "n0"}', "is no Channel"),
+        ("ranks.json", '{"ranks": [{"rank": "x", "host": "n0"}]}', "0.rank"),
+        ("ranks.json", '{"ranks": [{"rank": 1, "host": "n0", "process": {"state": "lost"}}]}', "0.process.state"),
+        ("ranks.json", '{"ranks": {"a": 1}}', "tuple"),
+        ("channel.json", '{"host": "n0"}', "address"),
     ],
 )
-def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, said: str, tmp_path: Path) -> None:
+def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, wrong: str, tmp_path: Path) -> None:
     (leave(tmp_path, codes=(0,)).logs / file).write_text(broken)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=wrong) as error:
         examine(RunFolder(tmp_path))
     assert error.value.problems[0].where.endswith(file)
