@@ -90,8 +90,8 @@ def explain(error: BaseException) -> PacktrainError | None:
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
         return UserError("the current folder is gone", fix="Go to one that exists: cd.")
-    frames = list(traceback.walk_tb(error.__traceback__))
-    imported = any(frame.f_code.co_name == "<module>" and frame.f_code.co_filename == place for frame, _ in frames)
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    imported = any(code.co_name == "<module>" and code.co_filename == place for code in frames)
     if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):
         fix = f"Correct the file, name or environment variable that it reads. {_SHOWS}"
         return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix)

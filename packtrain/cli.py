@@ -217,8 +217,11 @@ def bench(
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
     from packtrain.bench.launches import run_bench
 
+    def measure(launch: LaunchPlan, short: RunConfig) -> int:
+        return exit_code_of(partial(_execute, "bench", launch, short))
+
     run, _ = _config_and_plan(arguments)
-    return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
+    return run_bench(run, measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
 @_config_verb()
@@ -287,11 +290,10 @@ def report(
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
     if watch:
         from packtrain.report.watch import watch as watch_run
-        from packtrain.run_folder import RunFolder
 
         if len(runs) > 1 or output:
             raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
-        return watch_run(RunFolder(Path(os.path.expanduser(runs[0]))))
+        return watch_run(runs[0])
     from packtrain.report.page import report_runs
 
     return report_runs(runs, output)
@@ -302,11 +304,6 @@ def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *of_a_run: Any) -> i
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *of_a_run)
-
-
-def _measure(launch: LaunchPlan, run: RunConfig) -> int:
-    """A short run of `bench` in a process of its own."""
-    return exit_code_of(partial(_execute, "bench", launch, run))
 
 
 def _report(folder: RunFolder) -> None:

@@ -239,9 +239,9 @@ def read_as(file: Path, content: Any, kind: Any) -> Any:
         return as_type(content, kind)
     except ValidationError as error:
         first = error.errors()[0]
-        name, what = ".".join(map(str, first["loc"])), first["msg"]
+        what = ": ".join([*map(str, first["loc"]), first["msg"]])
         fix = "It was changed, or is of another version of packtrain; moved away, it is not read."
-        raise UserError(f"this is not what packtrain writes: {name}: {what}", where=str(file), fix=fix) from error
+        raise UserError(f"this is not what packtrain writes: {what}", where=str(file), fix=fix) from error
 
 
 def text_of(file: Path) -> str:

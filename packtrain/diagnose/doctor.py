@@ -97,11 +97,9 @@ def _examine_live(folder: RunFolder, channel: Channel, ask: bool) -> Finding:
     ranks, diagnosis = as_type(answer["ranks"], tuple[RankState, ...]), answer["diagnosis"]
     silent = [machine for machine in answer["machines"] if (machine["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_describe, ranks), *(_stacks(folder, ranks) if ask else [])]
-    lines += [
-        f"{machine['host']} ({ranks_in_words(machine['ranks'])}): its launcher has not been heard of for "
-        f"{machine['heard_s']:.0f} s"
-        for machine in silent
-    ]
+    for machine in silent:
+        who = f"{machine['host']} ({ranks_in_words(machine['ranks'])})"
+        lines.append(f"{who}: its launcher has not been heard of for {machine['heard_s']:.0f} s")
     lines += diagnosis["lines"] if diagnosis else []
     return Finding("stalled" if diagnosis else "running", lines, ranks, diagnosis, silent)
 
@@ -141,8 +139,6 @@ def _examine_ended(folder: RunFolder) -> Finding:
         log = folder.log(failed[0])
         lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
         lines += [f"    {line}" for line in tail_of(text_of(log).splitlines())]
-        if folder.attempt.root.is_dir():
-            lines.append(f"it ended before its first step, its config is {attempt}; all else here is an earlier run's")
         return Finding("failed", lines, ranks)
     if (status := folder.status()) is not None:
         steps = object_of(folder.summary).get("steps")

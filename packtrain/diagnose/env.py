@@ -49,7 +49,8 @@ def show_environment(load: Load, *, as_json: bool) -> int:
 
 def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
     """The results of all checks of a machine and a run."""
-    return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
+    results = [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
+    return [replace(result, fix="") if result.status == "ok" else result for result in results]
 
 
 def gather(load: Load) -> tuple[Facts, PlannedRun]:

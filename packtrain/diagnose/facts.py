@@ -132,16 +132,12 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` in words; `fix` is a command or a config key, dropped where all is well."""
+    """`found` in words; `fix` is a command or a config key (`check_all` drops it where all is well)."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
-
-    def __post_init__(self) -> None:
-        if self.status == "ok":
-            object.__setattr__(self, "fix", "")
 
 
 def start(work: Callable[[], _Value]) -> Future[_Value]:

@@ -101,9 +101,7 @@ def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
     yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
     missing = strategy in STAGES and deepspeed is None
-    what = deepspeed or (
-        "not installed, but needed by strategy=" + strategy if missing else "not installed, and not needed"
-    )
+    what = deepspeed or f"not installed, {'but needed by strategy=' + strategy if missing else 'and not needed'}"
     yield Check("deepspeed", "fail" if missing else "ok", what, "pip install 'packtrain[deepspeed]'")
 
 

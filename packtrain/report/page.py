@@ -91,7 +91,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         xs=points["xs"],
         groups=[(name, list(members)) for name, members in groups],
         phases=PHASES,
-        differences=headline.differences(runs) if len(runs) > 1 else [],
+        differences=headline.compare_settings(runs) if len(runs) > 1 else [],
         answers=headline.answers(runs),
         allowed=Markup(allowed or "'none'"),
         data=[_describe_data(run) for run in runs],
