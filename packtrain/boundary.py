@@ -28,16 +28,14 @@ TRACEBACK = "PACKTRAIN_TRACEBACK"
 """Where this variable is set, errors that are for the user are printed with their traceback, too."""
 _SHOWS = f"{TRACEBACK}=1 shows where it was raised."
 _LIMIT = "A limit is reached: see ulimit -a and free -h."
-_REFUSALS = {
-    "Free some space there, or in your quota, or name another place.": (errno.ENOSPC, errno.EDQUOT),
-    _LIMIT: (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM),
-    "Name another place, or check its permissions: ls -ld.": (errno.EACCES, errno.EPERM, errno.EROFS),
-    "Name another place: the name is too long, or a link leads back to itself.": (errno.ENAMETOOLONG, errno.ELOOP),
-    "The disk or the network behind it fails: see dmesg, and whether it is mounted.": (
-        *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL),
-    ),
+_UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there, or in your quota, or name another place."),
+    **dict.fromkeys((errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM), _LIMIT),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name another place, or check its permissions: ls -ld."),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "Name another place: its name is too long, or a link loops."),
+    **dict.fromkeys(_UNREACHABLE, "The disk or the network behind it fails: see dmesg, and whether it is mounted."),
 }
-_FIXES = {number: fix for fix, numbers in _REFUSALS.items() for number in numbers}
 """What the machine refuses, whoever asks: never a bug, and what to do about it."""
 Fix = str | Callable[[BaseException], str]
 
@@ -92,8 +90,8 @@ def explain(error: BaseException) -> PacktrainError | None:
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
         return UserError("the current folder is gone", fix="Go to one that exists: cd.")
-    frames = list(traceback.walk_tb(error.__traceback__))
-    imported = any(frame.f_code.co_name == "<module>" and frame.f_code.co_filename == place for frame, _ in frames)
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    imported = any(code.co_name == "<module>" and code.co_filename == place for code in frames)
     if "surrogates" in str(error) or (not ours and (imported or isinstance(error, (UnicodeError, RecursionError)))):
         fix = f"Correct the file, name or environment variable that it reads. {_SHOWS}"
         return UserError(f"a library failed: {first_line(error)}", where=place, fix=fix)
@@ -102,13 +100,12 @@ def explain(error: BaseException) -> PacktrainError | None:
 
 def raised_in(error: BaseException) -> str:
     """The file that raised the error, be it by a call of Python's own library; "" if it is not known."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    others = [
-        file
-        for file in files
-        if not file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(folder in file for folder in _SITE_PACKAGES)
-    ]
-    return others[-1] if others else ""
+    place = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(folder in file for folder in _SITE_PACKAGES):
+            place = file
+    return place
 
 
 @contextmanager

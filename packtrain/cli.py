@@ -6,7 +6,6 @@ refused as a wrong override, with the other problems of the config.
 
 from __future__ import annotations
 
-import getpass
 import io
 import json
 import os
@@ -218,8 +217,11 @@ def bench(
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
     from packtrain.bench.launches import run_bench
 
+    def measure(launch: LaunchPlan, short: RunConfig) -> int:
+        return exit_code_of(partial(_execute, "bench", launch, short))
+
     run, _ = _config_and_plan(arguments)
-    return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
+    return run_bench(run, measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
 @_config_verb()
@@ -288,11 +290,10 @@ def report(
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
     if watch:
         from packtrain.report.watch import watch as watch_run
-        from packtrain.run_folder import RunFolder
 
         if len(runs) > 1 or output:
             raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
-        return watch_run(RunFolder(Path(os.path.expanduser(runs[0]))))
+        return watch_run(runs[0])
     from packtrain.report.page import report_runs
 
     return report_runs(runs, output)
@@ -303,11 +304,6 @@ def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *of_a_run: Any) -> i
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *of_a_run)
-
-
-def _measure(launch: LaunchPlan, run: RunConfig) -> int:
-    """A short run of `bench` in a process of its own."""
-    return exit_code_of(partial(_execute, "bench", launch, run))
 
 
 def _report(folder: RunFolder) -> None:
@@ -322,22 +318,14 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     try:
-        _settle_environment()
+        if os.path.expanduser("~") == "~":  # a user without an account, as in a container under a foreign number
+            os.environ["HOME"] = tempfile.gettempdir()
+        os.environ.setdefault("USER", str(os.getuid()))  # libraries ask for a name, and else look for the account
         learn("\n".join(sys.argv[1:]), names=True)
         sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
         app()
     except Exception as error:  # of what is before and around a verb
         sys.exit(report_error(error))
-
-
-def _settle_environment() -> None:
-    """Gives a user without an account (a container under a foreign number) a home and a name, which many libraries need."""
-    if os.path.expanduser("~") == "~":
-        os.environ["HOME"] = tempfile.gettempdir()
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = str(os.getuid())
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:

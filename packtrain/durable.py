@@ -26,20 +26,6 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def meant_by(staging: Path) -> Path:
-    """The file or folder that `staging` will be; itself if it is one already."""
-    name = staging.name
-    return staging.with_name(name[1:-8]) if name.startswith(".") and name.endswith(".partial") else staging
-
-
-def followed(path: Path) -> Path:
-    """Where a path leads, so that renaming to it leaves links as they are. Raises OSError for a link that leads back to itself."""
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        target.stat()
-    return target
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a file (UTF-8) that is the old one, or none, until it is this one whole."""
     try:

@@ -18,14 +18,13 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from packtrain.config.schema import Trainer
 from packtrain.durable import sync, write_text
@@ -34,7 +33,8 @@ from packtrain.errors import Problem, UserError
 DISK_S = 3
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """What a run replaces in logs/; to all else there it appends."""
-_STALLED = "stalled disk"
+_disk, _stalled = threading.Lock(), list[threading.Thread]()
+"""Held while `in_time` works, and its threads that have not come back."""
 _Result = TypeVar("_Result")
 _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
@@ -220,39 +220,28 @@ def _entries() -> list[_Entry]:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """A value from JSON as `kind`: a dataclass, tuple[X, ...], Sequence[X], Mapping[int, X], Literal, union, or one of JSON's own types.
-    Raises ValueError for anything else."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        types = _types_of(kind)
-        with suppress(KeyError, TypeError):  # unknown or missing fields
-            return kind(**{name: as_type(item, types[name]) for name, item in value.items()})
-    elif origin is Mapping and isinstance(value, dict):
-        return {int(key): as_type(item, inner[1]) for key, item in value.items()}
-    elif origin in (Union, UnionType):
-        for option in inner:
-            with suppress(ValueError):
-                return as_type(value, option)
-    elif origin in (tuple, Sequence) and isinstance(value, list):
-        return (tuple if origin is tuple else list)(as_type(item, inner[0]) for item in value)
-    elif type(value) is kind or (origin is Literal and value in inner):
-        return value
-    elif kind is float and type(value) is int:
-        return float(value)
-    raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
+    """A value from JSON as `kind`, a dataclass or another type with annotations. Raises ValueError if it is anything else."""
+    return _adapter_of(kind).validate_json(json.dumps(value), strict=True)
 
 
-_types_of = cache(get_type_hints)
+@cache
+def _adapter_of(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # only the processes that talk to others wait for it
+
+    return TypeAdapter(kind)
 
 
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Around `as_type` of what a file of a run folder has, which anyone may have changed: ValueError becomes a UserError."""
+def read_as(file: Path, content: Any, kind: Any) -> Any:
+    """`as_type` of what a file of a run folder has, which anyone may have changed. Raises UserError if it is anything else."""
+    from pydantic import ValidationError
+
     try:
-        yield
-    except ValueError as error:
+        return as_type(content, kind)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = ": ".join([*map(str, first["loc"]), first["msg"]])
         fix = "It was changed, or is of another version of packtrain; moved away, it is not read."
-        raise UserError(f"this is not what packtrain writes: {error}", where=str(file), fix=fix) from error
+        raise UserError(f"this is not what packtrain writes: {what}", where=str(file), fix=fix) from error
 
 
 def text_of(file: Path) -> str:
@@ -290,19 +279,17 @@ def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
     and later calls do their work after it.
     """
     results: list[_Result] = []
-    earlier = [thread for thread in threading.enumerate() if thread.name == _STALLED]
+    _stalled[:] = [earlier for earlier in _stalled if earlier.is_alive()]
 
     def attempt() -> None:
-        for stuck in earlier:
-            stuck.join()
-        with suppress(OSError):
+        with _disk, suppress(OSError):
             results.append(work())
 
-    thread = threading.Thread(target=attempt, name="disk", daemon=True)
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(0 if earlier else DISK_S)
+    thread.join(0 if _stalled else DISK_S)
     if thread.is_alive():
-        thread.name = _STALLED
+        _stalled.append(thread)
     return results[0] if results else otherwise
 
 

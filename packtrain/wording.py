@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from packtrain.redact import clean
 
@@ -34,15 +34,12 @@ def first_line(error: BaseException) -> str:
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """ "rank 3"; "ranks 0 to 5 and 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    numbers = sorted(ranks)
+    groups = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
     parts = [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
     words = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {words}"
+    return f"rank{'s' if numbers[1:] else ''} {words}"
 
 
 def counted(number: float, things: str) -> str:
@@ -51,8 +48,10 @@ def counted(number: float, things: str) -> str:
     return f"{number:,} {single if number == 1 else things}"
 
 
-def size(number: float) -> str:
-    """Bytes in the unit that fits: "512 bytes", "3.2 MiB", "64 GiB"."""
+def size(number: float | None) -> str:
+    """Bytes in the unit that fits: "512 bytes", "3.2 MiB", "64 GiB"; "not known" for None."""
+    if number is None:
+        return "not known"
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and units[1:]:
         number, units = number / 1024, units[1:]
@@ -75,20 +74,6 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > _MOST_NAMES:
         return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def grouped(by_name: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Each value and who has it, the most common value first."""
-    owners: dict[str, list[str]] = defaultdict(list)
-    for name, value in by_name.items():
-        owners[value].append(name)
-    groups = sorted(owners.items(), key=lambda item: -len(item[1]))
-    return tuple((value, tuple(names)) for value, names in groups)
-
-
-def by_value(by_name: Mapping[str, str]) -> str:
-    """ "4 on n1 and n3, 3 on n2", the most common value first."""
-    return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
 
 
 def visible(text: str, *, whitespace: bool = False) -> str:

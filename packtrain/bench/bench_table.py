@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,14 +14,12 @@ from rich.table import Table
 _WIDTH = 100
 
 
-def show(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None:
+def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None:
     """The report (launches.py) on stdout; `given` are the arguments that named the config."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    if console.width < _WIDTH:
-        console = Console(highlight=False, soft_wrap=True, width=_WIDTH)  # a line that wraps, not cells that are cut
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)  # a line that wraps, not cells that are cut
     several = f"{report['processes']} processes ({report['strategy']}), each on " if report["processes"] > 1 else ""
     step, best = report["step"], report["best"]
     cut = f"; measured on {step['part']:.0%} of it, as a whole one takes too long here" if step["part"] < 1 else ""
@@ -34,16 +31,18 @@ def show(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None
     for name, text in head.items():
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
     console.print(_table(report["trials"], best))
-    for line in _not_measured(report["trials"]):
-        console.print(f"[yellow]{escape(line)}[/]")
+    for trial in report["trials"]:
+        if trial["why"]:
+            name = f"{_mode(trial)} {_number(trial['tokens_per_device'])}".strip()
+            line = f"not measured: {name}: {trial['why']}"
+            console.print(f"[yellow]{escape(line)}[/]")
     command = shlex.join(["packtrain", report["objective"], *given, *([] if best["configured"] else best["overrides"])])
     console.print(f"[bold]{'best':<10}[/]{escape(_verdict(best))}")
     console.print(f"[bold]{'run':<10}[/][green]{escape(command)}[/]")
 
 
 def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
-    table, shows_mfu = Table(box=None, pad_edge=False), any(trial["mfu"] is not None for trial in trials)
-    most_rounds = max(trial["rounds"] for trial in trials)
+    table, most_rounds = Table(box=None, pad_edge=False), max(trial["rounds"] for trial in trials)
     for trial in trials:
         if trial["tokens_per_second"] is None:
             continue
@@ -56,7 +55,7 @@ def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
             "spread": "" if trial["spread"] is None else f"{trial['spread']:.0%}",
             # the ratio of two single runs at different moments is not worth much
             "ratio": f"{trial['ratio']:.2f}" if trial["ratio"] and (trial["rounds"] > 1 or most_rounds == 1) else "",
-            **({"MFU": "" if trial["mfu"] is None else f"{trial['mfu']:.1%}"} if shows_mfu else {}),
+            "MFU": "" if trial["mfu"] is None else f"{trial['mfu']:.1%}",
             "peak": f"{trial['peak_memory'] / 2**30:.2f} GiB",
             "padding": f"{trial['padding']:.0%}",
             "first": f"{trial['first_step_seconds']:.2f} s",
@@ -75,18 +74,8 @@ def _verdict(best: dict[str, Any]) -> str:
         return f"the configured settings, {speed}"
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
-    times = f"{speed}, {best['ratio']:.2f} times as configured"
-    if best["clear"]:
-        return times
-    return f"{times}; not clear: {'not in every round' if best['rounds'] > 2 else 'too few rounds (--seconds)'}"
-
-
-def _not_measured(trials: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The reasons why candidates have no figures, each with those."""
-    for why in dict.fromkeys(trial["why"] for trial in trials if trial["why"]):
-        names = [f"{_mode(trial)} {_number(trial['tokens_per_device'])}" for trial in trials if trial["why"] == why]
-        line = f"not measured: {'; '.join(map(str.strip, names))}: {why}"
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+    unclear = "" if best["clear"] else "; not clear: not faster in every round, or too few rounds (--seconds)"
+    return f"{speed}, {best['ratio']:.2f} times as configured{unclear}"
 
 
 def _mode(trial: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from packtrain import fast_imports
-from packtrain.bench.bench_table import show
+from packtrain.bench.bench_table import print_report
 from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search, trial_json
 from packtrain.config.rules import check
 from packtrain.config.schema import Batch, RunConfig, Tracking
@@ -48,8 +48,7 @@ def run_bench(
 ) -> int:
     """Measures for about `seconds` in as many processes as `config` trains in on this machine, and shows the report.
 
-    Returns the exit code. `execute` carries out a plan, prints errors and returns the exit code; `given` named the config.
-    trainer.output_dir is not touched. Raises UserError for a time that is too short or long.
+    Returns the exit code. `execute` carries out a plan and returns its exit code; `given` named the config.
     """
     if not LEAST_S <= seconds <= MOST_S:  # nan is neither
         fix = f"Give {LEAST_S} to {MOST_S}."
@@ -71,30 +70,21 @@ def run_bench(
         )
         if best_of(trials) is None:
             raise UserError(trials[0].why, where="packtrain bench")
-        show(runs.report(trials), given, as_json=as_json)
+        print_report(runs.report(trials), given, as_json=as_json)
         return 0
 
 
 def _without_keeping(config: RunConfig, folder: Path) -> RunConfig:
     """The config without anything that is kept, evaluated or answered."""
-    trainer = replace(
-        config.trainer,
-        output_dir=str(folder),
-        resume="never",
-        checkpoint_every=None,
-        eval_every=None,
-        early_stop_patience=None,
-        samples=[],
-    )
+    nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
+    trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], **nothing)
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
 
 
 @dataclass(slots=True)
 class ShortRuns:
-    """Makes short runs of a config: `steps` measured ones after the first, each on a `part` (0 to 1) of a step's documents.
-
-    `about` is what the last of them wrote (measured_run.py).
-    """
+    """Makes short runs of a config: `steps` measured ones after the first, each on a `part` (0 to 1) of a step's documents;
+    `about` is what the last of them wrote (measured_run.py)."""
 
     config: RunConfig
     execute: Callable[[LaunchPlan, RunConfig], int]
@@ -128,18 +118,17 @@ class ShortRuns:
         part = min(1.0, world * (rows if batch.tokens_per_step else 2 / (batch.examples_per_step or 1)))
         most_s = seconds / _STEPS_IN_TIME  # of a step
         while True:
-            self.part = part
-            outcome = self.measure(configured)
+            self.part, outcome = part, self.measure(configured)
             if isinstance(outcome, Failure):
                 self.part = 1.0
                 return None if outcome.memory else outcome
-            step_s = max(self.about["step_seconds"], 1e-6)
-            part = min(1.0, part * most_s / step_s)
+            whole_s = max(self.about["step_seconds"], 1e-6) / self.part
+            part = min(1.0, most_s / whole_s)
             if part < 1.5 * self.part or part == 1:
                 break
-        step_s *= max(part, self.part) / self.part
         self.part = max(part, self.part)
-        self.steps = min(max(round(seconds / _RUNS_IN_TIME / step_s), _FEWEST_STEPS), _MOST_STEPS)
+        steps = round(seconds / _RUNS_IN_TIME / (whole_s * self.part))
+        self.steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)
         return None
 
     def measure(self, candidate: Candidate) -> RunFigures | Failure:
@@ -153,7 +142,9 @@ class ShortRuns:
         self._number += 1
         root, length = self.folder / f"{self._number}", self.steps + 1
         trainer = replace(self.config.trainer, output_dir=str(root / "run"), max_steps=length, log_every=length)
-        packing, batch = candidate.packing(self.config.packing), candidate.batch(self.config.batch)
+        packing = replace(self.config.packing, mode=candidate.mode, share_prefix=candidate.shared)
+        limits = {"tokens_per_device": candidate.tokens, "examples_per_device": candidate.examples}
+        batch = replace(self.config.batch, **limits)
         config = replace(self.config, trainer=trainer, packing=packing, batch=batch)
         try:
             on_this_machine(config, "bench")  # refuses what does not divide
@@ -234,8 +225,6 @@ def _failure_of(code: int, output: str) -> Failure:
         return Failure(found[0], 2, "\n".join(text), memory=True)
     if code == -signal.SIGKILL:
         return Failure("killed: the machine was out of memory", 4, "\n".join(text), memory=True)
-    why = next(
-        (line.strip() for line in text if line.strip() and not line.startswith("error:")),
-        f"it ended with exit code {code}",
-    )
+    said = [line.strip() for line in text if line.strip() and not line.startswith("error:")]
+    why = said[0] if said else f"it ended with exit code {code}"
     return Failure(why, code if code > 0 else 128 - code, "\n".join(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> i
 def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     """`figures` are those of search.py's RunFigures; the rest describes all runs of a bench."""
     device, steps, data = run.ranks.device, trainer.steps, summary.data.train
-    peak = most_of_all(_peak_memory(device), device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process; KiB on Linux
+    own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
+    peak = most_of_all(own, device)
     if not run.ranks.main:
         return
     first, rest = (line for line in trainer.state.log_history if "loss" in line)
@@ -56,10 +57,3 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
         "attention": summary.to_json("done")["attention"],
     }
     write_json(run.folder.summary, report)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes at the peak: of a GPU what torch has allocated, else the resident set of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -33,14 +33,6 @@ class Candidate:
         examples, tokens = batch.limits(packing.mode)
         return cls(packing.mode, packing.share_prefix, tokens, examples)
 
-    def packing(self, packing: Packing) -> Packing:
-        """The config's group with these settings."""
-        return replace(packing, mode=self.mode, share_prefix=self.shared)
-
-    def batch(self, batch: Batch) -> Batch:
-        """The config's group with these settings."""
-        return replace(batch, tokens_per_device=self.tokens, examples_per_device=self.examples)
-
     def scaled(self, factor: float) -> Candidate | None:
         """These settings with micro-batches `factor` times as large; None if they would be empty."""
         tokens, examples = (None if limit is None else int(limit * factor) for limit in (self.tokens, self.examples))

@@ -24,7 +24,7 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, size, start
+from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, start
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -37,7 +37,7 @@ from packtrain.plan.surroundings import look_around
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.redact import Redactor
 from packtrain.run_folder import environment
-from packtrain.wording import grouped, listed
+from packtrain.wording import listed, size
 
 GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it
 REPORT_S = 15.0
@@ -99,7 +99,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
             time.sleep(0.1)
         document = compare(dict(sorted(sent.items())), group.names, place, processes.nodes)
         code.set_result(exit_code_of(document))
-        print(json.dumps(document, indent=2)) if as_json else show(document, processes.nodes)
+        print(json.dumps(document, indent=2)) if as_json else print_comparison(document, processes.nodes)
         return code.result()
 
 
@@ -148,7 +148,7 @@ def compare(
     reduced = summarize({name: sent.get(node, silent)["result"] for node, name in sorted(joined.items())})
     return {
         "nodes": reports,
-        "differences": differences({name: report["own"]["traits"] for name, report in reports.items()}),
+        "differences": find_differences({name: report["own"]["traits"] for name, report in reports.items()}),
         "all_reduce": reduced,
         "missing": list(missing),
         "reasons": missing,
@@ -171,9 +171,8 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
     """The compared facts of a machine; `same` are versions and config values, which a run compares, too."""
     torch, cards, host = facts.torch, facts.driver.gpus, facts.host
     # a torch that does not answer has a check of its own
-    build = {
-        f"{name} of torch": (getattr(torch, name) or _NOTHING) if torch.version else "" for name in ("cuda", "nccl")
-    }
+    builds = {"cuda of torch": torch.cuda, "nccl of torch": torch.nccl} if torch.version else {}
+    build = {"cuda of torch": "", "nccl of torch": ""} | {name: text or _NOTHING for name, text in builds.items()}
     alike = {
         "NVIDIA driver": facts.driver.version or _NOTHING,
         "GPUs": _counted(f"{card.name}, {size(card.memory)}" for card in cards),
@@ -189,16 +188,17 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
     return {"fail": {**same, **build, "number of GPUs": str(len(cards))}, "warn": alike}
 
 
-def differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
+def find_differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
     """The facts that differ between machines, those that must not first, with the machines of each value, the most common first."""
     result = []
     for status, fix in _FIXES.items():
         for what in dict.fromkeys(what for trait in traits.values() for what in trait[status]):
             values = {name: trait[status].get(what, _NOTHING) for name, trait in traits.items()}
-            groups = grouped({name: value for name, value in values.items() if value})
-            if len(groups) > 1:
-                by_value = [{"value": value, "nodes": list(nodes)} for value, nodes in groups]
-                result.append({"what": what, "status": status, "values": by_value, "fix": fix})
+            counts = Counter(value for value in values.values() if value)
+            if len(counts) > 1:
+                nodes = {value: [name for name in values if values[name] == value] for value, _ in counts.most_common()}
+                groups = [{"value": value, "nodes": names} for value, names in nodes.items()]
+                result.append({"what": what, "status": status, "values": groups, "fix": fix})
     return result
 
 
@@ -223,22 +223,19 @@ def _counted(texts: Iterable[str]) -> str:
     return ", ".join(f"{number} × {text}" for text, number in sorted(Counter(texts).items())) or _NOTHING
 
 
-def show(document: Mapping[str, Any], machines: int) -> None:
+def print_comparison(document: Mapping[str, Any], machines: int) -> None:
     """The comparison of so many machines on stdout, in colour on a terminal."""
     console, reduced = Console(highlight=False, soft_wrap=True), document["all_reduce"]
     differ, checks = document["differences"], document["checks"]
     console.print(escape(f"\n{len(document['nodes'])} of {machines} machines: {listed(list(document['nodes']))}"))
     for name, why in document["reasons"].items():
         print_check(console, "fail", "missing", f"{name}: {why}", "")
-    console.print(f"\nWhat differs:{'' if differ else ' nothing'}\n")
     for item in differ:
         values = [f"{listed(value['nodes'])}: {value['value']}" for value in item["values"]]
         print_check(console, item["status"], item["what"], " / ".join(values), item["fix"])
-    console.print(f"\nChecks that failed or warned:{'' if checks else ' none'}\n")
     for item in checks:
         print_check(console, item["status"], item["name"], f"{listed(item['nodes'])}: {item['found']}", item["fix"])
-    console.print(escape(f"\nAll-reduce: {reduced['status']} ({reduced['found']})"))
-    for pair in reduced["pairs"]:
-        console.print(escape(describe_pair(pair)))
+    pairs = [f"\n{describe_pair(pair)}" for pair in reduced["pairs"]]
+    console.print(escape(f"\nAll-reduce: {reduced['status']} ({reduced['found']}){''.join(pairs)}"))
     statuses = Counter(item["status"] for item in (*differ, *checks))
     console.print(f"\n{len(document['missing'])} missing, {statuses['fail']} failed, {statuses['warn']} to look at")

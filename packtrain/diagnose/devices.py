@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python, size
-from packtrain.wording import first_line, whole
+from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python
+from packtrain.wording import first_line, size, whole
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = "index,name,uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
@@ -128,7 +128,7 @@ def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
         fix = fix if torch.version else f"pip install --force-reinstall torch, or {fix}"
         late = "no answer" in error  # it hangs, or the machine is busy
         yield Check("torch", "warn" if late else "fail", f"{built}: {error}" if torch.version else error, fix)
-    elif visible_gpus(facts, run) and torch.available is False:
+    elif select_gpus(facts, run) and torch.available is False:
         why = torch.warning or ("it does not say why" if torch.cuda else "it is a build without CUDA")
         fix = "reinstall torch for a CUDA that the driver has (nvidia-smi); or check the driver and its fabric manager "
         fix += "(nvidia-smi -q); in a container start it with --gpus all"
@@ -139,7 +139,7 @@ def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     """GPUs against the processes of the run: their number, health and memory, and memory that other programs hold."""
-    gpus = visible_gpus(facts, run)
+    gpus = select_gpus(facts, run)
     if not facts.driver.gpus:
         return
     named = ", ".join(f"{count} × {kind}" for kind, count in Counter(gpu.name for gpu in gpus).items())
@@ -159,7 +159,7 @@ def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     yield Check("gpu-use", "warn" if used else "ok", words or "all idle", fix)
 
 
-def visible_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
+def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES shows the run; all where it is not set."""
     wanted, gpus = run.variables(facts).get(VISIBLE), facts.driver.gpus
     if wanted is None:
@@ -201,12 +201,8 @@ def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]
     """Each backend with whether it can serve packed rows here, and why."""
     kernel, why = flash_kernel(facts, run)
     flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}
-    others = {
-        "segmented": "an attention function once per document; auto proves on the loaded model that it is exact",
-        "per_document": "the model once per document, for any model",
-        "sdpa_mask": "one dense mask, the plain reference; slow for long rows",
-    }
-    return {"flash": flash, **{name: {"available": True, "why": words} for name, words in others.items()}}
+    others = ("segmented", "per_document", "sdpa_mask")
+    return {"flash": flash, **{name: {"available": True, "why": "it needs no kernel"} for name in others}}
 
 
 CHECKS = (check_torch, check_driver, check_gpus, check_attention)

@@ -23,7 +23,7 @@ from packtrain.monitor.processes import life_of
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.redact import Redactor
-from packtrain.run_folder import RunFolder, as_type, object_of, reading, text_of
+from packtrain.run_folder import RunFolder, as_type, object_of, read_as, text_of
 from packtrain.wording import ranks_in_words
 
 WATCHDOG_ANSWER_S = 20  # it may have to ask the ranks for stacks first
@@ -67,20 +67,13 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
     """What this machine can know of a run; `over`: its own process, which still has the lock, says that it has
     ended. Raises UserError where no run is."""
     channel = folder.logs / PUBLISHED
-    begun = (
-        folder.summary,
-        folder.config,
-        folder.attempt.config,
-        folder.logs / RANKS,
-        folder.logs / DIAGNOSIS,
-        channel,
-    )
+    logs = [folder.logs / name for name in (RANKS, DIAGNOSIS, PUBLISHED)]
+    begun = [folder.summary, folder.config, folder.attempt.config, *logs]
     if not any(map(os.path.lexists, begun)) and not is_locked(folder.root):
         fix = "Name the folder that trainer.output_dir is; a job may wait in a queue (squeue)."
         raise UserError("no run has begun here", where=str(folder.root), fix=fix)
     if not over and (published := object_of(channel)):
-        with reading(channel):
-            return _examine_live(folder, as_type(published, Channel), ask)
+        return _examine_live(folder, read_as(channel, published, Channel), ask)
     return _examine_ended(folder) if over or not is_locked(folder.root) else Finding("running", [_START])
 
 
@@ -104,11 +97,9 @@ def _examine_live(folder: RunFolder, channel: Channel, ask: bool) -> Finding:
     ranks, diagnosis = as_type(answer["ranks"], tuple[RankState, ...]), answer["diagnosis"]
     silent = [machine for machine in answer["machines"] if (machine["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_describe, ranks), *(_stacks(folder, ranks) if ask else [])]
-    lines += [
-        f"{machine['host']} ({ranks_in_words(machine['ranks'])}): its launcher has not been heard of for "
-        f"{machine['heard_s']:.0f} s"
-        for machine in silent
-    ]
+    for machine in silent:
+        who = f"{machine['host']} ({ranks_in_words(machine['ranks'])})"
+        lines.append(f"{who}: its launcher has not been heard of for {machine['heard_s']:.0f} s")
     lines += diagnosis["lines"] if diagnosis else []
     return Finding("stalled" if diagnosis else "running", lines, ranks, diagnosis, silent)
 
@@ -135,8 +126,7 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> Iterator[str]:
 def _examine_ended(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
     file, report, attempt = folder.logs / RANKS, folder.logs / DIAGNOSIS, folder.attempt.config
-    with reading(file):
-        ranks: Sequence[RankState] = as_type(object_of(file).get("ranks", []), tuple[RankState, ...])
+    ranks: Sequence[RankState] = read_as(file, object_of(file).get("ranks", []), tuple[RankState, ...])
     if attempt.exists() and (not file.exists() or attempt.stat().st_mtime > file.stat().st_mtime):
         what = f"the last attempt here ({attempt}) was ended before it had started any process"
         return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
@@ -149,8 +139,6 @@ def _examine_ended(folder: RunFolder) -> Finding:
         log = folder.log(failed[0])
         lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
         lines += [f"    {line}" for line in tail_of(text_of(log).splitlines())]
-        if folder.attempt.root.is_dir():
-            lines.append(f"it ended before its first step, its config is {attempt}; all else here is an earlier run's")
         return Finding("failed", lines, ranks)
     if (status := folder.status()) is not None:
         steps = object_of(folder.summary).get("steps")

@@ -22,12 +22,13 @@ from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch, size, start
+from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch, start
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, look_around
 from packtrain.redact import Redactor
+from packtrain.wording import size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
@@ -48,7 +49,8 @@ def show_environment(load: Load, *, as_json: bool) -> int:
 
 def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
     """The results of all checks of a machine and a run."""
-    return [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
+    results = [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
+    return [replace(result, fix="") if result.status == "ok" else result for result in results]
 
 
 def gather(load: Load) -> tuple[Facts, PlannedRun]:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from packtrain import wording
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
 from packtrain.plan.known_model import plan_precision
@@ -133,21 +132,12 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` in words; `fix` is a command or a config key, dropped where all is well."""
+    """`found` in words; `fix` is a command or a config key (`check_all` drops it where all is well)."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
-
-    def __post_init__(self) -> None:
-        if self.status == "ok":
-            object.__setattr__(self, "fix", "")
-
-
-def size(number: int | None) -> str:
-    """Bytes in words."""
-    return "not known" if number is None else wording.size(number)
 
 
 def start(work: Callable[[], _Value]) -> Future[_Value]:

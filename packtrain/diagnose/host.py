@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun, size
+from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun
 from packtrain.monitor.processes import memory_free
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.network_settings import FIX, LOOPBACK, silence_for
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.run_folder import installed_version
-from packtrain.wording import counted
+from packtrain.wording import counted, size
 
 PACKAGES = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "huggingface_hub", "peft"),
@@ -101,9 +101,7 @@ def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
     yield Check("packages", "fail" if words else "ok", words or "packtrain's requirements are met", fix)
     missing = strategy in STAGES and deepspeed is None
-    what = deepspeed or (
-        "not installed, but needed by strategy=" + strategy if missing else "not installed, and not needed"
-    )
+    what = deepspeed or f"not installed, {'but needed by strategy=' + strategy if missing else 'and not needed'}"
     yield Check("deepspeed", "fail" if missing else "ok", what, "pip install 'packtrain[deepspeed]'")
 
 

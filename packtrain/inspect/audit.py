@@ -67,18 +67,8 @@ def audit_json(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> l
         where = [visible(places[int(row)]) for row in finding.rows[:EXAMPLES]]
         for at, twin in enumerate(finding.twins[:EXAMPLES]):
             where[at] += f" (as {visible(places[twin])})"
-        lines.append(
-            {
-                "name": finding.name,
-                "count": len(finding.rows),
-                "share": round(finding.share, 6),
-                "unit": finding.unit,
-                "where": where,
-                "what": finding.what,
-                "fix": finding.fix,
-                "severity": finding.severity,
-            }
-        )
+        words = {name: getattr(finding, name) for name in ("name", "what", "fix", "unit", "severity")}
+        lines.append({**words, "count": len(finding.rows), "share": round(finding.share, 6), "where": where})
     return lines
 
 

@@ -117,9 +117,6 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
     row = int(corpus.row_of[number])
     fate, place = corpus.fates[row], places[row]
     documents = [corpus.read(number + side) for side in range(together)]
-    if fate["documents"] > together:
-        first = int(np.searchsorted(corpus.row_of, row))
-        place += f", part {1 + (number - first) // together} of {fate['documents'] // together}"
     notes = [] if corpus.labels is None else ["desirable" if corpus.labels[number] else "undesirable"]
     notes += ["held out"] if corpus.in_eval[number] else []
     common, parts = 0, []

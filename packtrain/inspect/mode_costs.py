@@ -26,10 +26,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     if model.init == "random":
         model = replace(model, config={"vocab_size": corpus.tokenizer.vocabulary, **model.config})
     try:
-        try:
-            weights = weights_of(model, scores=config.objective.traits.scores)
-        except UserError:  # no safetensors here: the layers that follow from its sizes
-            weights = weights_of(replace(model, init="random"), scores=config.objective.traits.scores)
+        weights = weights_of(model, scores=config.objective.traits.scores)
         known = AutoConfig.for_model(**weights.sizes)
     except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
         return None

@@ -119,9 +119,9 @@ class DataTerminal:
 
     def legend(self) -> None:
         """How tokens are shown."""
-        line = Text.assemble(("tokens: ", "bold"))
-        for text, key in {"trained": "trained", "not trained": "", "<control>": "special"}.items():
-            span = {"text": text, "trained": key == "trained", "special": key == "special"}
+        line = Text("tokens: ", "bold")
+        for text in ("trained", "not trained", "<control>"):
+            span = {"text": text, "trained": text == "trained", "special": text == "<control>"}
             line.append_text(self._style([span])).append("  ")
         self.console.print(line)
 

@@ -34,8 +34,7 @@ def show_data(
     On the terminal, examples that are asked for come alone, and at once: only else are all tokens read.
     """
     if source is not None and (step is not None or rows is not None):
-        what = "--source shows one row, so it does not go with --rows or --step"
-        raise UserError(what, where="--source", fix="Leave one of them out.")
+        raise UserError("it shows one row, so it does not go with --rows or --step", where="--source")
     if html is not None:
         _check_page(html)
     corpus = open_corpus(config, progress=os.isatty(2))
@@ -57,11 +56,7 @@ def show_data(
     summary |= {} if examples is None else {"shown": examples}
     summary |= {} if layout is None else {"step": layout}
     if html is not None:
-        try:
-            html.write_text(data_page(summary, title), encoding="utf-8")
-        except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise UserError(what, where=f"--html {shown(html)}") from error
+        html.write_text(data_page(summary, title), encoding="utf-8")
     if as_json:
         print(json.dumps(summary, indent=2))
     elif html is not None:
@@ -79,6 +74,6 @@ def _check_page(file: Path) -> None:
     where = f"--html {shown(file)}"
     if not file.parent.is_dir():
         raise UserError("there is no such folder", where=where, fix="Make it first.")
-    if file.suffix not in (".html", ".htm") and os.path.lexists(file):
+    if os.path.lexists(file) and (file.suffix not in (".html", ".htm") or file.is_dir()):
         fix = "Give a name that ends in .html."
         raise UserError("this file is no page, and is not overwritten", where=where, fix=fix)

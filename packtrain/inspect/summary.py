@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.dataset import DataReport
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.inspect.audit import audit, audit_json, rows_named
 from packtrain.inspect.corpus import Corpus, find_places
@@ -34,6 +33,10 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         desirable = int(corpus.labels[corpus.train.rows].sum())
         labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     too_long = report.dropped.get(TOO_LONG, 0) * traits.documents
+    decisions = (
+        (report.retold, "rendered by TRL's training version of the chat template"),
+        (report.apart, "tokenised in parts, as a token would lie over the border of an answer"),
+    )
     cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
@@ -52,7 +55,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "held_out": None if corpus.eval is None else corpus.eval.report.documents // traits.documents,
         "sources": list(report.sources),
         "format": report.format,
-        "remarks": _list_remarks(report),
+        "remarks": [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for rows, what in decisions if rows)],
         "max_length": config.data.max_length,
         "percentiles": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
         "histogram": _make_histogram(corpus.train.lengths),
@@ -74,21 +77,10 @@ def _choose_typical(corpus: Corpus) -> list[int]:
     return sorted(list(dict.fromkeys(first[order].tolist()))[:SHOWN])
 
 
-def _list_remarks(report: DataReport) -> list[str]:
-    """What was decided about the rows."""
-    decisions = {
-        "rendered by TRL's training version of the chat template": report.retold,
-        "tokenised in parts, as a token would lie over the border of an answer": report.apart,
-    }
-    return [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for what, rows in decisions.items() if rows)]
-
-
 def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     """Documents by length: bins of equal, round width from `first` to `last` tokens; the last one holds all that are longer."""
     most = int(np.percentile(lengths, 99.5))
-    width = max(1, -(-(most + 1) // BINS))
-    power = 10 ** (len(str(width)) - 1)
-    width = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= width)
+    width = next(digit * 10**power for power in range(10) for digit in (1, 2, 5) if digit * 10**power * BINS > most)
     counts = np.bincount(np.minimum(lengths // width, most // width), minlength=most // width + 1).tolist()
     bins = [
         {"first": at * width, "last": (at + 1) * width - 1, "documents": number} for at, number in enumerate(counts)

@@ -23,7 +23,7 @@ from packtrain.config.compose import Point
 from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
-from packtrain.durable import followed, write_text
+from packtrain.durable import write_text
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.attempt import inputs, writing
 from packtrain.launch.exit_status import MOST_TELLING, listening
@@ -186,7 +186,7 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
         job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:
         try:
-            write_text(followed(file), text)
+            write_text(Path(os.path.realpath(file)), text)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(f"the script cannot be written: {error.strerror}", where=str(file)) from error
     if submit:

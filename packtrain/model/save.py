@@ -20,7 +20,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from packtrain.durable import meant_by
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.wording import first_line
@@ -71,7 +70,7 @@ def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | N
     except Exception:
         if not any(Path(folder).glob("*.safetensors")):
             save_torch_state_dict(model.state_dict() if weights is None else weights, folder)
-        with _raising_user_error("the model's config or tokenizer", f"saving into {meant_by(Path(folder))}"):
+        with _raising_user_error("the model's config or tokenizer", f"saving into {Path(folder).parent}"):
             raise
 
 

@@ -36,13 +36,10 @@ def duration(seconds: float | None) -> str:
     """1.8 ms, 0.823 s, 61.2 s, 4 min 05 s, 3 h 20 min."""
     if seconds is None or not math.isfinite(seconds):
         return _NONE
-    if 0 < seconds < 0.1:
-        return f"{1000 * seconds:.2g} ms"
-    if (whole := round(seconds)) < 120:
-        return f"{seconds:.3g} s"
-    if whole < 7200:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    if seconds < 119.5:
+        return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class Tile(NamedTuple):
@@ -125,19 +122,18 @@ def cost_s(run: RunRecord) -> float | None:
 
 def rank_times(run: RunRecord) -> list[RankTime]:
     """The times of the ranks by summary.json; [] of a run of one process or one that has not ended."""
-    times = run.summary.get("rank_seconds")
-    if not isinstance(times, Mapping) or not times:
+    times: Any = run.summary.get("rank_seconds")
+    try:
+        columns = zip(*times.values(), strict=True)
+        by_rank = [{phase: float(value) for phase, value in zip(times, column, strict=True)} for column in columns]
+    except (AttributeError, TypeError, ValueError):  # none, or edited by hand
         return []
-    ranks = range(min(map(len, times.values())))
-    own = [sum(float(times[phase][rank]) for phase in ("forward", "data") if phase in times) for rank in ranks]
+    own = [sum(seconds.get(phase, 0.0) for phase in ("forward", "data")) for seconds in by_rank]
     usual = statistics.median_low(own) if own else 0.0
-    return [
-        RankTime(rank, {phase: float(seconds[rank]) for phase, seconds in times.items()}, own[rank] > SLOW * usual > 0)
-        for rank in ranks
-    ]
+    return [RankTime(rank, seconds, own[rank] > SLOW * usual > 0) for rank, seconds in enumerate(by_rank)]
 
 
-def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+def compare_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """The config keys that do not have one value in all runs, with the value of each, except the run folder's own name."""
     names = dict.fromkeys(key for run in runs for key in run.settings if key != "trainer.output_dir")
     rows = [(key, [run.settings.get(key, (_NONE,))[0] for run in runs]) for key in names]

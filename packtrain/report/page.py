@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from packtrain import __version__, wording
 from packtrain.config.yaml_files import shown
-from packtrain.durable import followed, write_text
+from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.inspect.rendering import DATA_CSS, data_section, percent
 from packtrain.report import headline
@@ -91,7 +91,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         xs=points["xs"],
         groups=[(name, list(members)) for name, members in groups],
         phases=PHASES,
-        differences=headline.differences(runs) if len(runs) > 1 else [],
+        differences=headline.compare_settings(runs) if len(runs) > 1 else [],
         answers=headline.answers(runs),
         allowed=Markup(allowed or "'none'"),
         data=[_describe_data(run) for run in runs],
@@ -116,7 +116,7 @@ def write_page(file: Path, text: str) -> None:
     """Writes the report aside and renames it. Raises UserError where the file is no report."""
     fix = "Name another file with -o."
     try:
-        file = followed(file)
+        file = Path(os.path.realpath(file))  # so that a link to it stays one
         if file.exists() and not file.is_file():
             raise UserError("this is no regular file", where=str(file), fix=fix)
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:

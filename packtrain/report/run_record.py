@@ -89,7 +89,11 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         return harmless(redactor.plain(value))
 
     summary = object_of(folder.summary)
-    status, why = _state(folder, over=over)
+    if folder.logs.is_dir() or folder.summary.exists():
+        finding = examine(folder, over=over)
+        status, why = finding.status, () if finding.status in ("done", "running") else finding.lines
+    else:
+        status, why = "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
     began = folder.config.exists() or not folder.attempt.config.exists()
     later: Sequence[str] = ()
     if began and folder.attempt.root.is_dir() and folder.metrics.exists():
@@ -122,14 +126,6 @@ def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
     if isinstance(value, Mapping):
         return {harmless(str(name), text): harmless(inner, text) for name, inner in value.items()}
     return [harmless(inner, text) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
-    """Status and the lines of `packtrain doctor`."""
-    if not folder.logs.is_dir() and not folder.summary.exists():
-        return "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
-    finding = examine(folder, over=over)
-    return finding.status, finding.lines if finding.status not in ("done", "running") else ()
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

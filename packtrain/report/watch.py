@@ -5,8 +5,10 @@ It only reads the run folder, so it works from another terminal, or another mach
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plotille
@@ -24,32 +26,20 @@ _BUSY = 5
 """The share of the time that reading may take is one in so many: a run of a million lines is read less often."""
 _AXIS, _GAP = 9, 2
 _TWO_BESIDE, _LOW, _HIGH = 80, 4, 12
-_COLOURS = {"running": "green", "done": "bold green", "stalled": "bold yellow", "stopped": "yellow"}
-
-
-class Drawing(NamedTuple):
-    """A picture of a key of metrics.jsonl and its held-out one; `form` writes a value."""
-
-    title: str
-    key: str
-    colour: str
-    form: str = ".4g"
-
-
-_DRAWINGS = (
-    Drawing("loss", "loss", "cyan"),
-    Drawing("reward margin", "rewards/margins", "cyan"),
-    Drawing("score margin", "margin", "cyan"),
-    Drawing("learning rate", "lr", "magenta", ".2e"),
-    Drawing("tokens a second", "tokens_per_second", "green", ",.0f"),
-    Drawing("gradient norm", "grad_norm", "blue"),
-)
+_TITLES = {
+    "loss": "loss",
+    "rewards/margins": "reward margin",
+    "margin": "score margin",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens a second",
+    "grad_norm": "gradient norm",
+}
 _MOST_DRAWINGS = 4
 
 
-def watch(folder: RunFolder) -> int:
-    """Draws the run until it ends, once where stdout is no terminal. Returns 0; raises UserError where there is no run."""
-    console = Console(highlight=False)
+def watch(place: str) -> int:
+    """Draws the run in a folder until it ends, once where stdout is no terminal. Raises UserError where there is no run."""
+    console, folder = Console(highlight=False), RunFolder(Path(os.path.expanduser(place)))
     run = read_run(folder)
     if not console.is_terminal:
         console.print(picture(run, console.width))
@@ -70,44 +60,39 @@ def picture(run: RunRecord, width: int, height: int = 100) -> RenderableType:
     """What the run is at, and its curves, in a terminal of `width` cells and `height` lines."""
     across = 2 if width >= _TWO_BESIDE else 1
     columns = run.metrics.columns
-    known = [drawing for drawing in _DRAWINGS if {drawing.key, HELD_OUT + drawing.key} & {*columns}][:_MOST_DRAWINGS]
+    known = [key for key in _TITLES if {key, HELD_OUT + key} & {*columns}][:_MOST_DRAWINGS]
     dots = (height - 3) // max(-(-len(known) // across), 1) - 2
-    curves = [_draw(drawing, run.metrics, width // across - _GAP, min(max(dots, _LOW), _HIGH)) for drawing in known]
+    curves = [_draw(key, run.metrics, width // across - _GAP, min(max(dots, _LOW), _HIGH)) for key in known]
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     for at in range(0, len(curves), across):
         grid.add_row(*curves[at : at + across])
-    why = [Text(f"  {line}", "yellow") for line in run.why[:2]]
-    waiting = [] if curves else [Text("no line in metrics.jsonl yet", "dim")]
-    return Group(_head(run), *why, *waiting, grid)
+    waiting = [] if curves else ["no line in metrics.jsonl yet"]
+    return Group(_head(run), *(Text(f"  {line}", "yellow") for line in [*run.why[:2], *waiting]), grid)
 
 
 def _head(run: RunRecord) -> Text:
     """One line: name, status, steps, tokens, the last figures."""
     metrics, steps = run.metrics, run.batch.get("steps")
-    parts = []
+    head = Text(run.name, "bold", no_wrap=True, overflow="ellipsis").append(f" {run.status}", "green")
     if len(metrics.steps):
-        whole = f" of {steps:,}" if isinstance(steps, int) else ""
-        parts.append(f"step {metrics.steps[-1]:,}{whole}")
-    for key, form in (("tokens", "{:,.0f} tokens"), ("padding_fraction", "{:.1%} padding"), ("mfu", "{:.1%} MFU")):
-        if (value := metrics.last(key)) is not None:
-            parts.append(form.format(value))
-    head = Text(run.name, "bold", no_wrap=True, overflow="ellipsis")
-    head.append(" ").append(run.status, _COLOURS.get(run.status, "bold red"))
-    return head.append(f"  {', '.join(parts)}" if parts else "", "not bold")
+        head.append(f"  step {metrics.steps[-1]:,}" + (f" of {steps:,}" if isinstance(steps, int) else ""), "not bold")
+    if (tokens := metrics.last("tokens")) is not None:
+        head.append(f", {tokens:,.0f} tokens", "not bold")
+    return head
 
 
-def _draw(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text:
+def _draw(key: str, metrics: Metrics, width: int, height: int) -> Text:
     """A title with the last value, dots with the largest and smallest value beside them, the first and last step below."""
-    text, curves = Text(no_wrap=True, overflow="crop").append(f"{drawing.title} ", "bold"), []
-    for prefix, name, colour in (("", "", drawing.colour), (HELD_OUT, "held out ", "yellow")):
-        lines, values = metrics.points(prefix + drawing.key)
+    text, curves = Text(no_wrap=True, overflow="crop").append(f"{_TITLES[key]} ", "bold"), []
+    for prefix, name, colour in (("", "", "cyan"), (HELD_OUT, "held out ", "yellow")):
+        lines, values = metrics.points(prefix + key)
         if len(lines):
-            text.append(f"{', ' if curves else ''}{name}{_write(values[-1], drawing.form)}", colour)
+            text.append(f"{', ' if curves else ''}{name}{values[-1]:.4g}", colour)
             curves.append((metrics.steps[lines].astype(float), values, colour))
     if not curves:
         return text
-    first, last = (float(end(np.concatenate([steps for steps, _, _ in curves]))) for end in (np.min, np.max))
-    low, high = (float(end(np.concatenate([values for _, values, _ in curves]))) for end in (np.min, np.max))
+    steps, values = (np.concatenate(parts) for parts in list(zip(*curves, strict=True))[:2])
+    first, last, low, high = (float(end) for end in (steps.min(), steps.max(), values.min(), values.max()))
     margin = (high - low) / 20 or abs(high) / 20 or 1.0
     cells = max(width - _AXIS, 8)
     bounds: dict[str, Any] = {"xmin": first, "xmax": max(last, first + 1), "ymin": low - margin, "ymax": high + margin}
@@ -119,14 +104,8 @@ def _draw(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text:
         for at in range(1, len(xs)):
             canvas.line(xs[at - 1], ys[at - 1], xs[at], ys[at], color=colour)
     rows = canvas.plot().split("\n")
-    labels = {0: _write(high, drawing.form), len(rows) - 1: _write(low, drawing.form)}
+    labels = {0: f"{high:.3g}", len(rows) - 1: f"{low:.3g}"}
     for number, row in enumerate(rows):
         text.append(f"\n{labels.get(number, ''):>{_AXIS - 1}} ", "dim").append_text(Text.from_ansi(row))
     ends = f"{first:,.0f}", f"{last:,.0f}"
     return text.append(f"\n{'':{_AXIS}}{ends[0]}{ends[1]:>{max(cells - len(ends[0]), 0)}}", "dim")
-
-
-def _write(value: float, form: str) -> str:
-    """A value as it fits beside a curve."""
-    text = format(value, form)
-    return text if len(text) < _AXIS else f"{value:.2g}"

@@ -27,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
-from packtrain.durable import aside, meant_by, publish
+from packtrain.durable import aside, publish
 from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import weights_at_least
@@ -110,12 +110,12 @@ def _published(places: Sequence[Path]) -> Iterator[None]:
         yield
     except UserError as error:
         refusal = error
-    for place in filter(Path.is_dir, map(_staging, places)):
-        tidy(place)
-        target = meant_by(place)
+    for place in (place for place in places if _staging(place).is_dir()):
+        tidy(_staging(place))
+        target = Path(os.path.realpath(place))
         if target.exists() and any(target.iterdir()):  # somebody's, since this run began
             target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        publish(place, target)
+        publish(_staging(place), target)
     if refusal is not None:
         raise refusal
 

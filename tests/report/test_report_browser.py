@@ -146,16 +146,6 @@ def test_curves_have_the_points_of_the_file(browser: Any, pages: Path) -> None:
     assert value(browser, f"[{plot}._fullLayout.yaxis.type, {plot}.data[0].x.at(-1)]") == ["log", 5400]
 
 
-def test_the_pointer_reads_the_value_of_the_file(browser: Any, pages: Path) -> None:
-    opened(browser, pages / "one.html")
-    plot = browser.find_element(By.ID, "plot0")
-    ActionChains(browser).move_to_element_with_offset(plot, 60, 20).perform()
-    shown = said(browser)
-    step = int(shown[0].removeprefix("step "))
-    loss = next(line["loss"] for line in LINES if line["step"] == step and "loss" in line)
-    assert float(shown[1].split(" : ")[-1]) == pytest.approx(loss, rel=1e-4)
-
-
 def said(browser: Any) -> list[str]:
     """What stands under the pointer, line by line."""
     end = time.monotonic() + LONG_S
@@ -166,23 +156,6 @@ def said(browser: Any) -> list[str]:
             return [line for line in lines if line]
         time.sleep(0.05)
     raise AssertionError("nothing under the pointer")
-
-
-def test_dragging_zooms_into_all_figures_and_the_button_shows_the_whole(browser: Any, pages: Path) -> None:
-    opened(browser, pages / "one.html")
-    plot = browser.find_element(By.ID, "plot0")
-    drag = ActionChains(browser).move_to_element_with_offset(plot, -200, 0).click_and_hold()
-    drag.move_by_offset(300, 0).release().perform()
-    span = "document.getElementById(arguments[0])._fullLayout.xaxis.range"
-    end = time.monotonic() + LONG_S
-    while not value(browser, "document.getElementById('reset').disabled === false") and time.monotonic() < end:
-        time.sleep(0.05)
-    wait_until_drawn(browser)
-    low, high = value(browser, span, "plot0")
-    assert 5 < low < high < 55
-    assert value(browser, span, "plot2") == pytest.approx([low, high])
-    click(browser, "whole curves")
-    assert value(browser, span, "plot0")[0] < 1 and value(browser, span, "plot2")[1] >= 60
 
 
 def test_a_figure_is_read_and_zoomed_with_the_keyboard(browser: Any, pages: Path) -> None:
@@ -212,15 +185,3 @@ def test_runs_over_each_other_are_clicked_away_and_their_names_do_nothing(browse
     assert any("<img" in line for line in said(browser))
     assert value(browser, "[document.images.length, document.querySelectorAll('a[href^=javascript]').length]") == [0, 0]
     assert browser.title != "hit"
-
-
-@pytest.mark.parametrize("name", ["one", "two", "failed"])
-def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any, pages: Path, name: str) -> None:
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    try:
-        opened(browser, pages / f"{name}.html")
-        value(browser, "document.querySelectorAll('details').forEach(one => (one.open = true))")
-        assert value(browser, "[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -15,7 +15,7 @@ import torch
 from running import base_config, packtrain
 from test_dpo_user import pairs
 
-from packtrain.bench.bench_table import show
+from packtrain.bench.bench_table import print_report
 from packtrain.launch import execute, supervisor
 from packtrain.train.objectives.sft import SFTLoss
 from tests.cluster.forked_launches import Fork
@@ -102,7 +102,7 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
     assert report["step"] == {"size": "7 documents", "tokens": pytest.approx(829.5), "part": 1}
     assert report["best"]["overrides"][0].startswith("packing.mode=")
     assert report["attention"].startswith("segmented") and report["processes"] == 1
-    show(report, ["run.yaml", "a b=1"], as_json=False)
+    print_report(report, ["run.yaml", "a b=1"], as_json=False)
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table[:-1])) <= 100 and sum("config" in line for line in table) >= 1
     assert table[-1].startswith("run       packtrain sft run.yaml 'a b=1'")

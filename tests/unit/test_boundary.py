@@ -9,7 +9,7 @@ import pytest
 
 import packtrain
 from packtrain.boundary import TRACEBACK, boundary, explain
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import UserError
 from packtrain.launch.exit_status import BUG, exit_code_of
 
 OURS, THEIRS = str(Path(packtrain.__file__)), "/site-packages/library/loading.py"
@@ -106,20 +106,6 @@ def test_what_the_machine_refuses_is_no_bug_in_one_of_many_processes_either(
     capsys.readouterr()
     assert exit_code_of(lambda: raised_by(OURS, code), alone=False) == among_others
     assert ("Traceback" in (said := capsys.readouterr().err)) == (among_others == 1) and BUG not in said
-
-
-def test_a_package_that_fails_as_another_imports_it_late_is_named_with_its_own_words() -> None:
-    code = "try:\n    raise RuntimeError('CUDA Setup failed')\nexcept RuntimeError as error:\n    raise ImportError('no Trainer') from error"
-    with pytest.raises(ImportError) as error:
-        raised_by(THEIRS, code)
-    found = explain(error.value)
-    assert isinstance(found, UserError) and "no Trainer (CUDA Setup failed)" in str(found)
-
-
-def test_what_is_for_the_user_already_and_ctrl_c_pass() -> None:
-    for kind in (CheckFailed("it leaks"), KeyboardInterrupt()):
-        with pytest.raises(type(kind)), boundary("cannot load it"):
-            raise kind
 
 
 def test_others_do_not_end_the_process_but_children_and_packtrain_do() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -97,20 +96,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert command == [sys.executable, "-m", "packtrain", "sft", *overrides]  # can be pasted as it is
 
 
-def test_a_full_plan_has_the_answer_and_then_all_that_is_behind_it(tmp_path: Path) -> None:
-    several = ["topology=local", "topology.gpus_per_node=2", "trainer.output_dir=there", "strategy=zero2"]
-    done = packtrain("plan", "--full", *COMPLETE, *several, folder=tmp_path)
-    answer, *sections = done.stdout.split("\n\n# ")
-    assert any(line.startswith("run ") for line in answer.splitlines())
-    assert [one.splitlines()[0] for one in sections] == [
-        *("config", "accelerate", "deepspeed"),
-        "starts, once there/config.yaml is written",
-    ]
-    assert "  learning_rate: 2.0e-05\n" in sections[0] and "num_processes: 2\n" in sections[1]
-    assert json.loads(sections[2].partition("\n")[2])["zero_optimization"]["stage"] == 2
-    assert "accelerate launch" in sections[3]
-
-
 def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
     done = packtrain("plan", "--json", *COMPLETE, "topology=local", "topology.gpus_per_node=2", folder=tmp_path)
     document = json.loads(done.stdout)
@@ -142,13 +127,6 @@ def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path
     asked = {"COMP_WORDS": "\n".join(("packtrain", *words)), "COMP_CWORD": str(len(words))}
     shown = packtrain(folder=tmp_path, _PACKTRAIN_COMPLETE="complete_bash", **asked).stdout
     assert set(shown.split("\n")) - {""} == offered
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_offered_whole_words_with_help(shell: str, tmp_path: Path) -> None:
-    asked = {"_TYPER_COMPLETE_ARGS": "packtrain sft run.yaml peft=", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    shown = packtrain(folder=tmp_path, _PACKTRAIN_COMPLETE=f"complete_{shell}", **asked).stdout
-    assert "peft=lora" in shown and "Train few weights" in shown
 
 
 @pytest.mark.parametrize(
@@ -200,9 +178,3 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     command = f"'{sys.executable}' -m packtrain plan {' '.join(COMPLETE)} | true"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr == ""
-
-
-def test_help_is_printed_where_the_terminal_cannot_show_all_its_signs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "packtrain", "sft", "-h", "trainer"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=True)
-    assert b"whole number ? 1" in done.stdout

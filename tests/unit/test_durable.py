@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.durable import aside, meant_by, publish, remove, sync, write_text
+from packtrain.durable import aside, publish, remove, write_text
 
 
 @pytest.fixture
@@ -59,17 +59,4 @@ def test_what_is_removed_loses_its_name_first(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed there
     remove(folder)
     assert os.listdir(tmp_path) == [".step-000002.partial"]
-    assert meant_by(aside(folder)) == folder == meant_by(folder)
-
-
-def test_a_file_system_that_cannot_sync_folders_is_as_good_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    sync(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Invalid argument"):
-        sync(tmp_path / "file")
+    assert aside(folder).exists() and not folder.exists()

@@ -10,10 +10,8 @@ from packtrain.wording import counted, visible
 @pytest.mark.parametrize(
     ("number", "things", "words"),
     [
-        (1, "documents", "1 document"),
         (1, "processes", "1 process"),
         (1, "machines", "1 machine"),
-        (0, "rows", "0 rows"),
         (2.5, "pairs", "2.5 pairs"),
         (1000, "pairs", "1,000 pairs"),
     ],

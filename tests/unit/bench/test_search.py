@@ -41,9 +41,8 @@ class Machine:
 
 
 def larger_is_faster(candidate: Candidate) -> float:
-    return {"padding": 20_000, "padding_free": 40_000, "packed": 50_000}[candidate.mode] * (
-        1 + (candidate.tokens or 0) / 1e5
-    )
+    speed = {"padding": 20_000, "padding_free": 40_000, "packed": 50_000}[candidate.mode]
+    return speed * (1 + (candidate.tokens or 0) / 1e5)
 
 
 def smaller_is_faster(candidate: Candidate) -> float:
@@ -58,14 +57,8 @@ def smaller_is_faster(candidate: Candidate) -> float:
         (larger_is_faster, 4096, 2500, 10**9, [4096, 2048, 1024], 2048),  # the configured rows do not fit
         (larger_is_faster, 4096, 10**9, 10**4, [4096, 8192, 16384], 8192),
         (smaller_is_faster, 4096, 10**9, 10**9, [4096, 8192, 2048, 1024, 512, 256], 512),
-        (
-            smaller_is_faster,
-            2**16,
-            10**9,
-            10**9,
-            [2**16, 8192, 4096, 2048, 1024, 512, 256],
-            512,
-        ),  # 2**15: the same rows
+        # 2**15: the same rows
+        (smaller_is_faster, 2**16, 10**9, 10**9, [2**16, 8192, 4096, 2048, 1024, 512, 256], 512),
     ],
 )
 def test_rows_grow_or_shrink_as_long_as_that_is_faster(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
-
 from packtrain.diagnose.all_reduce import check_all_reduce, pairs_of, summarize, take_part, untried
 from tests.ports import free_port
 
@@ -35,11 +33,6 @@ def test_who_failed_is_named_and_who_could_not_take_part_is_the_reason_that_ther
     assert (none["status"], none["found"], check_all_reduce(none)) == ("skipped", "no torch on n1", [])
 
 
-def test_two_machines_are_slow_only_where_it_would_slow_down_any_training() -> None:
-    (check,) = check_all_reduce(summarize(results(2, {(0, 1): 5.0}, {})))
-    assert (check["status"], check["found"]) == ("warn", "slow: n0 and n1: 0.2 ms, 5 MiB/s, slow")
-
-
 def test_pairs_that_are_slow_or_dead_or_not_tried_are_named() -> None:
     reduced = summarize(results(4, {(0, 1): 400.0, (1, 2): 900.0}, {(2, 3): "n3: no result in time"}))
     assert [pair["status"] for pair in reduced["pairs"]] == ["slow", "ok", "dead", "not tried"]
@@ -50,11 +43,9 @@ def test_pairs_that_are_slow_or_dead_or_not_tried_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("number", [3, 64])
-def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them(number: int) -> None:
-    rates = {pair: 90.0 if 2 in pair else 200.0 for pair in pairs_of(number)}
-    reduced = summarize(results(number, rates, {}))
-    (check,) = check_all_reduce(reduced)
+def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them() -> None:
+    rates = {pair: 90.0 if 2 in pair else 200.0 for pair in pairs_of(64)}
+    (check,) = check_all_reduce(summarize(results(64, rates, {})))
     assert (check["name"], check["status"]) == ("all-reduce", "warn")
     assert "n2" in check["nodes"] and "90 MiB/s" in check["found"]
 

@@ -11,13 +11,9 @@ import pytest
 
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.diagnose import cluster as gather
-from packtrain.diagnose.all_reduce import untried
 from packtrain.diagnose.cluster import show_cluster
 from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.launch import rendezvous
-from packtrain.launch.rendezvous import meet
-from packtrain.monitor.channel import SECRET
-from packtrain.plan.agreement import Member
 from tests.ports import free_port
 from tests.unit.diagnose.test_cluster_compare import report
 
@@ -75,25 +71,6 @@ def test_all_machines_end_with_one_code_and_machine_0_says_what_differs(
     assert found["all_reduce"]["status"] == "skipped" and "No module named 'torch'" in found["all_reduce"]["found"]
 
 
-def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def take_part(order: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-        pairs = untried(order["names"])
-        for pair, rate in zip(pairs, (10.0, 100.0, 100.0), strict=True):
-            pair.update(latency_ms=1.0, mib_per_s=rate, status="ok")
-        return {"backend": order["backend"], "pairs": pairs, "kib_ms": 1.5, "mib_64_ms": 64.0}
-
-    monkeypatch.setattr(gather, "take_part", take_part)
-    monkeypatch.setattr(gather, "own_report", lambda *_: report())
-    monkeypatch.setenv(SECRET, "of the job")
-    assert together(config, 0, 1, 2, as_json=False) == [0, 0, 0]
-    said = capsys.readouterr().out
-    assert "All-reduce: ok (over gloo: 1 KiB in 1.5 ms, 64 MiB in 64 ms (1000 MiB/s))" in said
-    assert "(machine 1): 1 ms, 10 MiB/s, slow" in said and ": 1 ms, 100 MiB/s, ok" in said
-    assert "0 missing, 0 failed, 1 to look at" in said
-
-
 def test_a_missing_machine_is_listed_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,25 +78,6 @@ def test_a_missing_machine_is_listed_and_the_others_are_compared(
     assert together(config, 0, 1, as_json=False) == [4, 4]
     said = capsys.readouterr()
     assert "machine 2: did not connect to" in said.out and "2 of 3 machines" in said.out
-
-
-def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gather, "REPORT_S", 5)
-    monkeypatch.setattr(gather, "REDUCE_S", 3)
-
-    def stops() -> None:  # once it has met the others
-        place = rendezvous.Place("127.0.0.1", config.topology.main_port or 0, LONG_S, gather.JOB)
-        with meet(Member(2, 3, 1, 0, "n3", (), {}, {}), place):
-            pass
-
-    silent = threading.Thread(target=stops)
-    silent.start()
-    assert together(config, 0, 1, as_json=False) == [4, 4]
-    silent.join()
-    said = capsys.readouterr()
-    assert "missing  n3: connected, but made no report" in said.out and "2 of 3 machines" in said.out
 
 
 def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

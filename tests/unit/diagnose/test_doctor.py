@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,11 +15,10 @@ import pytest
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import UserError
 from packtrain.launch.attempt import locked
-from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
-from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
+from packtrain.monitor.heartbeat import Phase
 from packtrain.monitor.processes import UNKNOWN, ProcessState
-from packtrain.monitor.watchdog import RANKS, Watchdog
+from packtrain.monitor.watchdog import RANKS
 from packtrain.run_folder import RunFolder
 
 
@@ -50,8 +45,7 @@ def leave(
 
 
 def test_a_finished_run_is_in_order_also_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = examine(leave(tmp_path, codes=(0, 0), status="done"))
-    assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
+    leave(tmp_path, codes=(0, 0), status="done")
     assert show_run(str(tmp_path), ask=False, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "done"
 
@@ -69,17 +63,6 @@ def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> 
     assert found.lines[0].startswith("rank 1 failed (exit code 2)") and found.lines[-1].strip() == "bad data"
 
 
-def test_of_an_attempt_that_was_refused_its_own_words_are_shown(tmp_path: Path) -> None:
-    run = leave(tmp_path, codes=(2, 2), status="stopped")
-    run.log(0).write_text("error:\n  other data\n")
-    run.attempt.root.mkdir()
-    assert [line.strip() for line in examine(run).lines[1:]] == [
-        "error:",
-        "other data",
-        f"it ended before its first step, its config is {run.attempt.config}; all else here is an earlier run's",
-    ]
-
-
 def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_path: Path) -> None:
     run = leave(tmp_path, codes=(0, 0), status="done")
     run.attempt.root.mkdir()
@@ -89,59 +72,6 @@ def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_
     assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
     with locked(run.root):
         assert examine(run).lines == ["a run is about to start here, or has just ended"]
-
-
-@contextmanager
-def live(folder: Path) -> Iterator[tuple[RunFolder, Watchdog, list[Heartbeat]]]:
-    """A run of a rank on each of n1 and n2, whose first steps are over, with its watchdog and what the ranks tell."""
-    run = RunFolder(folder)
-    run.logs.mkdir(parents=True)
-    watchdog = Watchdog([("n1", [0]), ("n2", [1])], TimeLimits(), run.logs)
-    server = Server(secret="secret", host="127.0.0.1")
-    watchdog.attach(server)
-    heartbeats = [Heartbeat(rank) for rank in (0, 1)]
-    for heartbeat in heartbeats:
-        heartbeat.enter("forward", step=9)
-        heartbeat.usual_s = 0.01
-        watchdog.take_processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
-        watchdog.hear(heartbeat.message())
-        heartbeat.connect(Client("127.0.0.1", server.port, secret="secret"), 2)
-    with published(run.logs, server, "127.0.0.1"):
-        yield run, watchdog, heartbeats
-    for heartbeat in heartbeats:
-        heartbeat.close()
-    server.close()
-
-
-@pytest.mark.parametrize("ask", [False, True])
-def test_a_run_that_stands_still_is_told_with_its_culprit_and_goes_on(ask: bool, tmp_path: Path) -> None:
-    with live(tmp_path / "run") as (run, watchdog, (waits, reads)):
-        assert (run.logs / "channel.json").stat().st_mode & 0o777 == 0o600
-        found = examine(run)
-        assert (found.status, found.exit_code) == ("running", 0) and len(found.lines) == 2
-        reads.enter("data", step=9)
-        with waits.waiting("the counts of all ranks"):
-            end = time.monotonic() + 60
-            while found.status == "running" and time.monotonic() < end:  # a beat on its way may come after these
-                for heartbeat in (waits, reads):
-                    watchdog.hear(heartbeat.message())
-                    watchdog._ranks[heartbeat.rank].since = time.monotonic() - 60
-                found = examine(run, ask=ask)
-        assert watchdog.diagnose() is None
-    assert (found.status, found.exit_code) == ("stalled", 4)
-    assert found.to_json()["diagnosis"] == {"cause": "data", "ranks": [1]}
-    said = "\n".join(found.lines)
-    assert "rank 0 on n1 (process " in said and ", waits for the counts of all ranks" in said
-    assert "rank 1 on n2 (process " in said and re.search(r"is behind: for 6\d s in loading data of step 9", said)
-    assert ("stack of rank 1 on n2, innermost call first" in said) == ask
-
-
-def test_machines_that_nothing_is_heard_of_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with live(tmp_path / "run") as (run, watchdog, _):
-        watchdog._launchers[1] -= 130
-        found = examine(run)
-    assert "n2 (rank 1): its launcher has not been heard of for 130 s" in found.lines
-    assert [one["host"] for one in found.to_json()["silent"]] == ["n2"]
 
 
 def silent(folder: Path, **about: object) -> Finding:
@@ -180,17 +110,16 @@ def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("file", "broken", "said"),
+    ("file", "broken", "wrong"),
     [
-        ("ranks.json", '{"ranks": [{"rank": "x", "host": "n0"}]}', "'x' is no int"),
-        ("ranks.json", '{"ranks": [{"host": "n0"}]}', "is no RankState"),
-        ("ranks.json", '{"ranks": [{"rank": 1, "host": "n0", "process": {"state": "lost"}}]}', "'lost' is no"),
-        ("ranks.json", '{"ranks": {"a": 1}}', "is no tuple"),
-        ("channel.json", '{"host": "n0"}', "is no Channel"),
+        ("ranks.json", '{"ranks": [{"rank": "x", "host": "n0"}]}', "rank: "),
+        ("ranks.json", '{"ranks": [{"rank": 1, "host": "n0", "process": {"state": "lost"}}]}', "state: "),
+        ("ranks.json", '{"ranks": {"a": 1}}', "array"),
+        ("channel.json", '{"host": "n0"}', "address"),
     ],
 )
-def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, said: str, tmp_path: Path) -> None:
+def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, wrong: str, tmp_path: Path) -> None:
     (leave(tmp_path, codes=(0,)).logs / file).write_text(broken)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=wrong) as error:
         examine(RunFolder(tmp_path))
     assert error.value.problems[0].where.endswith(file)

@@ -17,20 +17,14 @@ NO_TORCH = "raise ImportError('libcudart.so.13: cannot open shared object file')
 TORCH = """
 import types
 from torch import cuda
-__version__, bfloat16 = "2.13.0", "bfloat16"
-version = types.SimpleNamespace(cuda="12.8")
+__version__, version = "2.13.0", types.SimpleNamespace(cuda="12.8")
 print("noise on stdout")
 """
 CUDA = """
-import os, time, types, warnings
-nccl = types.SimpleNamespace(version=lambda: (2, 27, 7))
-def is_available():
+import time
+def device_count():
     open("cuda-asked", "w").close()
-    time.sleep(float(os.environ.get("CUDA_TAKES_S", "0")))
-    warnings.warn("CUDA initialization: a remark")
-    return True
-def device_count(): return 2
-def get_device_name(index): return "NVIDIA H100 80GB HBM3"
+    time.sleep(250)
 """
 PATIENT = """
 import sys
@@ -123,27 +117,13 @@ def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
 def test_a_machine_whose_driver_hangs_in_every_way_is_described_in_ten_seconds(tmp_path: Path) -> None:
     driver(tmp_path, "exec sleep 250")
     began = time.monotonic()
-    done = env(tmp_path, "--json", cuda=CUDA, patient=False, CUDA_TAKES_S="250")
+    done = env(tmp_path, "--json", cuda=CUDA, patient=False)
     taken = time.monotonic() - began
     found = checks(done)
     assert found["gpu-driver"]["status"] == "fail" and "no answer" in found["torch"]["found"]
     if (tmp_path / "cuda-asked").exists():  # it had said all else before
         assert "torch 2.13.0 for CUDA 12.8" in found["torch"]["found"]
     assert taken < 10 + 30  # ten, and what a machine with other things to do may need for them
-
-
-def test_gpus_are_described_and_judged_by_what_the_driver_and_torch_say(tmp_path: Path) -> None:
-    row = "{0}, NVIDIA H100 80GB HBM3, GPU-{0}, 81559, 4, {0}, 570.133.20"
-    driver(tmp_path, f"echo '{row.format(0)}'; echo '{row.format(1)}'")
-    (tmp_path / "run.yaml").write_text(CONFIG + "topology: {gpus_per_node: 4}\n")
-    done = env(tmp_path, "run.yaml", "--json", cuda=CUDA)
-    report, found = json.loads(done.stdout), checks(done)
-    torch = report["facts"]["torch"]
-    assert (torch["nccl"], torch["available"], len(torch["devices"])) == ("2.27.7", True, 2)
-    assert torch["warning"] == "CUDA initialization: a remark" and found["torch"]["status"] == "ok"
-    assert [gpu["name"] for gpu in report["devices"]] == ["NVIDIA H100 80GB HBM3"] * 2
-    assert found["gpu-health"]["status"] == "fail" and "GPU 1" in found["gpu-health"]["found"]
-    assert found["gpus"]["fix"].startswith("topology.gpus_per_node=2")
 
 
 def test_a_config_is_checked_as_everywhere_and_its_folder_looked_at(tmp_path: Path) -> None:

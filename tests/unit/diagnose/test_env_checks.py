@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Model, RunConfig, Strategy, Topology, Trainer
-from packtrain.diagnose.devices import attention_json, visible_gpus
+from packtrain.diagnose.devices import attention_json
 from packtrain.diagnose.env import check_all, plan_run
 from packtrain.diagnose.facts import Check, Driver, Facts, Folder, Gpu, Host, PlannedRun, Torch
 from packtrain.plan.network_settings import HostNetwork, Interface, Port, matching
@@ -132,18 +132,6 @@ def test_every_check_is_in_the_handbook() -> None:
     page = (Path(__file__).parents[3] / "docs/diagnostics.md").read_text()
     names = {name for name, *_ in TROUBLE} | {check.name for check in check_all(HEALTHY, TWO_MACHINES)} | {"hub-cache"}
     assert sorted(name for name in names if f"| `{name}` |" not in page) == []
-
-
-def test_only_visible_gpus_are_judged() -> None:
-    sick = gpu(trouble="3 memory errors")
-    shown = replace(sick, host=visible("2,GPU-3").host)
-    assert [gpu.index for gpu in visible_gpus(shown, PlannedRun())] == [2, 3]
-    assert named(shown, PlannedRun(), "gpu-health")[0].status == "ok"
-    for_the_run = run_of(environment={"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert [gpu.index for gpu in visible_gpus(shown, for_the_run)] == [0, 1]
-    assert named(shown, for_the_run, "gpu-health")[0].status == "fail"
-    hidden = replace(torch(available=False), host=visible("").host)
-    assert named(hidden, PlannedRun(), "torch")[0].status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -43,19 +43,6 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
     assert len(data["shown"]) == 3
 
 
-def test_documents_left_out_for_their_length_count_among_those_that_a_limit_cuts(folder: Path) -> None:
-    cut = report(folder, TRAIN, "data.max_length=64")["truncated"]
-    options = (TRAIN, "data.max_length=64", "data.overlong=drop")
-    data = report(folder, *options)
-    [own] = data["cuts"]
-    assert own["max_length"] == 64
-    assert own["documents"] == data["dropped"] == cut
-    assert own["share"] == pytest.approx(cut / 60, abs=1e-4)
-    assert own["tokens"] is None
-    assert "tokens lost" in inspect(folder, *options).stdout
-    assert [inspect(folder, *options, "--html", "dropped.html").returncode for _ in range(2)] == [0, 0]
-
-
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_a_step_is_laid_out_as_training_does(folder: Path, kind: str) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
@@ -143,17 +130,3 @@ def test_options_that_cannot_be_are_refused(folder: Path, options: list[str], sa
     assert done.returncode == 2
     assert [text for text in said if text not in done.stderr] == []
     assert "chosen" in (folder / "pairs.jsonl").read_text()
-
-
-def test_of_a_row_that_was_dropped_the_reason_is_given(folder: Path) -> None:
-    rows = [chat("Why?", "Because."), chat("Again?", "Never.")]
-    rows[1]["messages"][1]["weight"] = 0
-    write(folder, rows, "weights.jsonl")
-    said = inspect(folder, "data.train=weights.jsonl", "--source", "weights.jsonl:2").stdout
-    assert "dropped: no trained token" in said
-
-
-def test_what_was_decided_about_a_source_is_said(folder: Path) -> None:
-    (folder / "lines.txt").write_text("One line of a text.\nAnother line of it.\n")
-    said = inspect(folder, "data.train=lines.txt").stdout
-    assert "each .txt file is a row (data.split_text)" in said

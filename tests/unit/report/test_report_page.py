@@ -15,9 +15,8 @@ from command_line import packtrain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtrain.report import headline
 from packtrain.report.figures import POINTS_OF_A_CURVE, figures_of, points_of, thin
-from packtrain.report.headline import answers, differences, duration, number, percent, rank_times, tiles
+from packtrain.report.headline import answers, compare_settings, duration, number, percent, rank_times
 from packtrain.report.page import page
 from packtrain.report.run_record import read_run
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
@@ -122,20 +121,13 @@ def test_a_run_without_lines_has_no_script_and_says_why_it_failed(tmp_path: Path
     assert "rank 0 lacks memory" in elements.words and "script" not in [tag for tag, _ in elements.found]
 
 
-def test_of_a_failure_the_telling_lines_come_first() -> None:
-    log = [f"    step {number}" for number in range(20)]
-    diagnosis = ["rank 1 died", "  likely cause: killed", "  → see dmesg"]
-    assert headline.telling([*diagnosis, *log]) == diagnosis
-    assert headline.telling(["rank 0 failed", *log])[-8:] == log[-8:] and headline.telling(log[:3]) == log[:3]
-
-
 def test_several_runs_are_compared(tmp_path: Path) -> None:
     base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
     first = read_run(leave_run(tmp_path / "first", config=base))
     other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
     asked = [{"prompt": "How are you?", "before": "###", "after": "Well."}, {"prompt": "Why?", "after": "So."}]
     second = read_run(leave_run(tmp_path / "second", config=other, answers=asked))
-    assert differences([first, second]) == [("packing.mode", ["–", "padding"])]
+    assert compare_settings([first, second]) == [("packing.mode", ["–", "padding"])]
     after = {prompt: [entry.get("after") for entry in by_run] for prompt, by_run in answers([first, second]).items()}
     assert after == {"How are you?": ["Fine.", "Well."], "Why?": [None, "So."]}
     words = Elements(page([first, second])).words
@@ -147,13 +139,6 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
     assert [rank.slow for rank in rank_times(run)] == [False, False, True]
     assert "Slow: rank 2" in Elements(page([run])).words
-
-
-def test_tiles_of_a_run_that_stopped_say_how_far_it_came(tmp_path: Path) -> None:
-    run = replace(read_run(leave_run(tmp_path / "run", lines=lines_of(12), status="stopped")), processes=2)
-    notes = {tile.label: tile.note for tile in tiles(run)}
-    assert notes["Tokens"] == "12 of 30 steps, 1.2 epochs"
-    assert notes["Duration"] == f"{duration(headline.cost_s(run))} per million tokens, 2 devices"
 
 
 def test_figures_are_written_as_people_read_them() -> None:

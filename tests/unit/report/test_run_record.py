@@ -70,13 +70,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(RunFolder(tmp_path))
 
 
-def test_metrics_alone_are_shown_too(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    run = read_run(RunFolder(tmp_path))
-    assert run.status == "unknown" and len(run.metrics.steps) == 1
-    assert "What is known of this run" in page([run])
-
-
 def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "swordfish-99")
     data = {"train": "https://me:pass1@hub/x", "eval": "swordfish-99"}
@@ -103,15 +96,6 @@ def written(folder: Path, *lines: str | dict, end: str = "\n") -> Path:
     file = folder / "metrics.jsonl"
     file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
     return file
-
-
-def test_lines_become_columns_with_gaps_where_a_line_has_no_number(tmp_path: Path) -> None:
-    metrics = read_metrics(written(tmp_path, {"step": 0, "eval_loss": 3}, {"step": 1, "loss": 2.5, "mfu": None}))
-    assert metrics.steps.tolist() == [0, 1] and metrics.skipped == 0
-    lines, values = metrics.points("loss")
-    assert (lines.tolist(), values.tolist()) == ([1], [2.5])
-    assert metrics.last("eval_loss") == 3 and metrics.last("mfu") is metrics.last("unknown") is None
-    assert len(read_metrics(tmp_path / "none.jsonl").steps) == len(read_metrics(written(tmp_path)).steps) == 0
 
 
 def test_what_is_no_line_of_a_run_is_skipped_and_counted(tmp_path: Path) -> None:

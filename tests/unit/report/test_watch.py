@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import pytest
 from command_line import packtrain
 from rich.console import Console
 
 from packtrain.launch.attempt import locked
 from packtrain.report.run_record import read_run
-from packtrain.report.watch import picture
+from packtrain.report.watch import picture, watch
 from packtrain.run_folder import RunFolder, write_json
 from tests.unit.report.run_folders import leave_run
 
@@ -41,14 +35,6 @@ def test_one_picture_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert not (tmp_path / "mine" / "report.html").exists()
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
-    lines = drawn(leave_run(tmp_path / "run"), width)
-    assert max(map(len, lines)) <= width
-    beside = sum("learning rate" in line and "loss" in line for line in lines)
-    assert beside == (width >= 80)
-
-
 def test_a_curve_has_its_extremes_at_its_sides_and_its_last_value_above(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
     folder.metrics.write_text("".join(f'{{"step": {n}, "loss": {n % 7 + 0.5}}}\n' for n in range(1, 5001)))
@@ -59,38 +45,20 @@ def test_a_curve_has_its_extremes_at_its_sides_and_its_last_value_above(tmp_path
     assert any(DOTS.search(line) for line in drawn(folder))
 
 
-def test_a_run_without_lines_says_so_and_its_name_does_nothing(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "x\x1b[31m[bold]", lines=[])
-    lines = drawn(folder)
-    assert lines[0].startswith("x␛[31m[bold] done") and "\x1b" not in "".join(lines)
-    assert any("no line in metrics.jsonl yet" in line for line in lines)
-
-
-def test_in_a_terminal_it_follows_the_run_to_its_end(tmp_path: Path) -> None:
+def test_in_a_terminal_it_follows_the_run_to_its_end(tmp_path: Path, monkeypatch, capsys) -> None:
     folder = leave_run(tmp_path / "run", status=None)
-    folder.metrics.write_text('{"step": 1, "loss": 4.5}\n')
-    with locked(folder.root):
-        shown, process = in_a_terminal(folder.root)
-        read_until(shown, "running")
-        with folder.metrics.open("a") as file:
-            file.write('{"step": 2, "loss": 3.25}\n')
-        read_until(shown, "loss 3.25")
-    write_json(folder.summary, {"status": "done"})
-    read_until(shown, "done")
-    assert process.wait(20) == 0
+    lock, pauses = locked(folder.root), []
+    lock.__enter__()
 
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            lock.__exit__(None, None, None)
+            write_json(folder.summary, {"status": "done"})
 
-def in_a_terminal(folder: Path) -> tuple[int, subprocess.Popen[bytes]]:
-    ours, theirs = pty.openpty()
-    own = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "30", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "packtrain", "report", "--watch", str(folder)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=own)
-    os.close(theirs)
-    return ours, process
-
-
-def read_until(terminal: int, said: str, limit_s: float = 30) -> None:
-    seen, limit = "", time.monotonic() + limit_s
-    while said not in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", seen):
-        assert time.monotonic() < limit, seen[-500:]
-        seen += os.read(terminal, 65536).decode(errors="replace")
+    monkeypatch.setattr("packtrain.report.watch.time.sleep", pause)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    assert watch(str(folder.root)) == 0
+    shown = capsys.readouterr().out
+    assert len(pauses) == 2 and " done" in shown
