@@ -23,9 +23,9 @@ from packtrain.config.schema import RunConfig, sources
 from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.monitor.channel import PUBLISHED
+from packtrain.plan.known_model import base_of
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.origin import check_config
-from packtrain.plan.reference_choice import base_of
 from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
 

@@ -29,7 +29,7 @@ from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, lo
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.plan.reference_choice import base_of
+from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import positions_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}

@@ -1,4 +1,4 @@
-"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed (plan/reference_choice.py decides).
+"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed (plan/known_model.py decides).
 
 Precomputed ones are kept beside the data cache, named by a hash of everything they depend on. Each process computes its share,
 and rank 0 writes the file.
@@ -27,7 +27,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import Ranks, spread
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.plan.known_model import ReferenceChoice
 
 
 def load_reference(

@@ -1,4 +1,5 @@
-"""What is known of a model before it is loaded: the shapes of its weights, the sizes in its config, the format it computes in.
+"""What is known of a model before it is loaded: the shapes of its weights, the sizes in its config, the format it computes in, its
+reference.
 
 No torch, no hub. Shapes come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not
 there, from the sizes in its config (or in model.config), for llama and models like it, whose layers are known. If neither is
@@ -14,13 +15,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from huggingface_hub import constants
 
-from packtrain.config.schema import Model, Peft, RunConfig
+from packtrain.config.objective import Objective
+from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Strategy
 from packtrain.errors import Problem, UserError, read_json
-from packtrain.plan.reference_choice import base_of
 from packtrain.wording import shortened
 
 _LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
@@ -35,6 +36,7 @@ FAST_ENOUGH = 1.5
 SCORE = "score.weight"
 """The head of a reward model."""
 Shapes = Mapping[str, tuple[int, ...]]
+Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,18 @@ class Layers:
     key: int
     head: int
     vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceChoice:
+    """The reference of a run; `kind` says how it is made.
+
+    `adapters` is the folder of its adapters, "" for none; `at_start` whether the model equals its reference before step 1.
+    """
+
+    kind: Kind
+    adapters: str
+    at_start: bool
 
 
 def check_model_config(model: Model) -> None:
@@ -191,6 +205,36 @@ def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
     if weights == "auto":
         return f"weights as in the model's files; if they are float32, {computed} ({why})"
     return f"{weights} weights, {computed} ({why})"
+
+
+def base_of(path: str | None) -> str | None:
+    """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
+    file = Path(os.path.expanduser(path or "")) / "adapter_config.json"
+    if path is None or not os.path.isfile(file):
+        return None
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError("the adapters do not say of which model they are", where=f"{file}: base_model_name_or_path")
+    return base
+
+
+def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:
+    """What objective.reference means in this run."""
+    wanted, lora = objective.reference, peft.kind == "lora"
+    continued = model.init == "pretrained" and base_of(model.path) is not None  # from a folder of adapters
+    adapters = str(model.path) if wanted == "auto" else wanted
+    kind: Kind
+    if wanted == "auto" and not (lora and continued):
+        kind = "adapters_off" if lora else "model"
+    elif wanted in ("model", "adapters_off", "precomputed"):
+        kind = cast(Kind, wanted)
+    else:
+        bases = [base_of(adapters), base_of(model.path) or model.path]
+        same = None not in bases and len({os.path.realpath(os.path.expanduser(base or "")) for base in bases}) == 1
+        if lora and same and strategy.name not in SHARDED_WEIGHTS:  # adapters cannot be added to sharded weights
+            return ReferenceChoice("adapters", adapters, wanted == "auto")
+        kind = "model" if wanted == "auto" else "path"
+    return ReferenceChoice(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))
 
 
 def _base(model: Model) -> str | None:

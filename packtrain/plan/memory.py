@@ -19,9 +19,16 @@ from typing import Any
 from packtrain.config.rules import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.known_model import Layers, adapter_shapes, is_adapted, plan_precision, read_layers, weights_of
+from packtrain.plan.known_model import (
+    Layers,
+    adapter_shapes,
+    is_adapted,
+    plan_precision,
+    read_layers,
+    reference_of,
+    weights_of,
+)
 from packtrain.plan.launcher_settings import BUCKET, STAGES
-from packtrain.plan.reference_choice import reference_of
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)

@@ -23,7 +23,7 @@ from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule
-from packtrain.plan.reference_choice import reference_of
+from packtrain.plan.known_model import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective

@@ -34,7 +34,7 @@ from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor import retries
 from packtrain.monitor.heartbeat import progress
-from packtrain.plan.reference_choice import base_of
+from packtrain.plan.known_model import base_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint.folder import tidy

@@ -30,7 +30,7 @@ from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import collate_pairs
-from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.plan.known_model import ReferenceChoice
 from packtrain.train.loader import PairSteps
 from packtrain.train.objectives.dpo import DPO, FIGURES
 

@@ -27,8 +27,8 @@ from packtrain.data.prepare import PreparedData
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
+from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.launcher_settings import STAGES
-from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps

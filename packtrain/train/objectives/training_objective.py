@@ -24,7 +24,7 @@ from packtrain.model.reference import cache_key, computer, load_reference, preco
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.plan.known_model import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import TREE
 from packtrain.train.loader import MicroBatch, Steps
