@@ -23,7 +23,7 @@ import psutil
 from packtrain import fast_imports
 from packtrain.bench.bench_table import print_report
 from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search, trial_json
-from packtrain.config.rules import check
+from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, UserError
 from packtrain.plan.launch_plan import LaunchPlan
@@ -149,7 +149,7 @@ class ShortRuns:
         try:
             on_this_machine(config, "bench")  # refuses what does not divide
             config = replace(config, batch=_cut(batch, self.part, self.launch.num_processes))
-            for fault in check(config, set()):
+            for fault in check_combinations(config, set()):
                 return Failure(fault.what)
             launch = on_this_machine(config, "bench")
         except UserError as error:

@@ -275,10 +275,10 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     faults += _new(wrong_values, faults, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
-        *rules.check(config, given),
-        *slurm.check(config.topology, config.trainer.resume),
+        *rules.check_combinations(config, given),
+        *slurm.check_slurm(config.topology, config.trainer.resume),
         *slurm.check_secrets(asdict(config)),
-        *paths_and_packages.check(config),
+        *paths_and_packages.check_paths_and_packages(config),
     ]
     return config, faults + _new(impossible, faults, spoilt)
 

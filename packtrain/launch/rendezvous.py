@@ -22,7 +22,7 @@ from typing import Any
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, error_from_json
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, new_secret
-from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
+from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
 from packtrain.plan.surroundings import free_port
 from packtrain.wording import listed, ranks_in_words
@@ -163,8 +163,8 @@ class _JoinServer:
                 if self.final is not None and "go" in self.final:
                     return _too_late(place)
                 others = self._members()
-                same = next((twice(other, member) for other in others if other.node == member.node), None)
-                self._error = self._error or same or unlike_counts([*others, member])
+                same = next((same_number_error(other, member) for other in others if other.node == member.node), None)
+                self._error = self._error or same or compare_counts([*others, member])
             self._joined[token] = member, time.monotonic()
             return self.final or {"wait": self._waiting}
 
@@ -198,7 +198,7 @@ class _JoinServer:
                 self._waiting = f"waiting {waited_s:.0f} s for {away}: not connected; {here} {are} here"
                 print(self._waiting, file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
-        if error := error or unlike(members):
+        if error := error or compare_members(members):
             raise error
         return members
 

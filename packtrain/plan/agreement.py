@@ -21,7 +21,6 @@ SAME_CONFIG = "start every process with the same config file and the same KEY=VA
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 GPUS_PER_NODE = "topology.gpus_per_node"
 _LOOK = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-_MOST_SHOWN = 8
 # Keys that may differ between machines: number, name of the main machine, cache folder, devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
@@ -48,13 +47,13 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
-def differences(
+def list_differences(
     facts_of: Mapping[_Peer, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Peer]], str]
 ) -> list[Problem]:
     """One problem for each fact that is not the same for all: "rank 2 has 4; ranks 0 and 1 have 3", the smaller group first.
 
     `facts_of` is machine or rank → fact → value in words, `in_words` names several machines or ranks, `fixes` is fact → what to
-    do about it. Of many problems only the first are shown with their values.
+    do about it.
     """
     everyone, problems = list(facts_of), list[Problem]()
     for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
@@ -66,8 +65,6 @@ def differences(
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
             problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
-    if rest := problems[_MOST_SHOWN:]:
-        problems[_MOST_SHOWN:] = [Problem(f"{len(rest)} more differ: {listed([item.where for item in rest])}")]
     following = [*(item.fix for item in problems[1:]), ""]
     return [  # what is to be done is said once, below all that it mends
         replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
@@ -107,7 +104,7 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
     }
 
 
-def twice(item: Member, other: Member) -> CheckFailed:
+def same_number_error(item: Member, other: Member) -> CheckFailed:
     """The error that two machines have the same number."""
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
     return CheckFailed(
@@ -117,7 +114,7 @@ def twice(item: Member, other: Member) -> CheckFailed:
     )
 
 
-def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
+def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
     """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
     if short := [item for item in members if 0 < item.gpus < item.per_node]:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
@@ -140,19 +137,19 @@ def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     return _compare(members, facts_of, fixes)
 
 
-def unlike(members: Sequence[Member]) -> CheckFailed | None:
+def compare_members(members: Sequence[Member]) -> CheckFailed | None:
     """Everything that must be the same on all machines and is not, as one error; None if they agree."""
     facts_of = {item.node: {**item.config, **item.versions} for item in members}
     fixes = {key: SAME_CONFIG for item in members for key in item.config}
     fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}
-    return unlike_counts(members) or _compare(members, facts_of, fixes)
+    return compare_counts(members) or _compare(members, facts_of, fixes)
 
 
 def _compare(
     members: Sequence[Member], facts_of: Mapping[int, Mapping[str, str]], fixes: Mapping[str, str]
 ) -> CheckFailed | None:
     names = names_of(members)
-    problems = differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
+    problems = list_differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
 
 

@@ -25,7 +25,7 @@ from tiny_dpo import (
 from trl import DPOTrainer
 
 from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
-from packtrain.config.rules import check
+from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
@@ -124,7 +124,7 @@ def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, A
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         of_trl(tmp_path, **objective)
     config = RunConfig(objective=configured(objective))
-    (finding,) = (one for one in check(config, set()) if one.keys[0].startswith("objective."))
+    (finding,) = (one for one in check_combinations(config, set()) if one.keys[0].startswith("objective."))
     assert said in finding.what
 
 
@@ -141,7 +141,7 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
         if losses[0] != losses[1]:
             uses.add(name)
         config = RunConfig(objective=configured({"loss_type": name, "label_smoothing": 0.2}))
-        refused = any("takes no label smoothing" in problem.what for problem in check(config, set()))
+        refused = any("takes no label smoothing" in problem.what for problem in check_combinations(config, set()))
         assert refused == (losses[0] == losses[1]), name
     assert uses == {"robust", "aot", "aot_unpaired"}
 

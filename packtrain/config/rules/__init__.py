@@ -34,7 +34,7 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 """Arguments of transformers' schedules beside the step counts."""
 
 
-def check(config: RunConfig, given: Set[str]) -> list[Fault]:
+def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
         *_model(config),
@@ -80,8 +80,8 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         if any(not source.path for source in sources(value)):
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
     held_out = data.eval
-    if held_out == [] or (isinstance(held_out, float) and not 0 < held_out < 1):
-        fix = "A fraction of data.train lies between 0 and 1; null holds nothing out."
+    if held_out == [] or (isinstance(held_out, float) and not 0 < held_out < 1) or str(held_out).endswith("%"):
+        fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
         yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
     if data.max_length is None and data.overlong not in ("auto", "truncate"):
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"

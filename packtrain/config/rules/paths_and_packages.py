@@ -24,7 +24,7 @@ _OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsan
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
-def check(config: RunConfig) -> Iterator[Fault]:
+def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
     """One fault for each package that is not installed and each path that is certainly local and does not exist."""
     model, trainer, trackers = config.model, config.trainer, config.tracking.report_to
     yield from _data(config.data)
@@ -87,7 +87,9 @@ def _data(data: Data) -> Iterator[Fault]:
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
     elif template and not _there(template) and as_name(template) not in template_names():
-        hint = suggest(as_name(template), template_names(), f"Names are {', '.join(template_names())}.", 3)
+        hint = suggest(
+            as_name(template), template_names(), "Names are those of TRL's templates, such as qwen3 and llama3.", 3
+        )
         yield Fault(
             ("data.chat_template",), f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
         )

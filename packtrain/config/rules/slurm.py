@@ -47,7 +47,7 @@ _MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
-def check(topology: Topology, resume: str) -> Iterator[Fault]:
+def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
     """Everything that cannot work as a Slurm job."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:

@@ -34,7 +34,7 @@ from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
-from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, digest_of, shared_versions
+from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
@@ -117,7 +117,7 @@ class Peers:
             return {"problems": [], "missing": _name_ranks(missing, hosts)}
         several = hosts if len(set(hosts.values())) > 1 else {}
         facts = {rank: facts for rank, (_, facts) in statements.items()}
-        problems = differences(facts, fixes, lambda ranks: _name_ranks(ranks, several))
+        problems = list_differences(facts, fixes, lambda ranks: _name_ranks(ranks, several))
         return {"problems": [asdict(problem) for problem in problems], "missing": ""}
 
 

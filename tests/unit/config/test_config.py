@@ -345,6 +345,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "number > 0",
         ),
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
+        (["data.eval=5%"], "data.eval", "0.05"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),

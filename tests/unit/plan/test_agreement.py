@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Optim, RunConfig, Topology
-from packtrain.plan.agreement import Member, shared_values, unlike
+from packtrain.plan.agreement import Member, compare_members, shared_values
 
 
 def member(node: int, nodes: int = 2, **changes: Any) -> Member:
@@ -27,16 +27,16 @@ def member(node: int, nodes: int = 2, **changes: Any) -> Member:
     ],
 )
 def test_counts_that_do_not_fit_are_named_by_machine(change: dict, where: str, said: str) -> None:
-    error = unlike([member(0), replace(member(1), **change)])
+    error = compare_members([member(0), replace(member(1), **change)])
     assert error is not None and [problem.where for problem in error.problems] == [where]
     assert said in str(error)
-    assert unlike([member(0), member(1)]) is None
+    assert compare_members([member(0), member(1)]) is None
 
 
 def test_of_many_machines_those_that_differ_are_named() -> None:
     members = [member(node, 64, host=f"n{node}") for node in range(64)]
     members[17] = replace(members[17], versions={"torch": "2.12.0"})
-    assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(unlike(members))
+    assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(compare_members(members))
 
 
 def test_a_member_is_read_from_json_or_refused() -> None:
