@@ -17,6 +17,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         yield hosts
 
 
+@pytest.fixture
+def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
+    """The two hosts, whole again after each test, which must leave nothing running."""
+    yield made
+    made.heal()
+    made.assert_empty()
+
+
 @pytest.fixture(scope="module")
 def group() -> Iterator[Path]:
     """A cgroup of 256 MiB."""

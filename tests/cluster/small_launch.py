@@ -24,19 +24,40 @@ from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exi
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
 SMALL = ("-m", "tests.cluster.small_launch")
+BY_TORCHRUN = (
+    "-c",
+    """
+import sys
+from dataclasses import replace
+from packtrain.config.compose import load_config
+from packtrain.launch.exit_status import exit_code_of
+from packtrain.launch.execute import execute
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
+
+config = load_config("run.yaml", sys.argv[1:])
+plan = plan_launch(config, replace(look_around(), gpus=0))
+(command,) = plan.commands
+argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
+sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
+""",
+)
 _GRACE_S = 30
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.1  # as torchrun
 
 
-def at_work(folder: Path, *python: str, **given: str) -> subprocess.Popen[str]:
-    """Python with the arguments `python` (SMALL and more) in `folder`: no rank of another launch, on one thread and no GPU."""
+def at_work(folder: Path, *python: str, **given: str | None) -> subprocess.Popen[str]:
+    """Python with the arguments `python` (SMALL or BY_TORCHRUN, and more) in `folder`: no rank of another launch, no GPU, one thread.
+
+    `given` are variables of its environment; None takes one away.
+    """
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     usual = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, *python],
         cwd=folder,
-        env={**clean, **usual, **given},
+        env={name: value for name, value in {**clean, **usual, **given}.items() if value is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

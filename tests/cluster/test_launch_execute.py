@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,29 +18,13 @@ import pytest
 import yaml
 
 from packtrain.launch.exit_status import BUG
-from tests.cluster.small_launch import ROOT
+from tests.cluster.small_launch import BY_TORCHRUN, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S
 
-LAUNCH = """
-import sys
-from dataclasses import replace
-from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
-from packtrain.launch.exit_status import exit_code_of
-from packtrain.launch.execute import execute
-from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
-
-config = RunConfig(topology=Topology(gpus_per_node=2), batch=Batch(examples_per_step=4), trainer=Trainer(output_dir="out"))
-plan = plan_launch(config, replace(look_around(), gpus=0))
-(command,) = plan.commands
-argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
-sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
-"""
-
 WORKER = """
 import os, signal, sys, time
-from packtrain.errors import CheckFailed, PeerFailed, UserError
+from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.worker import run_worker
 
 rank = int(os.environ["RANK"])
@@ -79,29 +62,20 @@ TOGETHER = """
 """
 
 
-def start(folder: Path, body: str, *, small: bool = False) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, launcher: tuple[str, ...] = SMALL) -> subprocess.Popen[str]:
     (folder / "worker.py").write_text(WORKER.replace("{body}", body))
     (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    return subprocess.Popen(
-        [sys.executable, *(["-m", "tests.cluster.small_launch"] if small else ["-c", LAUNCH])],
-        cwd=folder,
-        # no word on how busy the machine is
-        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return at_work(folder, *launcher, OMP_NUM_THREADS=None)
 
 
-def launch(folder: Path, body: str, *, small: bool = False) -> tuple[int, str, str]:
-    process = start(folder, body, small=small)
+def launch(folder: Path, body: str, launcher: tuple[str, ...] = SMALL) -> tuple[int, str, str]:
+    process = start(folder, body, launcher)
     stdout, stderr = process.communicate(timeout=LONG_S)
     return process.returncode, stdout, stderr
 
 
 def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
-    code, stdout, stderr = launch(tmp_path, ALL_REDUCE)
+    code, stdout, stderr = launch(tmp_path, ALL_REDUCE, BY_TORCHRUN)
     assert (code, stderr) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert re.fullmatch(rf"hello from rank 0 {threads} \['sft', '.*/config.yaml'\]\nsum 3.0\n", stdout)
@@ -115,22 +89,21 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
     [
         ("raise UserError('bad data')", "time.sleep(300)", 2),
         ("time.sleep(300)", "raise CheckFailed('leaks')", 3),
-        ("raise PeerFailed('gone')", "time.sleep(300)", 4),
         ("raise RuntimeError('oops')", "time.sleep(300)", 4),
         ("raise RuntimeError('oops')", "raise RuntimeError('oops')", 1),
-        ("time.sleep(300)", "os.kill(os.getpid(), signal.SIGKILL)", 4),
+        ("raise RuntimeError('gone')", "raise UserError('bad data')", 2),
     ],
-    ids=["user-error", "check-failed", "peer-failed", "one-raises", "bug", "killed"],
+    ids=["user-error", "check-failed", "one-raises", "bug", "the-most-telling"],
 )
 def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, code: int, tmp_path: Path) -> None:
-    small = code != 2  # test_stalls.py has a rank killed under torchrun
-    first = TOGETHER if rank_0 == rank_1 else ""
+    by_torchrun = rank_0 == "raise UserError('bad data')"
+    first = TOGETHER if rank_0.startswith("raise") and rank_1.startswith("raise") else ""
     body = f"{first}    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n"
-    ended, _, stderr = launch(tmp_path, body, small=small)
+    ended, _, stderr = launch(tmp_path, body, BY_TORCHRUN if by_torchrun else SMALL)
     assert ended == code
     assert "ChildFailedError" not in stderr and "stopped by" not in stderr
-    assert small or "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
-    if code == 2:
+    assert not by_torchrun or "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
+    if by_torchrun:
         assert stderr == "error:\n  bad data\n"
     if "oops" in rank_0:
         assert stderr.count("RuntimeError: oops") == 1 and stderr.count(BUG) == (code == 1)
@@ -140,14 +113,9 @@ def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, co
         assert f"{socket.gethostname()}, rank 1:   leaks" in stderr
 
 
-def test_the_most_telling_exit_code_wins(tmp_path: Path) -> None:
-    body = "    if rank == 0: raise RuntimeError('the other one is gone')\n    raise UserError('bad data')\n"
-    assert launch(tmp_path, TOGETHER + body, small=True)[0] == 2
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tmp_path: Path) -> None:
-    process = start(tmp_path, STOPPABLE, small=number == signal.SIGINT)
+    process = start(tmp_path, STOPPABLE, SMALL if number == signal.SIGINT else BY_TORCHRUN)
     other = tmp_path / "out/logs/rank-00001.log"
     assert process.stdout is not None
     while "ready" not in process.stdout.readline():
@@ -162,20 +130,14 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     assert "checkpoint" in other.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_training_ends_every_process_with_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(
-        tmp_path,
-        "    try:\n        time.sleep(300)\n    except BaseException:\n        raise ImportError('as an import may say')\n",
-        small=True,
-    )
-    other = tmp_path / "out/logs/rank-00001.log"
+def test_a_signal_before_training_ends_every_process_with_one_line(tmp_path: Path) -> None:
+    body = "    try: time.sleep(300)\n    except BaseException: raise ImportError('as an import may say')\n"
+    process, other = start(tmp_path, body), tmp_path / "out/logs/rank-00001.log"
     while not other.exists() or "hello" not in other.read_text():
         assert process.poll() is None
         time.sleep(0.05)
     assert process.stdout and "hello" in process.stdout.readline()  # rank 0 has begun, too
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=LONG_S)
-    assert process.returncode == 128 + number
-    assert stderr == f"stopped by {number.name}\n"
+    assert (process.returncode, stderr) == (130, "stopped by SIGINT\n")
     assert "Traceback" not in other.read_text()

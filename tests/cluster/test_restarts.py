@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +139,6 @@ def test_one_process_killed_while_it_trains_comes_to_the_weights_of_one_that_was
     assert "(SIGKILL)" in one["why"][0] and one["step"] >= 3
     assert killed.losses == whole.losses and len(killed.losses) == 30
     assert all(torch.equal(weights, killed.weights()[name]) for name, weights in whole.weights().items())
-
-
-@pytest.fixture
-def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
-    yield made
-    made.heal()
-    made.assert_empty()
 
 
 def on_two_hosts(folder: Path, port: int) -> Path:

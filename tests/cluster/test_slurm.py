@@ -22,7 +22,9 @@ from packtrain.config.yaml_files import shipped
 from tests.cluster.slurm import Slurm, slurm, tail
 from tests.cluster.small_launch import ROOT
 from tests.cluster.test_foreign_launches import WORKER
+from tests.cluster.test_two_hosts_env import NO_TORCH
 from tests.cluster.two_hosts import Running
+from tests.train.running import base_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -179,9 +181,6 @@ def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slur
     [
         "topology.sbatch=['--partition=nowhere']",
         "topology.gpus_per_node=9",
-        "topology.nodes=3",
-        "topology.sbatch=['--constraint=nvlink']",
-        "topology.sbatch=['--mem=lots']",
         "topology.sbatch=['--no-such-flag']",
     ],
 )
@@ -298,3 +297,18 @@ def test_a_job_that_is_cancelled_does_not_come_back(cluster: Slurm, home: Path) 
     cluster.run("scancel", told["job_id"])
     job = cluster.wait(told["job_id"])
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_one_command_in_an_allocation_compares_all_of_its_machines(cluster: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(NO_TORCH)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, topology={"gpus_per_node": 1})))
+    command = [sys.executable, "-m", "packtrain", "env", "run.yaml", "--cluster", "--json"]
+    with_paths = ["env", f"PYTHONPATH={tmp_path}", *command]
+    done = cluster.run("salloc", "--nodes=2", "--cpus-per-task=2", *with_paths, cwd=tmp_path, expect=None)
+    found = json.loads(done.stdout)
+    assert set(found["nodes"]) == {"n1", "n2"} and found["missing"] == [], done.stderr
+    assert found["all_reduce"]["status"] == "skipped" and "torch takes seconds" in found["all_reduce"]["found"]
+    assert not [one for one in found["differences"] if one["status"] == "fail"], found["differences"]
+    failed = [one["name"] for one in found["checks"] if one["status"] == "fail"]
+    assert done.returncode == (3 if failed else 0), (failed, done.stderr)

@@ -12,30 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
 from packtrain.monitor.processes import life_of
-from tests.cluster.small_launch import PRELOAD, SMALL, at_work
+from tests.cluster.small_launch import BY_TORCHRUN, PRELOAD, SMALL, at_work
 from tests.cluster.two_hosts import ENDED_S, LONG_S
 
-LAUNCH = """
-import sys
-from dataclasses import replace
-from packtrain.config.compose import load_config
-from packtrain.launch.exit_status import exit_code_of
-from packtrain.launch.execute import execute
-from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
-
-config = load_config("run.yaml", sys.argv[1:])
-plan = plan_launch(config, replace(look_around(), gpus=0))
-(command,) = plan.commands
-argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
-sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
-"""
 CONFIG = {
     "model": {"init": "random", "config": {"model_type": "llama"}, "tokenizer": "quickstart"},
     "data": {"train": "me/data"},
@@ -53,11 +39,8 @@ from tests.cluster.small_group import Group
 rank, me = int(os.environ["RANK"]), os.getpid()
 Path(f"pid-{rank}").write_text(str(me))
 
-def told():  # the watchdog, where the rank is
+def wait_for_the_watchdog():
     time.sleep(3)
-
-if rank == 1 and "GROUP" in os.environ:
-    Path(os.environ["GROUP"], "cgroup.procs").write_text(str(me))
 
 def work():
     group = Group()
@@ -76,42 +59,34 @@ run_worker(work)
 """
 
 WITH_TORCH = """
-import os, signal, sys, time
+import os, time
 from pathlib import Path
 from packtrain.errors import LostPeers
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.launch.worker import run_worker
 
-rank, me = int(os.environ["RANK"]), os.getpid()
-Path(f"pid-{rank}").write_text(str(me))
+rank = int(os.environ["RANK"])
+Path(f"pid-{rank}").write_text(str(os.getpid()))
 
 def work():
     import torch, torch.distributed as dist
     heartbeat = own_heartbeat()
     dist.init_process_group("gloo")
     total = torch.ones(3)
-    def meet(step, phase="backward"):
-        heartbeat.enter(phase, step=step)
-        try:
-            dist.all_reduce(total)
-        except RuntimeError as error:
-            raise LostPeers(str(error)) from error
     for step in (1, 2, 3):
-        heartbeat.enter("data", step=step)
-        meet(step)
+        heartbeat.enter("backward", step=step)
+        dist.all_reduce(total)
         heartbeat.usual_s = 0.01
+    try:
 {body}
+    except RuntimeError as error:
+        raise LostPeers(str(error)) from error
+    finally:
+        dist.destroy_process_group()
     return 0
 
-def whole():
-    try:
-        return work()
-    finally:
-        sys.modules["torch"].distributed.destroy_process_group()
-
-run_worker(whole)
+run_worker(work)
 """
-BY_TORCHRUN = ("-c", LAUNCH)
 LIMIT_S = 10
 
 
@@ -125,8 +100,8 @@ def start(
     return at_work(folder, *launcher, f"topology.step_timeout={step_timeout}", **given)
 
 
-def launch(folder: Path, body: str, step_timeout: int = LIMIT_S, launcher: tuple[str, ...] = SMALL) -> tuple[int, str]:
-    process = start(folder, body, step_timeout, launcher=launcher)
+def launch(folder: Path, body: str, step_timeout: int = LIMIT_S) -> tuple[int, str]:
+    process = start(folder, body, step_timeout)
     _, stderr = process.communicate(timeout=LONG_S)
     assert not running(folder)
     return process.returncode, stderr
@@ -156,7 +131,7 @@ STOPS = """
     heartbeat.enter("forward", step=4, micro=2)
     Path("since").write_text(str(time.time()))
     def stop_here(): os.kill(me, signal.SIGSTOP)
-    told()
+    wait_for_the_watchdog()
     if rank == 1: stop_here()
     meet(4)
 """
@@ -169,110 +144,20 @@ CHECKPOINT = """
     group.all_reduce(name="barrier")
 """
 DIFFER = """
-    heartbeat.enter("eval", step=3)
-    Path("since").write_text(str(time.time()))
-    dist.barrier() if rank == 1 else dist.all_reduce(total)
+        heartbeat.enter("eval", step=3)
+        Path("since").write_text(str(time.time()))
+        dist.barrier() if rank == 1 else dist.all_reduce(total)
 """
-STALLS = {
-    "data": READS,
-    "stopped": STOPS,
-    "checkpoint": CHECKPOINT,
-    "collectives": DIFFER,
-}
-
-
-@pytest.fixture(scope="module")
-def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
-    """All of them at once: most of their time is waiting."""
-    started = {}
-    for name, body in STALLS.items():
-        folder = tmp_path_factory.mktemp(name)
-        os.mkfifo(folder / "pipe")
-        started[name] = folder, start(folder, body, worker=WITH_TORCH if name == "collectives" else WORKER)
-    yield started
-    for _, process in started.values():
-        process.kill()
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "data",
-            [
-                "rank 1 on ",
-                "behind: for ",
-                "in loading data of step 4, no progress",
-                "reading the data",
-                "in read_documents",
-            ],
-        ),
-        (
-            "stopped",
-            ["rank 1 on ", "is stopped, in the forward pass of step 4 (micro-batch 2)", "SIGSTOP"],
-        ),
-        (
-            "checkpoint",
-            ["rank 0 on ", "in the checkpoint after step 3", "slow or stalled storage", "in _sync", "gloo:barrier"],
-        ),
-        (
-            "collectives",
-            ["different collective operations", "gloo:barrier number 4", "gloo:all_reduce number 4 (Float 3)"],
-        ),
-    ],
-)
-def test_a_stalled_run_is_diagnosed_and_ended_within_its_limit(
-    name: str, said: list[str], stalls: dict[str, tuple[Path, subprocess.Popen[str]]]
-) -> None:
-    folder, process = stalls[name]
-    _, stderr = process.communicate(timeout=LONG_S)
-    took = (folder / "out/logs/ranks.json").stat().st_mtime - float((folder / "since").read_text())
-    assert process.returncode == 4
-    assert not running(folder)
-    assert took < (3 if name == "checkpoint" else 1) * LIMIT_S + ENDED_S, took
-    assert stderr.endswith((folder / "out/logs/diagnosis.txt").read_text())
-    for one in said:
-        assert one in stderr
-    assert stderr.count("likely cause") == 1
-    waiting = 0 if "rank 1" in stderr.splitlines()[0] else 1
-    stacks = (folder / f"out/logs/stacks-rank-0000{waiting}.txt").read_text()
-    assert "in work" in stacks and "-- pending: gloo:" in stacks
-
-
-KILLED = """
+FORWARD = """
     heartbeat.enter("forward", step=4)
     Path("since").write_text(str(time.time()))
-    told()
+    wait_for_the_watchdog()
+"""
+KILLED = """
     if rank == 1: os.kill(me, signal.SIGKILL)
     meet(4)
 """
-RAISES = """
-    heartbeat.enter("forward", step=4)
-    Path("since").write_text(str(time.time()))
-    if rank == 1: raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    meet(4)
-"""
-
-
-def test_a_killed_rank_is_named_with_its_signal_and_place_and_the_others_losses_are_not_repeated(
-    tmp_path: Path,
-) -> None:
-    code, stderr = launch(tmp_path, KILLED, step_timeout=600, launcher=BY_TORCHRUN)
-    assert time.time() - float((tmp_path / "since").read_text()) < ENDED_S
-    pid = (tmp_path / "pid-1").read_text()
-    first, *rest = stderr.splitlines()
-    assert code == 4, stderr
-    # nor has it always the time to write down the signal
-    died = (
-        rf"rank 1 on \S+ \(process {pid}\) ended without an error message( \(SIGKILL\))?, in the forward pass of step 4"
-    )
-    assert re.fullmatch(died, first)
-    assert [line.strip()[:10] for line in rest] == ["rank 0 on ", "likely cau", "→ find out"]
-
-
 ABORTS = """
-    heartbeat.enter("forward", step=4)
-    told()
     if rank == 1: os.kill(me, signal.SIGKILL)
     try:
         meet(4)
@@ -281,56 +166,90 @@ ABORTS = """
         os.abort()  # as NCCL has a rank do whose peer is gone
 """
 CRASHES = """
-    heartbeat.enter("forward", step=4)
     def in_a_kernel(): os.kill(me, signal.SIGSEGV)
-    told()
     if rank == 1: in_a_kernel()
     meet(4)
 """
-
-
-def test_a_rank_that_ends_itself_without_a_word_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    for number in (7, 0):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        body = f"    heartbeat.enter('forward', step=4)\n    told()\n    if rank == 1: __import__('posix')._exit({number})\n    meet(4)\n"
-        code, stderr = launch(folder, body, step_timeout=600)
-        assert code == 4, stderr
-        by = " (exit code 7)" if number else ""  # launchers note no end with 0
-        assert f"ended without an error message{by}, in the forward pass of step 4" in stderr.splitlines()[0]
-
-
-def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_named(tmp_path: Path) -> None:
-    code, stderr = launch(tmp_path, ABORTS, step_timeout=600)
-    assert code == 4, stderr
-    died = r"rank 1 on \S+ \(process \d+\) ended without an error message( \(SIGKILL\))?, in the forward pass of step 4"
-    assert re.fullmatch(died, stderr.splitlines()[0]), stderr
-    assert stderr.count("likely cause") == 1
-
-
-def test_a_crash_is_named_with_the_stack_at_which_it_was(tmp_path: Path) -> None:
-    code, stderr = launch(tmp_path, CRASHES, step_timeout=600)
-    assert code == 4, stderr
-    assert re.search(
-        r"ended without an error message( \(SIGSEGV\))?, in the forward pass of step 4", stderr.splitlines()[0]
-    )
-    assert stderr.count("in in_a_kernel") == 1
-    assert "Fatal Python error" in (tmp_path / "out/logs/stacks-rank-00001.txt").read_text()
-
-
+EXITS = """
+    if rank == 1: __import__('posix')._exit(%s)
+    meet(4)
+"""
 LEAVES = """
-    if rank == 1:
-        told()
-        return 0
+    if rank == 1: return 0
     meet(4, "counts")
 """
 
 
-def test_a_rank_that_has_come_to_its_end_too_early_is_named(tmp_path: Path) -> None:
-    code, stderr = launch(tmp_path, LEAVES, step_timeout=600)
-    assert code == 4, stderr
-    assert stderr.startswith("rank 1 on ") and "has finished, the others have not" in stderr
-    assert ", in exchanging the counts of step 4" in stderr and "fewer steps" in stderr
+@dataclass(frozen=True)
+class Fault:
+    """What the ranks do, which one the first line of the diagnosis names, and what else is in it."""
+
+    body: str
+    named: str
+    said: tuple[str, ...] = ()
+    waiting: int | None = None  # the rank whose stack shows that it waits, in a run that hangs
+    worker: str = WORKER
+    launcher: tuple[str, ...] = SMALL
+
+
+DIED = r"rank 1 on \S+ \(process \d+\) ended without an error message( \(%s\))?, in the forward pass of step 4"
+FAULTS = {
+    "data": Fault(READS, "rank 1 on .*step 4, no progress.*", ("reading the data", "in read_documents"), 0),
+    "stopped": Fault(STOPS, r"rank 1 on .*forward pass of step 4 \(micro-batch 2\).*", ("SIGSTOP",), 0),
+    "checkpoint": Fault(CHECKPOINT, "rank 0 on .*step 3.*", ("storage", "in _sync", "gloo:barrier"), 1),
+    "collectives": Fault(
+        DIFFER, "rank .*", ("gloo:barrier number 4", "gloo:all_reduce number 4 (Float 3)"), 1, worker=WITH_TORCH
+    ),
+    "killed": Fault(FORWARD + KILLED, DIED % "SIGKILL", launcher=BY_TORCHRUN),
+    "aborts": Fault(FORWARD + ABORTS, DIED % "SIGKILL"),
+    "crashes": Fault(FORWARD + CRASHES, DIED % "SIGSEGV", ("in in_a_kernel",)),
+    "exits with 7": Fault(FORWARD + EXITS % 7, DIED % "exit code 7", ("(exit code 7)",)),
+    "exits with 0": Fault(FORWARD + EXITS % 0, DIED % "no launcher notes it"),
+    "leaves": Fault(FORWARD + LEAVES, "rank 1 on .*has finished.*", ("step 4", "fewer steps")),
+}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
+    """All of them at once: most of their time is waiting."""
+    started = {}
+    for name, fault in FAULTS.items():
+        folder = tmp_path_factory.mktemp("fault")
+        os.mkfifo(folder / "pipe")
+        limit = 600 if fault.waiting is None else LIMIT_S
+        started[name] = folder, start(folder, fault.body, limit, fault.worker, fault.launcher)
+    yield started
+    for _, process in started.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(
+    name: str, faults: dict[str, tuple[Path, subprocess.Popen[str]]]
+) -> None:
+    fault, (folder, process) = FAULTS[name], faults[name]
+    _, stderr = process.communicate(timeout=LONG_S)
+    assert process.returncode == 4, stderr
+    assert not running(folder)
+    diagnosis = folder / "out/logs/diagnosis.txt"
+    took = diagnosis.stat().st_mtime - float((folder / "since").read_text())
+    assert took < ENDED_S + (0 if fault.waiting is None else (3 if name == "checkpoint" else 1) * LIMIT_S), took
+    assert re.fullmatch(fault.named, diagnosis.read_text().splitlines()[0]), stderr
+    assert stderr.endswith(diagnosis.read_text())
+    for one in fault.said:
+        assert one in stderr
+    assert stderr.count("likely cause") == 1
+    if fault.waiting is not None:
+        stacks = (folder / f"out/logs/stacks-rank-0000{fault.waiting}.txt").read_text()
+        assert "in work" in stacks and "-- pending: gloo:" in stacks
+
+
+RAISES = """
+    heartbeat.enter("forward", step=4)
+    Path("since").write_text(str(time.time()))
+    if rank == 1: raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    meet(4)
+"""
 
 
 def test_an_exception_is_shown_once_with_its_rank_by_the_last_lines_of_its_log(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,13 +52,6 @@ def work():
 
 run_worker(work)
 """
-
-
-@pytest.fixture
-def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
-    yield made
-    made.heal()
-    made.assert_empty()
 
 
 @pytest.fixture
@@ -152,49 +144,38 @@ def test_machines_with_another_config_or_package_are_told_which_key_and_version(
     assert all(f"trl: n2 has 0.1.2; n1 has {version('trl')}" in run.text for run in runs)
 
 
-def test_a_lost_link_is_named_on_both_sides_long_before_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
-    runs = small(hosts, folder, "topology.step_timeout=10")
-    training(runs[0], folder)
-    hosts.cut()
-    cut = time.monotonic()
-    assert both(runs) == [4, 4]
-    assert time.monotonic() - cut < PROMISED_S
-    for run, here, lost in ((runs[0], "n1", "n2"), (runs[1], "n2", "n1")):
-        assert f"{lost} was lost: silent for" in run.text
-        waits = rf"rank 0 on {here} waits? .*the backward pass of step \d+\n  likely cause: the machine is"
-        assert here == "n2" or re.search(waits, run.text)  # machine 0 alone knows of the ranks
-        assert run.text.count("likely cause") == 1 and "→ look whether the machine is up" in run.text
+FAULTS = {
+    "link lost": (4, PROMISED_S, r"rank 0 on n1 waits? .*step \d+\n  likely cause: the machine is"),
+    "raising": (2, ENDED_S, r"n2, rank 1 failed \(exit code 2\): see .*rank-00001.log(.*\n)*.*n2, rank 1:   bad data"),
+    "launcher killed": (4, ENDED_S, "n2 was lost"),
+    "stopped": (4, PROMISED_S, r"rank 1 on n2 .*SIGSTOP|rank 1 on n2 .*stopped"),
+}
+"""Of the second machine: the exit code of both, after how long, and what the first says."""
 
 
-def test_a_failing_process_ends_the_other_machine_with_its_code_and_its_words(hosts: TwoHosts, folder: Path) -> None:
-    runs = small(hosts, folder, FAILS="yes")
-    training(runs[0], folder)
-    failed = time.monotonic()
-    assert both(runs) == [2, 2]
-    assert time.monotonic() - failed < ENDED_S
-    assert re.search(r"n2, rank 1 failed \(exit code 2\): see .*run/logs/rank-00001.log", runs[0].text)
-    assert "n2, rank 1:   bad data" in runs[0].text
-
-
-def test_a_killed_launcher_leaves_nothing_behind_and_is_named(hosts: TwoHosts, folder: Path) -> None:
-    runs = small(hosts, folder)
-    training(runs[0], folder)
-    os.kill(runs[1].process.pid, signal.SIGKILL)
-    killed = time.monotonic()
-    assert runs[0].wait() == 4
-    assert time.monotonic() - killed < ENDED_S
-    assert "n2 was lost" in runs[0].text
-
-
-def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
-    runs = small(hosts, folder)
-    training(runs[0], folder)
-    os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)
-    stopped = time.monotonic()
-    assert both(runs) == [4, 4]
-    assert time.monotonic() - stopped < PROMISED_S
-    assert re.search(r"rank 1 on n2 .*is stopped.*\n(  .*\n)*  ranks? .*on n1 waits? .*of step \d+\n", runs[0].text)
-    assert (folder / "run/logs/diagnosis.txt").read_text() in runs[0].text
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_second_machine_is_named_on_the_first_and_ends_both(
+    fault: str, hosts: TwoHosts, folder: Path
+) -> None:
+    code, limit_s, said = FAULTS[fault]
+    overrides = ["topology.step_timeout=10"] if fault == "link lost" else []
+    first, second = small(hosts, folder, *overrides, **({"FAILS": "yes"} if fault == "raising" else {}))
+    training(first, folder)
+    if fault == "link lost":
+        hosts.cut()
+    elif fault == "launcher killed":
+        os.kill(second.process.pid, signal.SIGKILL)
+    elif fault == "stopped":
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)
+    since = time.monotonic()
+    assert both([first, second]) == [code, -signal.SIGKILL if fault == "launcher killed" else code]
+    assert time.monotonic() - since < limit_s
+    assert re.search(said, first.text), first.text
+    if fault == "link lost":  # each side names the other
+        assert "n2 was lost" in first.text and "n1 was lost" in second.text
+        assert [run.text.count("likely cause") for run in (first, second)] == [1, 1]
+    if fault == "stopped":
+        assert (folder / "run/logs/diagnosis.txt").read_text() in first.text
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -11,21 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.two_hosts import ADDRESSES, INTERFACE, Running, TwoHosts, both
+from tests.cluster.two_hosts import INTERFACE, Running, TwoHosts, both
 from tests.train.running import base_config
 
 NO_TORCH = "raise ImportError('torch takes seconds, and is not asked for here')\n"
 NOBODY = "10.88.0.99"
 LIMIT_S = 8
 LAST_S = 30  # for the start and for the lines at the end, on a busy machine
-
-
-@pytest.fixture
-def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
-    yield made
-    if shutil.which("tc"):
-        subprocess.run(["tc", "-n", made.space(2), "qdisc", "del", "dev", INTERFACE, "root"], capture_output=True)
-    made.assert_empty()
 
 
 @pytest.fixture
@@ -45,20 +37,23 @@ def env(hosts: TwoHosts, host: int, folder: Path, *arguments: str, **variables: 
     return hosts.start(host, "-m", "packtrain", *given, cwd=folder, env=variables)
 
 
-def slowed(hosts: TwoHosts) -> None:
+@pytest.fixture
+def slow_link(hosts: TwoHosts) -> Iterator[None]:
     """Lets host 2 send no more than 15 MB a second. Skips the test where the kernel cannot."""
     if shutil.which("tc") is None:
         pytest.skip("there is no tc (iproute2)")
     limit = ["tbf", "rate", "120mbit", "burst", "32kb", "latency", "400ms"]
-    command = ["tc", "-n", hosts.space(2), "qdisc", "replace", "dev", INTERFACE, "root", *limit]
-    done = subprocess.run(command, capture_output=True, text=True)
+    queue = ["tc", "-n", hosts.space(2), "qdisc"]
+    done = subprocess.run([*queue, "replace", "dev", INTERFACE, "root", *limit], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no token bucket: {done.stderr.strip()}")
+    yield
+    subprocess.run([*queue, "del", "dev", INTERFACE, "root"], check=True)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("slow_link")
 def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHosts, folder: Path) -> None:
-    slowed(hosts)
     (folder / "other.jsonl").write_text((folder / "data.jsonl").read_text() * 2)
     given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_pl4ntedpl4nted42", "PYTHONPATH": ""}
     second = env(hosts, 2, folder, f"data.train={folder / 'other.jsonl'}", **given)
@@ -80,11 +75,8 @@ def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHos
 
 def test_an_address_that_leads_nowhere_is_named_in_time_on_each_side(hosts: TwoHosts, folder: Path) -> None:
     hosts.name_resolves(2, "n1", NOBODY)
-    try:
-        first, second = (env(hosts, host, folder, f"topology.join_timeout={LIMIT_S}") for host in (1, 2))
-        assert both([first, second]) == [4, 4]
-    finally:
-        hosts.name_resolves(2, "n1", ADDRESSES[0])
+    first, second = (env(hosts, host, folder, f"topology.join_timeout={LIMIT_S}") for host in (1, 2))
+    assert both([first, second]) == [4, 4]
     assert "machine 1: did not connect to n1 (n1:29500)" in first.text and "1 of 2 machines: n1" in first.text
     assert "machine 0 could not be reached at n1:29500 for" in second.text
     assert "does a firewall let the port through?" in second.text

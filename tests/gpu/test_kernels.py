@@ -54,15 +54,6 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
     assert error <= kernel_tolerance(needs.dtype)
 
 
-@pytest.mark.parametrize("case", NEEDS)
-def test_a_kernel_is_found_for_what_torch_has(case: str, device: torch.device) -> None:
-    choice = choose_kernel(NEEDS[case], device)
-    print(case, "→", choice.kernel and choice.kernel.name, "|", choice.why_not())
-    if choice.kernel is None and case in TORCH_HAS_NOT:
-        pytest.skip(choice.why_not())
-    assert choice.kernel
-
-
 def drawn(segments: Segments, random: torch.Generator, device: torch.device) -> list[torch.Tensor]:
     """Queries, keys, values and a gradient of the output."""
     shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2, 8)]
