@@ -221,10 +221,10 @@ def _failure_of(code: int, output: str) -> Failure:
     lines = output.splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
     text = lines[starts[-1] :] if starts else lines[-20:]
-    if found := _OUT_OF_MEMORY.search(output):
-        return Failure(found[0], 2, "\n".join(text), memory=True)
+    if match := _OUT_OF_MEMORY.search(output):
+        return Failure(match[0], 2, "\n".join(text), memory=True)
     if code == -signal.SIGKILL:
         return Failure("killed: the machine was out of memory", 4, "\n".join(text), memory=True)
-    said = [line.strip() for line in text if line.strip() and not line.startswith("error:")]
-    why = said[0] if said else f"it ended with exit code {code}"
+    messages = [line.strip() for line in text if line.strip() and not line.startswith("error:")]
+    why = messages[0] if messages else f"it ended with exit code {code}"
     return Failure(why, code if code > 0 else 128 - code, "\n".join(text))

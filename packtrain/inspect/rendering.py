@@ -77,8 +77,8 @@ def remark_on_modes(data: dict[str, Any]) -> list[str]:
     remarks = [f"{name} is not possible here: {visible(mode['why'])}" for name, mode in modes.items() if "why" in mode]
     if (fill := modes["packed"].get("fill")) is not None:
         remarks.append(f"packed rows hold {percent(fill)} of batch.tokens_per_device; what is empty is not computed")
-    if (saved := modes["packed"].get("saved_by_sharing")) is not None:
-        remarks.append(f"prompts that both answers share save {percent(saved)} of the tokens")
+    if (share := modes["packed"].get("saved_by_sharing")) is not None:
+        remarks.append(f"prompts that both answers share save {percent(share)} of the tokens")
     return remarks
 
 

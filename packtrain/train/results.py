@@ -200,12 +200,12 @@ class Summary:
             "rank_seconds": self.trainer.times.means(),
             "retries": dict(retries.counted),
             "checkpoints": self.trainer.writer.outcome.to_json(),
-            "answers": [dict(zip(("prompt", "before", "after"), one, strict=True)) for one in self.answers],
+            "answers": [dict(zip(("prompt", "before", "after"), answer, strict=True)) for answer in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),
         }
 
 
-def show(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
+def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
     """The last lines of a run: its answers, losses, the folders (`contents`), and next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in summary.answers:
@@ -215,7 +215,7 @@ def show(log: Log, summary: Summary, folder: RunFolder, contents: list[str], com
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
-    for line in (*(f"  {one}" for one in contents), "next:", *(f"  {one}" for one in commands)):
+    for line in (*(f"  {item}" for item in contents), "next:", *(f"  {item}" for item in commands)):
         log.say(escape(line))
 
 

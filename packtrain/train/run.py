@@ -440,7 +440,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         chat=bool(run.prepared.tokenizer.chat_template),
         scores=config.objective.traits.scores,
     )
-    results.show(run.log, summary, folder, saved, commands)
+    results.print_results(run.log, summary, folder, saved, commands)
 
 
 def _describe_data(run: Run, data: PreparedData) -> None:

@@ -19,7 +19,7 @@ from packtrain.config.schema import Packing, Peft, RunConfig, Trainer
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
-from packtrain.train.verify.command import show
+from packtrain.train.verify.command import print_verdicts
 from packtrain.train.verify.modes import MODES
 
 start = test_dpo_user.start
@@ -41,7 +41,7 @@ def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
         if attention == "auto":
             worst = max(proof[f"max_abs_diff_{what}"] for what in ("before", "after", "alone"))
             assert worst <= proof["tolerance"] and proof["control"] > 5 * proof["tolerance"]
-        show(report, as_json=False)
+        print_verdicts(report, as_json=False)
         assert ("share_prefix=false" in capsys.readouterr().out) == bool(insists)
 
 

@@ -28,7 +28,7 @@ from packtrain.run_folder import RunFolder
 from packtrain.train.objectives.sft import SFT
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
-from packtrain.train.verify.command import show
+from packtrain.train.verify.command import print_verdicts
 from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for, loss_on_random_examples
 from tests.train import forked
 
@@ -143,7 +143,7 @@ def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Pat
     assert report["isolation"]["max_abs_diff_after"] > 100 * report["isolation"]["tolerance"]
     assert report["modes"]["packed"]["grad_rel_diff"] > 0.05
     assert report["modes"]["padding"]["grad_rel_diff"] < 1e-4
-    show(report, as_json=True)
+    print_verdicts(report, as_json=True)
     assert json.loads(capsys.readouterr().out) == report
 
 

@@ -50,6 +50,8 @@ FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.la
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 600, 70
 MOST_CONDUCTORS = 17
+MOST_READ = {"One step of training": 12, "One launch": 18, "One resume": 10}
+"""Files through which docs/architecture.md leads a reader."""
 WITHOUT_TORCH = (
     "config",
     "plan",
@@ -194,6 +196,12 @@ def named(page: Path) -> list[tuple[str, str]]:
     return [(path, name) for path, name in spans if path.endswith((".py", "/")) or name]
 
 
+def files_of_section(page: Path, title: str) -> set[str]:
+    """The modules that a page names in backticks below a heading."""
+    section = page.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"`([\w/]+\.py)", section))
+
+
 def found(path: str) -> Path | None:
     return next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
 
@@ -210,6 +218,11 @@ def test_what_a_page_says_of_the_layout_is_there(page: str) -> None:
             assert name in {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}, (
                 path
             )
+
+
+@pytest.mark.parametrize("title", MOST_READ)
+def test_a_reader_is_led_through_few_files(title: str) -> None:
+    assert 0 < len(files_of_section(ROOT / "docs/architecture.md", title)) <= MOST_READ[title]
 
 
 def test_files_that_code_and_pages_speak_of_are_there() -> None:

@@ -66,7 +66,7 @@ def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None
     own = zero.state_dict()
     exact = [state.pop("", flat) for state, flat in zip(filled, flats, strict=True)]
     own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
-    states = {group: one for group, one in enumerate(filled) if one}
+    states = {group: state for group, state in enumerate(filled) if state}
     own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
     rank = torch.distributed.get_rank()
     if partitioned:

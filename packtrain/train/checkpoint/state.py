@@ -115,8 +115,8 @@ class Checkpoints:
 
     def _weights_bytes(self) -> int:
         """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
-        saved = [weight for weight in self._model.parameters() if weight.requires_grad or not self._adapts]
-        return sum(elements(weight) * weight.itemsize for weight in saved)
+        weights = [weight for weight in self._model.parameters() if weight.requires_grad or not self._adapts]
+        return sum(elements(weight) * weight.itemsize for weight in weights)
 
     def _seal(self, step: int, best: int | None) -> None:
         """Completes the checkpoint that all ranks have written, and removes what gives way to it."""

@@ -125,7 +125,7 @@ class MetricsFile(TrainerCallback):
         text = self._path.read_text(errors="replace")  # a loss of power may leave anything
         lines = [*text.splitlines(), *self._unwritten.splitlines()] if state.global_step else []
         self._unwritten = ""
-        evaluated = any("eval_loss" in one for one in state.log_history if one["step"] == state.global_step)
+        evaluated = any("eval_loss" in line for line in state.log_history if line["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
             write_text(self._path, kept)

@@ -62,7 +62,7 @@ def in_format(
     Adapters stay float32. Called by all processes, with {} on all but one; tied weights stay one tensor.
     """
     made: dict[int, torch.Tensor | None] = {}
-    saved, adapted = dict(whole), base_model(model) is not model
+    final, adapted = dict(whole), base_model(model) is not model
     for name, weight in model.named_parameters(remove_duplicate=False):
         if (own := format_in_final(name, weight, dtype, adapted=adapted)) is None:
             continue
@@ -70,9 +70,9 @@ def in_format(
             kept = exact(weight)
             value = whole.get(name) if kept is None else kept
             made[id(weight)] = None if name not in whole or value is None else value.detach().to(own).cpu()
-        if (found := made[id(weight)]) is not None and name in whole:
-            saved[name] = found
-    return saved
+        if (converted := made[id(weight)]) is not None and name in whole:
+            final[name] = converted
+    return final
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
         logs_are_named = code not in (0, CheckFailed.exit_code)
         report = RunFolder.of(aside.trainer).verification
         if report.exists():  # under another launcher only the first process writes it
-            show(json.loads(report.read_text()), as_json=as_json)
+            print_verdicts(json.loads(report.read_text()), as_json=as_json)
         return code
     finally:
         if not logs_are_named:
@@ -68,7 +68,7 @@ def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as
         from packtrain.train.verify.foreign_collator import verify_collator
     with stdout_on_stderr():
         code, report = verify_collator(model, peft, trainer, spec, **how)
-    show(finite(report), as_json=as_json)
+    print_verdicts(finite(report), as_json=as_json)
     return code
 
 
@@ -83,7 +83,7 @@ def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
     return plan_launch(replace(config, topology=here), replace(surroundings, env=own), verb)
 
 
-def show(report: dict[str, Any], *, as_json: bool) -> None:
+def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
     """The report (of measure.py, or of foreign_collator.py) on stdout: as one JSON document, or for people."""
     if as_json:
         print(json.dumps(report, indent=2))
