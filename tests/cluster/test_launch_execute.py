@@ -24,7 +24,7 @@ from tests.cluster.two_hosts import LONG_S
 
 WORKER = """
 import os, signal, sys, time
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.worker import run_worker
 
 rank = int(os.environ["RANK"])
@@ -89,11 +89,12 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
     [
         ("raise UserError('bad data')", "time.sleep(300)", 2),
         ("time.sleep(300)", "raise CheckFailed('leaks')", 3),
+        ("raise PeerFailed('gone')", "time.sleep(300)", 4),
         ("raise RuntimeError('oops')", "time.sleep(300)", 4),
         ("raise RuntimeError('oops')", "raise RuntimeError('oops')", 1),
         ("raise RuntimeError('gone')", "raise UserError('bad data')", 2),
     ],
-    ids=["user-error", "check-failed", "one-raises", "bug", "the-most-telling"],
+    ids=["user-error", "check-failed", "peer-failed", "one-raises", "bug", "the-most-telling"],
 )
 def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, code: int, tmp_path: Path) -> None:
     by_torchrun = rank_0 == "raise UserError('bad data')"
