@@ -65,6 +65,12 @@ def is_certain(text: str) -> bool:
     return Redactor(os.environ).certain(text) != text
 
 
+def variable_of(text: str) -> str:
+    """The variable of the environment, secret by its name, whose value is in a text; "" if there is none."""
+    named = (item for item in os.environ.items() if speaks_of_secrets(item[0]))
+    return next((name for name, value in named if any(secret in text for secret in _secrets(name, value))), "")
+
+
 def clean(text: str) -> str:
     """A message without secrets: those of the environment, learnt ones, and what looks like one."""
     return Redactor(os.environ).text(text)

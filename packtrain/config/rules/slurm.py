@@ -16,7 +16,7 @@ from typing import Any
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
-from packtrain.redact import is_certain, learn, speaks_of_secrets
+from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
 from packtrain.wording import whole
 
 _FIXED = {  # options that are packtrain's own or would break the script, and what to do instead
@@ -110,7 +110,10 @@ def note_secrets(setup: list[str]) -> Iterator[str]:
 def _secrets_in(path: str, text: str) -> Iterator[Fault]:
     code, named = path.startswith(_CODE), _MAPPING.fullmatch(path)
     bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
-    if is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
+    if variable := variable_of(text):
+        what = f"the value of ${variable} is in it: by its name a secret, which would be written into files"
+        yield Fault((path,), what, f"Where it is none, unset {variable}, or give the variable another name.")
+    elif is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
         yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""))
     for variable in _ASSIGNED.findall(text) if code else ():
