@@ -24,7 +24,7 @@ import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.errors import Problem, UserError
+from packtrain.errors import UserError
 from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
@@ -39,7 +39,7 @@ from packtrain.monitor.processes import STACKS
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.surroundings import INSTALL, INSTALL_CXX, free_port, lack_of_compiler, lack_of_cxx, look_around
+from packtrain.plan.surroundings import free_port, look_around
 from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"
@@ -72,8 +72,6 @@ def execute(
         # srun's code is that of a lost machine, though the run may have gone on without it
         done = plan.makes_do and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
-    if config.trainer.torch_compile:
-        _check_compilers(plan)
     with ExitStack() as stack:
         lock, has_opened = stack.enter_context(RunLock()), False
 
@@ -147,16 +145,6 @@ def _launch_and_restart(
             print(restarts.sentence(), file=sys.stderr, flush=True)
         living = frozenset(machines[node] for node in verdict.restart)
         place = replace(place, expected=living, least=plan.least_nodes)
-
-
-def _check_compilers(plan: LaunchPlan) -> None:
-    """Raises UserError where this machine cannot compile the model's layers (trainer.torch_compile)."""
-    env = {**os.environ, **plan.command.env}
-    lacks = [(lack_of_cxx(env), INSTALL_CXX), (lack_of_compiler(env) if plan.gpus else "", INSTALL)]
-    if problems := [
-        Problem(lack, "trainer.torch_compile", f"{fix}; or set it to false") for lack, fix in lacks if lack
-    ]:
-        raise UserError(problems)
 
 
 def _limits(config: RunConfig) -> TimeLimits:

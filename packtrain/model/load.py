@@ -25,7 +25,7 @@ from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, loaded_patiently, location
+from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
@@ -49,7 +49,7 @@ def check_before_loading(
     if config.trust_remote_code or (config.path or "").endswith(".gguf"):
         return
     with _loading(config, where):
-        model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer, scores=scores))
+        model_config = _config_of(config, tokenizer, scores=scores)
         named = [key.split(".")[2] for key in despite if key.startswith("model.config.")]
         _check_keys(named, model_config, {*config.config, *_ROTARY_KEYS}, "trainer.resume_despite")
         with torch.device("meta"):
@@ -76,7 +76,7 @@ def load_model(
                 trust_remote_code=config.trust_remote_code,
             )
             if config.init == "random"
-            else loaded_patiently(config.path, lambda: _load_pretrained(config, tokenizer, seed, scores=scores))
+            else _load_pretrained(config, tokenizer, seed, scores=scores)
         )
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])

@@ -27,7 +27,6 @@ _FIRST_PORT, _PORTS = (
     20_000,
     10_000,
 )  # these and Slurm's (launchers.py) are below Linux's range for outgoing connections
-INSTALL_CXX = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), or name one in CXX"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
 )
@@ -127,9 +126,3 @@ def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
     if not any(Path(folder, "Python.h").is_file() for folder in headers):
         return f"no Python.h in {' or '.join(headers)}, so Triton cannot build its kernels for the GPU"
     return ""
-
-
-def lack_of_cxx(env: Mapping[str, str] = os.environ) -> str:
-    """What torch.compile lacks to compile a model, in words; "" if nothing. As in torch's own search: CXX, else g++."""
-    name = env.get("CXX") or "g++"
-    return "" if shutil.which(name, path=env.get("PATH")) else f"no C++ compiler ({name})"

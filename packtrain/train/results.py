@@ -32,7 +32,6 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
-from packtrain.monitor import retries
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.proof.choice import AttentionChoice
@@ -198,7 +197,6 @@ class Summary:
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": None,  # no longer measured; the key stays for readers of earlier summaries
             "rank_seconds": self.trainer.times.means(),
-            "retries": dict(retries.counted),
             "checkpoints": self.trainer.writer.outcome.to_json(),
             "answers": [dict(zip(("prompt", "before", "after"), answer, strict=True)) for answer in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),

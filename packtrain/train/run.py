@@ -35,7 +35,6 @@ from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, open_strategy
-from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
@@ -143,7 +142,6 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    retries.listeners.append(log.warn)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     trainer, checkpoint = _prepare(run, started)
     if checkpoint is not None:

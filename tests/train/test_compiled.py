@@ -21,7 +21,6 @@ from packtrain.errors import UserError
 from packtrain.model import compiled
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
-from packtrain.plan.surroundings import lack_of_cxx
 from tests.train import forked
 
 
@@ -42,7 +41,7 @@ def loss_and_gradients(model: Any, segments: Segments) -> tuple[torch.Tensor, to
     return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-@pytest.mark.skipif(bool(lack_of_cxx()), reason=f"{lack_of_cxx()}: nothing can be compiled")
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: nothing can be compiled")
 def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compiled_once() -> None:
     plain, fast = (tiny_model("llama", num_hidden_layers=2, attention_bias=True).train() for _ in range(2))
     for model in (plain, fast):
@@ -91,6 +90,4 @@ def test_without_a_compiler_the_run_ends_before_anything_is_loaded(tmp_path: Pat
     path.write_text(yaml.safe_dump(base_config(tmp_path, trainer={"torch_compile": True})))
     refused = packtrain("sft", str(path), env={"CXX": "no-such-compiler"}, expect=2)
     assert "trainer.torch_compile" in refused.stderr and "no-such-compiler" in refused.stderr
-    assert not (tmp_path / "run").exists() and lack_of_cxx({"PATH": str(tmp_path)})
-    if there := shutil.which("g++"):
-        assert lack_of_cxx({"CXX": there}) == ""
+    assert not (tmp_path / "run").exists()

@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,10 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
     if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
         yield from _not_installed("optim.name", config.optim.name, package, package)
+    compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # as torch searches for it
+    if trainer.torch_compile and not shutil.which(compiler):
+        fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
+        yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
     for tracker in dict.fromkeys(trackers):
         yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
 

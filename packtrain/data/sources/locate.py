@@ -22,7 +22,6 @@ from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, cut_into_chunks
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
-from packtrain.monitor.retries import patiently
 
 if TYPE_CHECKING:
     import datasets
@@ -169,7 +168,7 @@ def _load_saved(folder: Path, source: DataSource) -> Source:
     import datasets
 
     try:
-        loaded = patiently("storage", str(folder), lambda: datasets.load_from_disk(str(folder)))
+        loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever a damaged folder makes `datasets` raise
         raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
     if isinstance(loaded, datasets.Dataset):
@@ -185,8 +184,7 @@ def _load_from_hub(source: DataSource, where: str) -> Source:
 
     with offline_unless_reachable() as online:
         try:
-            given = source.path, source.subset
-            loaded = patiently("hub", source.path, lambda: datasets.load_dataset(*given, split=source.split))
+            loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
         except Exception as error:  # network, access, name, split, subset: the library's message has it
             what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE

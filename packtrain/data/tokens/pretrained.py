@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
-from packtrain.monitor.retries import patiently
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -92,7 +91,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     where = "model.tokenizer" if config.tokenizer else "model.path"
     check_model_folder(Path(source).expanduser())
     with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, partial(fix_of, online)):
-        loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
+        loaded = AutoTokenizer.from_pretrained(**location(source, config))
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
         return loaded
@@ -109,12 +108,6 @@ def hub(source: str | None) -> AbstractContextManager[bool]:
     """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
     local = source is None or Path(source).expanduser().exists()
     return nullcontext(True) if local else offline_unless_reachable()
-
-
-def loaded_patiently(source: str | None, load: Callable[[], Any]) -> Any:
-    """What `load` makes of a hub id or folder, which it tries again while the hub or the disk comes and goes."""
-    local = source is None or Path(source).expanduser().exists()
-    return patiently("storage" if local else "hub", str(source), load)
 
 
 def location(source: str, config: Model) -> dict[str, Any]:
