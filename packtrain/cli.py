@@ -283,17 +283,8 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Draw the curves of a run here, as long as it goes on.")
-    ] = False,
 ) -> int:
     """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
-    if watch:
-        from packtrain.report.watch import watch as watch_run
-
-        if len(runs) > 1 or output:
-            raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
-        return watch_run(runs[0])
     from packtrain.report.page import report_runs
 
     return report_runs(runs, output)

@@ -16,26 +16,21 @@ import os
 import platform
 import shlex
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from packtrain.config.schema import Trainer
 from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
 
-DISK_S = 3
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """What a run replaces in logs/; to all else there it appends."""
-_disk, _stalled = threading.Lock(), list[threading.Thread]()
-"""Held while `in_time` works, and its threads that have not come back."""
-_Result = TypeVar("_Result")
 _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
@@ -270,27 +265,6 @@ def write_json(path: Path, content: Any) -> None:
     """Writes JSON that is whole or absent, whatever happens."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
-    """What `work` returns; `otherwise` if it raises OSError or takes longer than DISK_S, or an earlier call is still stuck.
-
-    For diagnoses of a run that stands still, perhaps because of its disk: a thread that is stuck in a file system cannot be ended,
-    and later calls do their work after it.
-    """
-    results: list[_Result] = []
-    _stalled[:] = [earlier for earlier in _stalled if earlier.is_alive()]
-
-    def attempt() -> None:
-        with _disk, suppress(OSError):
-            results.append(work())
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(0 if _stalled else DISK_S)
-    if thread.is_alive():
-        _stalled.append(thread)
-    return results[0] if results else otherwise
 
 
 def environment() -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from packtrain.config.schema import DataSource
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
+from packtrain.wording import counted
 
 LEAST_PROMPT = 2
 """Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
@@ -75,6 +76,14 @@ class DataReport:
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
+
+    def decisions(self) -> list[str]:
+        """`remarks`, and what was decided about single rows."""
+        ways = (
+            (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
+            (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
+        )
+        return [*self.remarks, *(f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)]
 
 
 SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold")

@@ -24,7 +24,7 @@ from rich.markup import escape
 from packtrain.diagnose.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.all_reduce import check_all_reduce, describe_pair, summarize, take_part
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status, start
+from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -37,6 +37,7 @@ from packtrain.plan.surroundings import look_around
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.redact import Redactor
 from packtrain.run_folder import environment
+from packtrain.time_limit import start
 from packtrain.wording import listed, size
 
 GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten it

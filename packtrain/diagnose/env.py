@@ -22,12 +22,13 @@ from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch, start
+from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, PlannedRun, Status, Torch
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
 from packtrain.plan.surroundings import Surroundings, look_around
 from packtrain.redact import Redactor
+from packtrain.time_limit import start
 from packtrain.wording import size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0

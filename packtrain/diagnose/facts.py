@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
@@ -25,7 +23,6 @@ from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30
 Load = Callable[[], RunConfig | None]  # returns the config of the run that was named, if one was
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +135,6 @@ class Check:
     status: Status
     found: str
     fix: str = ""
-
-
-def start(work: Callable[[], _Value]) -> Future[_Value]:
-    """Does `work` in a thread that does not outlive the process: a dead disk or machine may never answer."""
-    future: Future[_Value] = Future()
-
-    def answer() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # is raised where the answer is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=answer, daemon=True).start()
-    return future
 
 
 def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from packtrain.inspect.corpus import Corpus, find_places
 from packtrain.inspect.examples import show_example
 from packtrain.inspect.mode_costs import estimate_attention_cost, mode_costs
 from packtrain.inspect.scan import scan
-from packtrain.wording import counted
 
 SHOWN = 3
 _AMONG = 200
@@ -33,10 +32,6 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         desirable = int(corpus.labels[corpus.train.rows].sum())
         labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
     too_long = report.dropped.get(TOO_LONG, 0) * traits.documents
-    decisions = (
-        (report.retold, "rendered by TRL's training version of the chat template"),
-        (report.apart, "tokenised in parts, as a token would lie over the border of an answer"),
-    )
     cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
@@ -55,7 +50,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "held_out": None if corpus.eval is None else corpus.eval.report.documents // traits.documents,
         "sources": list(report.sources),
         "format": report.format,
-        "remarks": [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for rows, what in decisions if rows)],
+        "remarks": report.decisions(),
         "max_length": config.data.max_length,
         "percentiles": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
         "histogram": _make_histogram(corpus.train.lengths),

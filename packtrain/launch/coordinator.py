@@ -21,7 +21,8 @@ from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.origin import list_checkpoints
 from packtrain.redact import clean
-from packtrain.run_folder import RunFolder, as_type, in_time, write_json
+from packtrain.run_folder import RunFolder, as_type, write_json
+from packtrain.time_limit import in_time
 
 BEAT_S = 1.0
 ENDING_S = 30

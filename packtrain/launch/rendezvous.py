@@ -25,6 +25,7 @@ from packtrain.monitor.channel import SECRET, Client, NoAnswer, Server, new_secr
 from packtrain.plan.agreement import Member, compare_counts, compare_members, names_of, same_number_error
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
 from packtrain.plan.surroundings import free_port
+from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
@@ -155,7 +156,7 @@ class _JoinServer:
         if not hmac.compare_digest(str(body.get("password", "")).encode(), place.password.encode()):
             return _reject(place, "another run, with another trainer.output_dir, uses this port")
         try:
-            member, token = Member.from_json(body.get("member")), str(body["token"])
+            member, token = as_type(body.get("member"), Member), str(body["token"])
         except (ValueError, KeyError, TypeError):
             return _reject(place, "machine 0 has another version of packtrain")
         with self._lock:

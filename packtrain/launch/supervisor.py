@@ -23,7 +23,7 @@ from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import Stopped, Verdict, is_failure, listening, tail_of
 from packtrain.launch.worker import read_exits
 from packtrain.monitor.processes import Life, ProcessState, crash_of, life_of, memory_kills
-from packtrain.run_folder import in_time
+from packtrain.time_limit import in_time
 
 SELF_EXIT_S = 2
 TERM_S = 5

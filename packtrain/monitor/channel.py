@@ -1,7 +1,7 @@
 """The control channel of a run: JSON over HTTP, served by one process and called by all others, each call with a time limit.
 
 The launcher of machine 0 serves it on topology.main_port; in a run of another launcher rank 0 serves it on a free port.
-`POST /NAME` with a JSON object is answered with an object by the handler of that name; any GET returns one line of text.
+`POST /NAME` with a JSON object is answered with an object by the handler of that name.
 A caller sends the run's secret in a header, so that no other program can give orders; only handlers marked `open`, which are for
 joining, accept calls without it. Nothing is pickled, and no call blocks for ever: if the server is stopped, or another program
 listens at that port, the call fails after `timeout_s`.
@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from packtrain.run_folder import in_time
+from packtrain.time_limit import in_time
 
 SECRET = "PACKTRAIN_SECRET"
 """Environment variable with the run's secret, if a launcher or a batch script gives one to all machines."""
@@ -124,9 +124,6 @@ class _Request(BaseHTTPRequestHandler):
     timeout = _IDLE_S
     server_version = _NAME
     sys_version = ""
-
-    def do_GET(self) -> None:
-        self._reply(200, b"a run of packtrain\n")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")

@@ -20,7 +20,8 @@ from packtrain.monitor.channel import Server
 from packtrain.monitor.diagnosis import Diagnosis, RankState, describe_waits, diagnose, live_among
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
 from packtrain.monitor.processes import Collective, ProcessState, main_stack
-from packtrain.run_folder import in_time, write_json
+from packtrain.run_folder import write_json
+from packtrain.time_limit import in_time
 
 DIAGNOSIS = "diagnosis.txt"
 RANKS = "ranks.json"

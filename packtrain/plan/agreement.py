@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from packtrain.errors import CheckFailed, Problem
@@ -86,13 +86,6 @@ class Member:
     addresses: tuple[str, ...]
     versions: Mapping[str, str]
     config: Mapping[str, str]
-
-    @classmethod
-    def from_json(cls, values: Any) -> Member:
-        """The member whose `asdict` came as JSON. Raises ValueError if another version of packtrain sent it."""
-        if not isinstance(values, dict) or set(values) != {item.name for item in fields(cls)}:
-            raise ValueError("not a member")
-        return cls(**{**values, "addresses": tuple(values["addresses"])})
 
 
 def names_of(members: Sequence[Member]) -> dict[int, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from packtrain.errors import CheckFailed, Problem
+from packtrain.time_limit import start
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
@@ -218,12 +218,14 @@ def silence_for(address: str) -> str:
     """
 
     def look_up() -> None:
-        with suppress(OSError):  # an unknown name is an answer, and reported elsewhere
-            resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-            mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
-            socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
+        resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
+        socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
 
-    thread = threading.Thread(target=look_up, name="look-up", daemon=True)
-    thread.start()
-    thread.join(LOOK_UP_S)
-    return f"the name server does not answer for {address}" if thread.is_alive() else ""
+    try:
+        start(look_up).result(LOOK_UP_S)
+    except TimeoutError:
+        return f"the name server does not answer for {address}"
+    except OSError:  # an unknown name is an answer, and reported elsewhere
+        pass
+    return ""

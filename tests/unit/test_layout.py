@@ -21,7 +21,7 @@ PACKAGE = ROOT / "packtrain"
 LAYERS = (
     ("redact",),
     ("durable", "errors", "standard_streams", "wording"),
-    ("boundary",),
+    ("boundary", "time_limit"),
     ("config",),
     ("run_folder",),
     ("monitor",),
@@ -42,7 +42,7 @@ LAYERS = (
 )
 """Each imports only what stands before it."""
 LAUNCH = {
-    *("boundary", "durable", "errors", "redact", "standard_streams", "wording"),
+    *("boundary", "durable", "errors", "redact", "standard_streams", "time_limit", "wording"),
     *("config", "run_folder", "monitor", "plan"),
 }
 """What `launch` imports: it starts training as processes, never by an import."""

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from packtrain import run_folder
+from packtrain import time_limit
 from packtrain.errors import UserError
 from packtrain.launch.attempt import LOCK
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
-from packtrain.run_folder import REPLACED_LOGS, RunFolder, in_time, write_json
+from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json
+from packtrain.time_limit import in_time
 
 
 def finished(root: Path) -> RunFolder:
@@ -241,10 +242,10 @@ def test_what_a_disk_does_not_take_in_time_is_left_behind_and_what_comes_after_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert (in_time(lambda: "read", ""), in_time(fails, "nothing")) == ("read", "nothing")
-    monkeypatch.setattr(run_folder, "DISK_S", 0.05)
+    monkeypatch.setattr(time_limit, "DISK_S", 0.05)
     back, done = threading.Event(), threading.Event()
     assert in_time(lambda: back.wait(300), None) is None
-    monkeypatch.setattr(run_folder, "DISK_S", 300)
+    monkeypatch.setattr(time_limit, "DISK_S", 300)
     begun = time.monotonic()
     assert in_time(lambda: done.set() or "written", "not yet") == "not yet"
     assert time.monotonic() - begun < 100 and not done.is_set()

@@ -7,9 +7,8 @@ request decides. If it is not answered, the libraries work offline, as with HF_H
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
+from packtrain.time_limit import start
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -36,17 +36,13 @@ def is_reachable() -> bool:
     """Whether the hub answers within ANSWER_S seconds, also False if HF_HUB_OFFLINE is set; asked once in a process."""
     from huggingface_hub import constants, get_session
 
-    answered = threading.Event()
-
-    def ask() -> None:
-        with suppress(Exception):  # no route, no name, no certificate, a proxy's refusal: no answer
-            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
-            answered.set()
-
-    if not constants.HF_HUB_OFFLINE:
-        threading.Thread(target=ask, daemon=True).start()  # a name look-up has no timeout
-        answered.wait(ANSWER_S)
-    return answered.is_set()
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:  # a name look-up has no timeout of its own
+        start(lambda: get_session().head(constants.ENDPOINT, timeout=ANSWER_S)).result(ANSWER_S)
+    except Exception:  # no route, no name, no certificate, a proxy's refusal: no answer
+        return False
+    return True
 
 
 @contextmanager

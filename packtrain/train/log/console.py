@@ -138,7 +138,7 @@ def log_steps(
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.fact(title, _documents(part.report))
-            for remark in part.report.remarks:
+            for remark in part.report.decisions():
                 log.fact("", remark)
     figures = steps.schedule.summary(ranks.world_size)
     low, high = figures.micro_batches_min, figures.micro_batches_max
@@ -210,11 +210,6 @@ def _documents(report: DataReport) -> str:
         remarks.append(f"prompts are {pairs.prompt_share:.0%} of the tokens")
     elif labels is not None:
         made = f"{counted(report.documents, 'answers')}, {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
-    for number, what in (
-        (report.apart, "tokenised in parts, as a token would lie over the border of an answer"),
-        (report.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
-    ):
-        remarks += [f"{number:,} {what}"] if number else []
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; dropped: {dropped}"

@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections import defaultdict
@@ -37,6 +36,7 @@ from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
+from packtrain.time_limit import start
 from packtrain.train.library_errors import shortly
 from packtrain.wording import counted, listed, ranks_in_words
 
@@ -131,28 +131,23 @@ def join(*, timeout_s: float) -> Peers | None:
         return None
     host, address, port = socket.gethostname(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves the store
-    made: list[Store | Exception] = []
 
-    def connect() -> None:
+    def connect() -> Store:
         limit, kinds = timedelta(seconds=timeout_s), {"wait_for_workers": False, "multi_tenant": True}
-        try:
-            made.append(TCPStore(address, port, world_size, serves, limit, **kinds))
-        except DistError as error:
-            made.append(error)
+        return TCPStore(address, port, world_size, serves, limit, **kinds)
 
-    # in a thread, since torch waits for ever for a listener that does not answer
-    thread = threading.Thread(target=connect, name="store", daemon=True)
     with waiting("rank 0"):
         if not serves:
             _wait_for_listener(address, port, rank, timeout_s)
-        thread.start()
-        thread.join(timeout_s + _READ_S)
-    store = made[0] if made else TimeoutError("what listens there does not answer")
-    if isinstance(store, Exception):
-        fix = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
-        if "EADDRINUSE" in str(store):
-            raise CheckFailed(f"port {port} of this machine is taken", where="topology.main_port", fix=fix) from store
-        raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {shortly(store)}", fix=fix) from store
+        try:  # torch waits for ever for a listener that does not answer
+            store = start(connect, "store").result(timeout_s + _READ_S)
+        except (DistError, TimeoutError) as error:
+            fix = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
+            if "EADDRINUSE" in str(error):
+                what = f"port {port} of this machine is taken"
+                raise CheckFailed(what, where="topology.main_port", fix=fix) from error
+            why = shortly(error) if isinstance(error, DistError) else "what listens there does not answer"
+            raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {why}", fix=fix) from error
     return Peers(PrefixStore("packtrain", store), world_size, rank, host)
 
 
@@ -248,31 +243,26 @@ def connect(
     """
     if peers is None:
         return open_group()
-    devices: list[torch.device] = []
-    problems: list[str] = []
 
-    def work() -> None:
-        try:
-            device = open_group()
-            if wrong := _wrong_ranks(peers.rank, peers.world_size, device, reduce):
-                problems.append(f"has a wrong sum: of {ranks_in_words(wrong)}")
-            devices.append(device)
-        except Exception as error:  # backends raise exceptions of every type
-            problems.append(f"failed: {shortly(error)}")
+    def work() -> tuple[torch.device, list[int]]:
+        device = open_group()
+        return device, _wrong_ranks(peers.rank, peers.world_size, device, reduce)
 
-    thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
-    thread.start()
+    future = start(work, "first all-reduce")
     with waiting("the other ranks in the first all-reduce"):
-        thread.join(timeout_s)
-    if thread.is_alive():
-        problems.append(f"did not end within {timeout_s:g} s")
+        try:
+            device, wrong = future.result(timeout_s)
+            problem = f"has a wrong sum: of {ranks_in_words(wrong)}" if wrong else ""
+        except Exception as error:  # backends raise exceptions of every type
+            problem = f"failed: {shortly(error)}" if future.done() else f"did not end within {timeout_s:g} s"
+    if not problem:
+        return device
+    if not future.done():
         atexit.register(_end, CheckFailed.exit_code)
-    if problems:
-        names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
-        settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
-        where = f"rank {peers.rank} on {peers.host}"
-        raise CheckFailed(f"the first all-reduce over {backend} {problems[0]}{settings}", where=where, fix=_NETWORK_FIX)
-    return devices[0]
+    names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
+    settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
+    where = f"rank {peers.rank} on {peers.host}"
+    raise CheckFailed(f"the first all-reduce over {backend} {problem}{settings}", where=where, fix=_NETWORK_FIX)
 
 
 def limit_collectives(seconds: float) -> None:

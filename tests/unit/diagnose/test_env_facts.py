@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from packtrain.diagnose import devices, host
-from packtrain.diagnose.facts import Gpu, Torch, ask_python, start
+from packtrain.diagnose.facts import Gpu, Torch, ask_python
+from packtrain.time_limit import start
 
 MIB = 2**20
 ROW = "{}, NVIDIA H100 80GB HBM3, GPU-{}, 81559, 4, {}, 570.133.20"

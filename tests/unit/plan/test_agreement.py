@@ -39,14 +39,6 @@ def test_of_many_machines_those_that_differ_are_named() -> None:
     assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(compare_members(members))
 
 
-def test_a_member_is_read_from_json_or_refused() -> None:
-    me = member(1)
-    assert Member.from_json(asdict(me)) == me
-    for odd in (None, {}, {**asdict(me), "clock": 1.0}):
-        with pytest.raises(ValueError):
-            Member.from_json(odd)
-
-
 def test_what_is_compared_holds_no_secret_and_nothing_of_one_machine() -> None:
     secret = {"WANDB_API_KEY": "s3cret", "NCCL_SOCKET_IFNAME": "eth0"}
     config = RunConfig(topology=Topology(node_rank=1, main_address="n1", environment=secret))

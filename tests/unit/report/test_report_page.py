@@ -170,8 +170,6 @@ REFUSED = (
     "a -o nowhere/x.html",
     "a -o empty",
     "a -o /dev/null",
-    "--watch none",
-    "a -o x.html --watch",
 )
 
 
