@@ -121,10 +121,10 @@ class RouterLoss:
             self._values.append(balance(step, step))
         return self.weight * balance(load, step)
 
-    def value(self) -> float:
-        """The loss, without its weight, as a mean over the steps since the last call."""
+    def value(self) -> float | None:
+        """The loss, without its weight, as a mean over the steps since the last call; None if there were none."""
         values, self._values = self._values, []
-        return torch.stack(values).mean().item()
+        return torch.stack(values).mean().item() if values else None
 
     def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
         """Compares the loss over one collated micro-batch with the model's own, in `autocast`. Raises CheckFailed where they differ by

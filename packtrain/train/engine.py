@@ -84,7 +84,7 @@ class Engine:
             return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro-batch. DDP exchanges gradients with the `last` one only; sharded strategies do so with each.
+        """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only; sharded strategies do so with each.
 
         DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """

@@ -39,10 +39,10 @@ from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Runs the steps after that of `checkpoint` (None: from the first one) to the last, or until the run is asked to stop.
+    """Runs the steps that follow the one `checkpoint` was written after (None: all), until the last or a request to stop.
 
-    Raises CheckFailed where a step's figures end the run. DeepSpeed's engine clips, asks `judge` and updates within the last backward
-    pass of a step: 4 to 6 then find this done.
+    Raises CheckFailed where a step's figures end the run. DeepSpeed's engine clips, asks for a judgement and updates within the last
+    backward pass of a step: 4 to 6 then only read the result.
     """
     trainer.prepare(checkpoint)
     trainer.notify("train_begin")
@@ -55,14 +55,14 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         micro_batches = trainer.next_batches(batches)
         # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
         counts = trainer.sum_counts(micro_batches)
-        # 3. forward and backward: the loss is the sum over the step's tokens (or examples) over their number
+        # 3. forward and backward: the loss is the sum over the step's tokens (or examples), divided by their number
         loss = trainer.forward_and_backward(micro_batches, counts)
         # 4. clip
         norm = trainer.clip()
-        # 5. judge: no update is made if the step is a loss spike
+        # 5. judge: a step whose loss or gradient norm is a spike gets no update
         judgement = trainer.judge(loss, norm, counts)
-        if judgement.back is not None:
-            batches = trainer.go_back(*judgement.back)
+        if judgement.return_to is not None:
+            batches = trainer.go_back(*judgement.return_to)
             continue
         # 6. update
         rate = trainer.update(judgement.loss)
@@ -81,7 +81,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 
 
 class StepTrainer:
-    """Trains by LoopSettings with the `loss` of an objective; transformers' `callbacks` are notified of events."""
+    """Trains as `settings` say, with the `loss` of an objective; transformers' `callbacks` are notified of events."""
 
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
@@ -159,7 +159,7 @@ class StepTrainer:
     # The parts of a step, in order.
 
     def should_continue(self) -> bool:
-        """Whether another step is to be made."""
+        """Whether to run another step."""
         stops = self.control.should_training_stop or self.settings.stop.agreed
         return self.state.global_step < self.state.max_steps and not stops
 
@@ -188,7 +188,7 @@ class StepTrainer:
         return total[:4]
 
     def forward_and_backward(self, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
-        """Over all micro-batches; gradients are exchanged with the last one only.
+        """Runs all micro-batches forward and backward; Engine.exchanging_gradients says when ranks exchange gradients.
 
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
@@ -198,7 +198,7 @@ class StepTrainer:
         model.train()
         total = torch.zeros((), device=self.loss.device)
         self.loss.open_step(batches)
-        # sharded weights are gathered for one layer at a time; keeping their casts would keep all layers
+        # sharded weights are gathered for one layer at a time: caching their bfloat16 copies would keep every layer in memory
         with nullcontext() if self.settings.sharded else weights_cast_once():
             for number, batch in enumerate(batches, start=1):
                 self.work.begin(self.state.global_step, number, batch)
@@ -215,7 +215,7 @@ class StepTrainer:
         return total
 
     def clip(self) -> Any:
-        """The norm of the step's gradients, which are clipped to optim.max_grad_norm."""
+        """Clips the step's gradients to optim.max_grad_norm; returns their norm before that."""
         self.clock.enter("optimizer")
         return self.engine.clip()
 
@@ -227,14 +227,14 @@ class StepTrainer:
         if not self.spikes.watches:
             return Judgement(loss, norm)
         step = self.state.global_step + 1
-        # DeepSpeed's engine has asked within the backward pass (`_judge_for_engine`)
+        # DeepSpeed's engine has called `_judge_for_engine` within the backward pass
         if not self.engine.deepspeed and self.spikes.is_spike(step, loss, norm, counts):
-            self.engine.wrapped.zero_grad()  # optimizers skip weights whose grad is None
+            self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip those whose grad is None
             self.lost_updates.leave_out()
         if not self.spikes.fault:
             return Judgement(loss, norm)
         if not self.spikes.loss_is_finite:
-            self.loss.drop_figures()  # they are not finite either
+            self.loss.figures()  # those since the last line are not finite either, and are dropped
         back = self.spikes.decide(step, self._newest_checkpoint, self._losses_of_examples)
         return Judgement(*self.spikes.last_good_figures(self.loss.device), back)
 
@@ -291,11 +291,11 @@ class StepTrainer:
         self.step_figures.leave_out(time.perf_counter() - started)
 
     def should_save(self) -> bool:
-        """Whether this step has a checkpoint: every trainer.checkpoint_every, the last, the best one, one that the run stops after."""
+        """Whether to write a checkpoint after this step: every trainer.checkpoint_every, the last, the best, and where the run stops."""
         step = self.state.global_step
-        timely = step % self.state.save_steps == 0 or step >= self.state.max_steps
+        due = step % self.state.save_steps == 0 or step >= self.state.max_steps
         wanted = self.control.should_save or bool(self.settings.stop.agreed)
-        return wanted or (timely and self.args.save_strategy != "no")
+        return wanted or (due and self.args.save_strategy != "no")
 
     def save_checkpoint(self) -> None:
         """Begins the checkpoint of this step, which is written while training goes on. Raises CheckFailed if the loss is not finite."""
@@ -307,7 +307,7 @@ class StepTrainer:
         self.control.should_save = False
 
     def go_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
-        """Puts everything back to the checkpoint of `step`; returns the micro-batches of the steps from there on."""
+        """Restores everything from the checkpoint of `step`; returns the micro-batches of the steps from there on."""
         self.clock.enter("checkpoint", step=step)
         self.step_figures.forget()
         self.loss.figures()
@@ -331,7 +331,7 @@ class StepTrainer:
         self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
-        """Compares the first packed rows with their documents alone; this time does not count as training."""
+        """Compares the first packed rows with their documents run one by one; this time does not count as training."""
         rows = [batch.inputs for batch in batches if "segments" in batch.inputs]
         if self.watch is None or not rows:
             return
@@ -355,21 +355,23 @@ class StepTrainer:
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
         if step is not None and self.accelerator.is_main_process:
-            begun = self._resumed_from if step == self.settings.first_step else None  # it may be in another run folder
-            places = (folder_of(self.settings.checkpoints, step), begun)
+            resumed_from = (
+                self._resumed_from if step == self.settings.first_step else None
+            )  # it may be in another run folder
+            places = (folder_of(self.settings.checkpoints, step), resumed_from)
             folder = next((place for place in places if place is not None and place.is_dir()), None)
         with waiting("rank 0 to find the checkpoint"):
             folder = cast(list, broadcast_object_list([folder]))[0]
         return None if step is None or folder is None else (step, folder)
 
     def _losses_of_examples(self) -> list[tuple[int, float]]:
-        """Number and loss, by the model as it is, of each example of the current step, on all ranks together."""
+        """Number and loss of each example of the current step, with the current weights, on all ranks together."""
         step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
         self.model.eval()
         with torch.no_grad(), self.loss.keeping_figures():
-            # with sharded weights every rank must run as many forward passes
+            # with sharded weights every rank must run the same number of forward passes
             for at in range(most_of_all(len(mine), self.loss.device)):
                 batch = steps.collate(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.loss.device)
@@ -391,7 +393,7 @@ class StepTrainer:
         self.notify("log", logs=line)
 
     def _updates_lost(self) -> dict[str, float]:
-        """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
+        """`updates_lost`, the share of weight updates since the last line that rounding lost, if it was measured; warned of once."""
         counts = self.lost_updates.take(self.loss.device)
         if counts is None:
             return {}
@@ -402,13 +404,13 @@ class StepTrainer:
         share = lost / updates
         if share > MOST_LOST and not self.lost_updates.warned:
             self.lost_updates.warned = True
-            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost_updates.advice}")
+            self.settings.say(f"{share:.0%} of the weight updates are lost to rounding: {self.lost_updates.advice}")
         return {"updates_lost": share}
 
-    def _evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
+    def _evaluation_batches(self, transform: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation set, or of what `transform` makes of its steps. All ranks synchronise after each of its
         steps, so that no collective waits longer than one step."""
-        for number, batches in enumerate(step_loader(of(self.evaluation))):
+        for number, batches in enumerate(step_loader(transform(self.evaluation))):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch

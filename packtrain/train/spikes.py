@@ -1,9 +1,9 @@
-"""Spikes: a step whose loss or gradient norm is no number, or jumps over what is usual, is judged before its update is made.
+"""Spikes: steps whose loss or gradient norm is not finite, or far above the median of recent steps. Each step is judged before its update.
 
 `trainer.on_spike` says what follows: the run stops, the update is not made (`skip`), or the run goes back to its newest
 checkpoint and leaves out the steps from there to the spike (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311,
-section 5.1), and the documents of the spike for good. The figures are those of the global step, so all ranks decide alike. spikes.jsonl has each decision with the
-documents of its step; a resumed run repeats it from there.
+section 5.1), and the documents of the spike for good. The figures are those of the global step, so all ranks
+decide alike. spikes.jsonl has each decision with the documents of its step; a resumed run repeats it from there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import Steps
 
 STATE = "spikes.json"
-"""In a checkpoint: the figures that are usual by then."""
+"""In a checkpoint: the recent figures by then."""
 _WINDOW, _FEWEST = 64, 8
-"""Steps whose median is usual, and how many of them it takes to tell a jump."""
+"""How many recent steps the median is over, and the fewest from which a jump can be told."""
 _BEFORE = "decided before"
 IN_A_ROW = 10
-"""Steps with spikes, one after the other, that end the run whatever `trainer.on_spike` says: the weights are ruined."""
+"""Consecutive spikes that end the run, whatever `trainer.on_spike` says: the weights are ruined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SpikeRules:
 
     @property
     def watches(self) -> bool:
-        """Whether every step is judged before its update; else what is no number is found when it is logged."""
+        """Whether every step is judged before its update; else a loss that is not finite is noticed when it is logged."""
         return self.action != "stop" or self.factor is not None
 
 
@@ -65,9 +65,9 @@ class RecentFigures:
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
             if factor is not None and len(self.figures) >= _FEWEST:
-                usual = statistics.median(figures[at] for figures in self.figures)
-                if value > factor * usual > 0:
-                    return f"the {name} is {value:.4g}, usual is {usual:.4g}"
+                median = statistics.median(figures[at] for figures in self.figures)
+                if value > factor * median > 0:
+                    return f"the {name} is {value:.4g}, the median of recent steps is {median:.4g}"
         return ""
 
     def last(self) -> list[float]:
@@ -77,12 +77,12 @@ class RecentFigures:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `back`: step and folder of the checkpoint that
-    the run goes back to in place of its update."""
+    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `return_to`: step and
+    folder of the checkpoint that the run goes back to instead of updating."""
 
     loss: torch.Tensor
     norm: Any
-    back: tuple[int, Path] | None = None
+    return_to: tuple[int, Path] | None = None
 
 
 class SpikeJudge:
@@ -94,7 +94,7 @@ class SpikeJudge:
         self.decided: dict[int, dict[str, Any]] = {}
         """What was decided of a step with a spike: a line of spikes.jsonl."""
         self.fault = ""
-        """What is wrong with the step at hand, "" if its update is to be made."""
+        """What is wrong with the current step, "" if it gets its update."""
         self._figures = (0.0, 0.0)
         self._skipped = 0
 
@@ -104,7 +104,7 @@ class SpikeJudge:
         return self.rules is not None and self.rules.watches
 
     def read(self, checkpoint: Path | None) -> None:
-        """Takes up what is usual from the checkpoint that the run goes on from, and what was decided after it, on all ranks."""
+        """Restores the recent figures from the checkpoint that the run resumes from, and what was decided after it, on all ranks."""
         if self.rules is None or not self.rules.watches:
             return
         lines: list[Any] = [[]]
@@ -116,13 +116,14 @@ class SpikeJudge:
         self.go_back(checkpoint)
 
     def go_back(self, checkpoint: Path | None) -> None:
-        """Takes up what was usual at `checkpoint`."""
+        """Restores the recent figures from `checkpoint`."""
         state = checkpoint and checkpoint / STATE
         self.recent = RecentFigures(json.loads(state.read_text()) if state and state.is_file() else None)
         self._skipped = 0
 
     def is_spike(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
-        """Whether the update of `step` (from 1) is not to be made: by this rank's `part` of its loss, and the norm of its gradients."""
+        """Whether `step` (from 1) gets no update: it is a spike, by this rank's `part` of its loss and the norm of its gradients, it was
+        given up before, or it has no examples."""
         assert self.rules is not None
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])
@@ -169,7 +170,8 @@ class SpikeJudge:
                 fix += ", or set trainer.on_spike=skip; the checkpoints before this step are kept"
             raise CheckFailed(f"{fault} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
         self.decided[step] = line
-        then = f"its update is not made{' (there is no checkpoint yet)' if action != self.rules.action else ''}"
+        then = "its update is skipped"
+        then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
         if back is not None:
             then = f"the run goes back to the checkpoint of step {back[0]} and leaves the steps since then out"
         self._say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
@@ -198,7 +200,7 @@ class SpikeJudge:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the loss of the step at hand is a number."""
+        """Whether the loss of the current step is finite."""
         return math.isfinite(self._figures[0])
 
     def figures(self) -> dict[str, int]:

@@ -67,9 +67,6 @@ class Loss:
         """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
         raise NotImplementedError
 
-    def drop_figures(self) -> None:
-        """Forgets the figures since the last line."""
-
     @contextmanager
     def keeping_figures(self) -> Iterator[None]:
         """Inside the block no figure of the step is changed."""
@@ -113,10 +110,6 @@ class ExampleLoss(Loss):
     def figures(self) -> dict[str, Any]:
         """TRL's figures over the examples and tokens of all processes since the last call."""
         return self._figures.values(self.accelerator)
-
-    def drop_figures(self) -> None:
-        """As of Loss."""
-        self._figures = self.new_figures()
 
     @contextmanager
     def keeping_figures(self) -> Iterator[None]:

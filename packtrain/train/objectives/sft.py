@@ -1,6 +1,6 @@
 """Supervised fine-tuning: its loss, with exact normalisation, and the objective with its proofs.
 
-The loss is Σ of token losses over the global batch / Σ of its trained tokens, plus the weighted loss of routers if set.
+The loss is Σ of token losses over the step / Σ of its trained tokens, plus the weighted loss of routers if set.
 Evaluation is exact over the whole set, without the routers' loss.
 """
 
@@ -66,7 +66,8 @@ class SFTLoss(Loss):
 
     def figures(self) -> dict[str, Any]:
         """The routers' loss, unweighted."""
-        return {} if self.routers is None else {"router_aux_loss": self.routers.value()}
+        loss = None if self.routers is None else self.routers.value()
+        return {} if loss is None else {"router_aux_loss": loss}
 
     @contextmanager
     def keeping_figures(self) -> Iterator[None]:
