@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from answer_runs import preferences
-from running import ENVIRONMENT, LLAMA, Run, base_config, conversations, train, write_jsonl
+from running import ENVIRONMENT, LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -125,10 +125,7 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
 def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Path, name: str) -> None:
     expected = run_of(runs, folder, name)
     run = train(folder, config_of(folder), f"strategy={name}", name=cut(expected, f"{name}-resumed"), processes=2)
-    assert run.losses == expected.losses
-    weights = expected.weights()
-    for weight, tensor in run.weights().items():
-        assert torch.equal(tensor, weights[weight]), weight
+    assert_same_bits(run, expected)
 
 
 def cut(run: Run, name: str) -> str:
