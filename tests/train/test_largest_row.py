@@ -89,7 +89,7 @@ def refused(folder: Path, *overrides: str) -> UserError:
     ("overrides", "key", "value"),
     [
         (["batch.tokens_per_device=256"], "batch.tokens_per_device", 200),  # all of the longest document
-        (["batch.tokens_per_device=1024"], "batch.tokens_per_device", 512),
+        (["batch.tokens_per_device=1024"], "batch.tokens_per_device", 420),  # half of the fullest row
         (["batch.tokens_per_device=null", "packing.mode=padding"], "batch.examples_per_device", 3),
         (["batch.tokens_per_device=200"], "data.max_length", None),
     ],

@@ -46,10 +46,10 @@ def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
-    told = forked.told_by_torchrun(processes) if processes > 1 else [{}]
+    variables = forked.torchrun_variables(processes) if processes > 1 else [{}]
     ranks = [
         forked.start(("sft", str(path)), {**ENVIRONMENT, **own}, folder, [file, file])
-        for own, file in zip(told, said, strict=True)
+        for own, file in zip(variables, said, strict=True)
     ]
     limit = time.monotonic() + 600
     while not any((folder / name / "checkpoints").glob("step-*")):  # an old one gives way to a newer one

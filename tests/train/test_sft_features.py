@@ -188,7 +188,7 @@ def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: P
     more = ["model.init=pretrained", "model.tokenizer=null"] if override.startswith("model.path") else []
     with pytest.raises(UserError) as caught:
         train_here(load_config(str(path), [override, *more]), tmp_path / "run")
-    assert {problem.where for problem in caught.value.problems} == {where}
+    assert where in str(caught.value)
 
 
 def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
