@@ -13,35 +13,16 @@ import pytest
 import yaml
 
 from tests.train import forked
-
-CONFIG = {
-    "model": {
-        "init": "random",
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        },
-        "tokenizer": "quickstart",
-    },
-    "data": {"train": "data.jsonl"},
-    "batch": {"examples_per_step": 4},
-    "trainer": {"max_steps": 1},
-}
-ROW = '{"messages": [{"role": "user", "content": "Say %s."}, {"role": "assistant", "content": "%s"}]}\n'
+from tests.train.running import base_config, conversations, write_jsonl
 
 
 def prepared(folder: Path) -> Path:
     """A folder with a config, and two places with other data under the same name."""
     for place in ("same", "other"):
         (folder / place).mkdir()
-        said = ["one", "two", "three", "four" if place == "same" else "five"]
-        (folder / place / "data.jsonl").write_text("".join(ROW % (word, word) for word in said))
-    files = {"data": {**CONFIG["data"], "cache_dir": str(folder / "cache")}}
-    trainer = {"trainer": {**CONFIG["trainer"], "output_dir": str(folder / "run")}}
-    (folder / "run.yaml").write_text(yaml.safe_dump({**CONFIG, **files, **trainer}))
+        write_jsonl(folder / place / "data.jsonl", conversations(8, seed=int(place == "other")))
+    config = base_config(folder, data={"train": "data.jsonl"}, trainer={"max_steps": 1})
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
@@ -88,7 +69,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     }
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     jobs = {
-        "config": launch(place["config"], 2, "sft", odd=("optim.learning_rate=1e-3",), odd_env=alone),
+        "config": launch(place["config"], 2, "sft", odd=("optim.learning_rate=0.5",), odd_env=alone),
         "disk": launch(place["disk"], 2, "sft", "trainer.output_dir=run", "trainer.checkpoint_every=1", place="other"),
         "data": launch(place["data"], 2, "sft", place="other"),
         "sft": launch(place["sft"], 3, "sft", begin=with_other_seed),
@@ -114,14 +95,14 @@ def said_once(ended: list[tuple[int | None, str]], code: int = 3) -> str:
 def test_another_config_and_number_of_processes_are_named_before_any_data_is_read(launches: Launches) -> None:
     folder, ended = launches["config"]
     said = said_once(ended)
-    assert "optim.learning_rate: rank 1 has 0.001; rank 0 has 2e-05" in said
+    assert "optim.learning_rate: rank 1 has 0.5; rank 0 has 0.001" in said
     assert "processes on the machine: rank 1 has 1; rank 0 has 2" in said
     assert not (folder / "cache").exists()
 
 
 def test_other_data_under_the_same_name_is_named_before_the_model_is_loaded(launches: Launches) -> None:
     said = said_once(launches["data"][1])
-    assert "data.train: rank 1 has 4 documents with fingerprint " in said
+    assert "data.train: rank 1 has 8 documents with fingerprint " in said
     assert said.count("fingerprint") == 2
 
 

@@ -67,7 +67,7 @@ def results(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) ->
     return [output, *torch.autograd.grad(output, leaves, tensors[3])]
 
 
-DOCUMENTS = (None,) * 40
+DOCUMENTS = (None,) * 24
 TREE = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
 """Prompts, turns that continue them, and answers that continue these; windows end in the midst of a path."""
 

@@ -120,9 +120,9 @@ def test_mode_and_micro_batches_never_change_the_training(runs: AnswerRuns, pack
     if (runs.kind, layout) == ("kto", "unshared"):
         pytest.skip("an answer shares nothing")
     small = [] if "padding" in layout else [runs.small]
-    found = runs.run(layout, *LAYOUTS[layout], *small)
-    runs.assert_same_training(found, packed)
-    once = "computed once for both answers" in found.log
+    run = runs.run(layout, *LAYOUTS[layout], *small)
+    runs.assert_same_training(run, packed)
+    once = "computed once for both answers" in run.log
     assert once == (runs.kind != "kto" and layout in ("padding_free", "small"))
 
 
@@ -203,11 +203,11 @@ def test_strategies_train_as_one_process_also_where_one_has_no_example(
     name = f"{strategy}{'-lora' if more else ''}"
     alone = runs.run(f"alone-{name}", **groups)
     processes = 3 if runs.kind == "kto" else 2
-    found = runs.start(name, runs.small, f"strategy={strategy}", processes=processes, **groups)
-    runs.assert_same_training(found, alone, "adapter_model.safetensors" if more else "model.safetensors")
+    run = runs.start(name, runs.small, f"strategy={strategy}", processes=processes, **groups)
+    runs.assert_same_training(run, alone, "adapter_model.safetensors" if more else "model.safetensors")
     if runs.kind == "reward":
-        place = found.folder / ("final-merged" if more else "final")
-        assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(place), found)
+        place = run.folder / ("final-merged" if more else "final")
+        assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(place), run)
 
 
 @only("kto", "reward")  # dpo: test_dpo_verify.py
@@ -336,5 +336,5 @@ def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_t
     tied = Model(init="random", config={**LLAMA, "tie_word_embeddings": True}, tokenizer="quickstart")
     place: Path = save_model(tied, runs.folder / "scoring", scores=True)
     dpo = ["objective.kind=dpo", "~objective.options"]
-    found = runs.run("as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
-    assert f"{place} is a reward model or classifier" in found.log
+    run = runs.run("as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
+    assert f"{place} is a reward model or classifier" in run.log
