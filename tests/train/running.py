@@ -117,11 +117,11 @@ class Run:
         return load_file(self.folder / place / "model.safetensors")
 
 
-def assert_same_bits(run: Run, expected: Run) -> None:
-    """Losses and final weights are equal bit for bit."""
+def assert_same_bits(run: Run, expected: Run, place: str = "final") -> None:
+    """Losses, and the weights in `place`, are equal bit for bit."""
     assert run.losses == expected.losses
-    weights = expected.weights()
-    for name, weight in run.weights().items():
+    weights = expected.weights(place)
+    for name, weight in run.weights(place).items():
         assert torch.equal(weight, weights[name]), name
 
 
