@@ -38,7 +38,7 @@ def launch(
 ) -> list[BaseProcess]:
     """The processes of a launch; rank 1 has the arguments `odd`, the folder `place` and the variables `odd_env`."""
     started = []
-    for rank, variables in enumerate(forked.torchrun_variables(number)):
+    for rank, variables in enumerate(forked.told_by_torchrun(number)):
         own = {**forked.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", **variables, **env, **(odd_env if rank == 1 else {})}
         arguments = (verb[0], str(folder / "run.yaml"), *verb[1:], *(odd if rank == 1 else ()))
         outputs = [folder / f"{rank}.{kind}" for kind in ("out", "err")]

@@ -57,10 +57,10 @@ def joined(
     processes: int, *arguments: str, timeout: float = 600, begin: Callable[..., None] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """`packtrain ARGUMENTS` in as many processes, as torchrun would have started them; what became of them by rank."""
-    return results_of(arguments, torchrun_variables(processes), None, timeout, begin)
+    return results_of(arguments, told_by_torchrun(processes), None, timeout, begin)
 
 
-def torchrun_variables(processes: int) -> list[dict[str, str]]:
+def told_by_torchrun(processes: int) -> list[dict[str, str]]:
     """The variables of each rank of a launch on this machine."""
     common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

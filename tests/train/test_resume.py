@@ -46,7 +46,7 @@ def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
-    variables = forked.torchrun_variables(processes) if processes > 1 else [{}]
+    variables = forked.told_by_torchrun(processes) if processes > 1 else [{}]
     ranks = [
         forked.start(("sft", str(path)), {**ENVIRONMENT, **own}, folder, [file, file])
         for own, file in zip(variables, said, strict=True)
