@@ -48,11 +48,11 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     trainer.notify("train_begin")
     if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
-    batches = trainer.batches(checkpoint)
+    upcoming = trainer.load_steps(checkpoint)
     while trainer.should_continue():
         trainer.notify("step_begin")
         # 1. data: this rank's micro-batches of the step, laid out by packing/schedule.py and collated by loader.py
-        micro_batches = trainer.next_batches(batches)
+        micro_batches = trainer.next_batches(upcoming)
         # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
         counts = trainer.sum_counts(micro_batches)
         # 3. forward and backward: the loss is the sum over the step's tokens (or examples), divided by their number
@@ -62,7 +62,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         # 5. judge: a step whose loss or gradient norm is a spike gets no update
         judgement = trainer.judge(loss, norm, counts)
         if judgement.return_to is not None:
-            batches = trainer.go_back(*judgement.return_to)
+            upcoming = trainer.go_back(*judgement.return_to)
             continue
         # 6. update
         rate = trainer.update(judgement.loss)
@@ -92,7 +92,7 @@ class StepTrainer:
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
-        self.watch: FirstStepWatch | None = None
+        self.first_step_watch: FirstStepWatch | None = None
         self.lost_updates = LostUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
@@ -104,7 +104,7 @@ class StepTrainer:
         loss.enter = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
-        self._watched, self._resumed_from = 0, None
+        self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
         self._last_loss = self._loss_since_log = torch.zeros((), device=loss.device)
         self._last_logged_step = 0
@@ -143,7 +143,7 @@ class StepTrainer:
         self._loss_since_log = torch.zeros((), device=self.loss.device)
         self._last_logged_step = self.state.global_step
 
-    def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
+    def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
@@ -163,19 +163,19 @@ class StepTrainer:
         stops = self.control.should_training_stop or self.settings.stop.agreed
         return self.state.global_step < self.state.max_steps and not stops
 
-    def next_batches(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
+    def next_batches(self, upcoming: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.warn_of_failures(". Training goes on")
-        return next(batches)
+        return next(upcoming)
 
-    def sum_counts(self, batches: list[MicroBatch]) -> torch.Tensor:
+    def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
 
         The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
         result is read on the host when the step's work is queued (`_read_counts`): reading it here would wait for the device.
         """
-        counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
+        counts = [sum(column) for column in zip(*(batch.counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
@@ -187,23 +187,23 @@ class StepTrainer:
         self.times.take(total[6:], timed)
         return total[:4]
 
-    def forward_and_backward(self, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
+    def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
         """Runs all micro-batches forward and backward; Engine.exchanging_gradients says when ranks exchange gradients.
 
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
-        self._watch_first_steps(batches)
+        self._watch_first_steps(micro_batches)
         self.lost_updates.open_step(self.state.global_step + 1)
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
-        self.loss.open_step(batches)
+        self.loss.open_step(micro_batches)
         # sharded weights are gathered for one layer at a time: caching their bfloat16 copies would keep every layer in memory
         with nullcontext() if self.settings.sharded else weights_cast_once():
-            for number, batch in enumerate(batches, start=1):
+            for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.global_step, number, batch)
                 self.clock.enter("forward", micro=number)
-                with self.engine.exchanging_gradients(last=number == len(batches)):
+                with self.engine.exchanging_gradients(last=number == len(micro_batches)):
                     loss = self.loss.compute(model, batch, counts)
                     total += loss.detach()
                     self._loss_and_counts = total, counts
@@ -239,7 +239,7 @@ class StepTrainer:
         return Judgement(*self.spikes.last_good_figures(self.loss.device), back)
 
     def update(self, loss: torch.Tensor) -> float:
-        """Makes the update; `loss` is this rank's part of the step's loss. Returns the learning rate."""
+        """Updates the weights; returns the learning rate. `loss` is this rank's part of the step's loss, for the log."""
         self.clock.enter("optimizer")
         self._last_loss = loss
         self._loss_since_log += loss
@@ -319,7 +319,7 @@ class StepTrainer:
         for listener in self.listeners:
             if isinstance(listener, MetricsFile):  # the lines of later steps will be written again
                 listener.on_train_begin(self.args, self.state, self.control)
-        return self.batches(folder)
+        return self.load_steps(folder)
 
     # Helpers.
 
@@ -330,16 +330,16 @@ class StepTrainer:
         self.state.num_input_tokens_seen += tokens
         self.settings.stop.agree(*requests)
 
-    def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
+    def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
         """Compares the first packed rows with their documents run one by one; this time does not count as training."""
-        rows = [batch.inputs for batch in batches if "segments" in batch.inputs]
-        if self.watch is None or not rows:
+        rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs]
+        if self.first_step_watch is None or not rows:
             return
         started, row = time.perf_counter(), on_device(rows[0], self.loss.device)
-        self.watch.check(self.model, row, step=self.state.global_step + 1)
-        self._watched += 1
-        if self._watched == WATCHED_STEPS:
-            self.watch = None
+        self.first_step_watch.check(self.model, row, step=self.state.global_step + 1)
+        self._steps_watched += 1
+        if self._steps_watched == WATCHED_STEPS:
+            self.first_step_watch = None
         self.step_figures.leave_out(time.perf_counter() - started)
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:

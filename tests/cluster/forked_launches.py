@@ -19,11 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
-from packtrain.launch import supervisor
 from packtrain.launch.exit_status import ENDING, exit_code_of
-from tests.cluster.small_launch import PRELOAD, ROOT, launch, start
+from tests.cluster.small_launch import PRELOAD, ROOT, instead_of_torchrun, launch, start, start_arguments
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 
 _FORK = multiprocessing.get_context("fork")
@@ -71,11 +69,10 @@ def to_their_end(
 
 
 class Fork:
-    """What launchers need of subprocess.Popen, for `python -m tests.cluster.small_launch --start …`."""
+    """What launchers need of subprocess.Popen, for torchrun's command."""
 
     def __init__(self, argv: list[str], *, env: Mapping[str, str], start_new_session: bool) -> None:
-        log, nodes, node, per_node, *where, verb, config = argv[argv.index("--start") + 1 :]
-        self._process = _begun(lambda: start(log, int(nodes), int(node), int(per_node), *where, [verb, config]), env)
+        self._process = _begun(lambda: start(*start_arguments(argv)), env)
         self.pid = self._process.pid
 
     @property
@@ -127,7 +124,7 @@ def main(file: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # what is imported by now is never garbage
     _wait_for_the_other(Path(file))
-    supervisor.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    instead_of_torchrun(Fork)
     launches = [Launch(**one) for one in json.loads(Path(file).read_text())]
     running = [
         _begun(lambda one=one: exit_code_of(lambda: launch(list(one.overrides))), {**os.environ, **one.env}, one)

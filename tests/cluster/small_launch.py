@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from packtrain.launch import supervisor
 from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, write_exit
 
 ROOT = Path(__file__).parents[2]
@@ -64,44 +67,44 @@ def at_work(folder: Path, *python: str, **given: str | None) -> subprocess.Popen
     )
 
 
+def instead_of_torchrun(begin: Callable[..., Any]) -> None:
+    """Has launchers start the processes of a machine by `begin`, which takes what subprocess.Popen does."""
+    supervisor.subprocess = SimpleNamespace(Popen=begin, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def start_arguments(argv: Sequence[str]) -> list[str]:
+    """The arguments of `start` that say what torchrun's command does."""
+    names = ("num_machines", "machine_rank", "num_processes", "main_process_ip", "main_process_port")
+    nodes, node, processes, *where = (argv[argv.index(f"--{name}") + 1] for name in names)
+    log = argv[argv.index("packtrain.launch.worker") + 1]
+    return [log, nodes, node, str(int(processes) // int(nodes)), *where, *argv[-2:]]
+
+
+def begin_small(argv: Sequence[str], **given: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *SMALL, "--start", *start_arguments(argv)], **given)
+
+
 def launch(overrides: list[str]) -> int:
     """The launcher of one machine."""
     from packtrain.config.compose import load_config
-    from packtrain.launch import execute
+    from packtrain.launch.execute import execute
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
 
     config = load_config("run.yaml", overrides)
-    plan = plan_launch(config, look_around())
-
-    def small(argv: Sequence[str], log: Path) -> list[str]:
-        names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")  # as they are after a restart
-        nodes, node, *where = (argv[argv.index(f"--{name}") + 1] for name in names)
-        return [
-            "-m",
-            "tests.cluster.small_launch",
-            "--start",
-            str(log),
-            nodes,
-            node,
-            str(plan.gpus_per_node),
-            *where,
-            *argv[-2:],
-        ]
-
-    execute._torchrun = small
-    return execute.execute(plan, config, lambda: 0)
+    return execute(plan_launch(config, look_around()), config, lambda: 0)
 
 
-def start(log: str, nodes: int, node: int, per_node: int, address: str, port: str, arguments: list[str]) -> int:
+def start(log: str, nodes: str, node: str, per_node: str, address: str, port: str, *arguments: str) -> int:
     """The processes of one machine, to their end; 1 where one of them failed, which ends the others."""
     end_with_parent(int(os.environ[PARENT]))
+    number, first = int(per_node), int(node) * int(per_node)
     os.environ.update({PARENT: str(os.getpid()), "MASTER_ADDR": address, "MASTER_PORT": port})
-    os.environ.update(WORLD_SIZE=str(nodes * per_node), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(node))
+    os.environ.update(WORLD_SIZE=str(int(nodes) * number), LOCAL_WORLD_SIZE=per_node, GROUP_RANK=node)
     for module in os.environ.get(PRELOAD, "").split():
         importlib.import_module(module)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a handler that passes them on
-    workers = {_fork(node * per_node + local, local, arguments): node * per_node + local for local in range(per_node)}
+    workers = {_fork(first + local, local, arguments): first + local for local in range(number)}
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers, number))
     signal.signal(signal.SIGINT, lambda number, _: _signal(workers, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -127,7 +130,7 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
     return 1 if failed else 0
 
 
-def _fork(rank: int, local: int, arguments: list[str]) -> int:
+def _fork(rank: int, local: int, arguments: Sequence[str]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -149,6 +152,6 @@ if __name__ == "__main__":
     from packtrain.launch.exit_status import exit_code_of
 
     if sys.argv[1:2] == ["--start"]:
-        log, nodes, node, per_node, address, port, *rest = sys.argv[2:]
-        sys.exit(start(log, int(nodes), int(node), int(per_node), address, port, rest))
+        sys.exit(start(*sys.argv[2:]))
+    instead_of_torchrun(begin_small)
     sys.exit(exit_code_of(lambda: launch(sys.argv[1:])))

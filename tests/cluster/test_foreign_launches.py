@@ -85,7 +85,6 @@ DIED = "ended without an error message, in loading data of step 4"
 KILLED = 128 + signal.SIGKILL
 CASES = (
     Case("torchrun", "data", DATA, 1),
-    Case("torchrun", "stopped", STOPPED, 1),
     Case("torchrun", "none"),
     Case("mpirun", "data", DATA, 4),
     Case("mpirun", "1 is killed", ("rank 1 on ", DIED), KILLED),

@@ -33,14 +33,6 @@ pytestmark = [
     ),
 ]
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 DEEPSPEED = find_spec("deepspeed") is not None and shutil.which("ninja") is not None
 STRATEGY = "zero3" if DEEPSPEED else "fsdp2"  # that of test_two_hosts.py is the other one
 STEPS = 60
@@ -68,16 +60,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that jobs are submitted from, with data and a config of one process."""
     folder = tmp_path_factory.mktemp("home of a user")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"count {n}"},
-                {"role": "assistant", "content": "one two " * (n % 7 + 1)},
-            ]
-        }
-        for n in range(24)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "slow").mkdir()
     (folder / "slow" / "sitecustomize.py").write_text(SLOW_STEPS)
     write(folder, "run.yaml")
@@ -85,16 +67,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(home: Path, name: str, **groups: dict[str, Any]) -> None:
-    config: dict[str, Any] = {
-        "model": {"init": "random", "config": LLAMA, "tokenizer": "quickstart"},
-        "data": {"train": "data.jsonl", "cache_dir": "cache", "max_length": 100},
-        "batch": {"examples_per_step": 8, "tokens_per_device": 256},
-        "optim": {"learning_rate": 1e-3, "schedule": "constant"},
-        "trainer": {"max_steps": STEPS},
-        "topology": {"nodes": 1, "gpus_per_node": 1, "sbatch": ["--cpus-per-task=2", "--mem=100"]},
-    }
-    for group, keys in groups.items():
-        config[group] = {**config.get(group, {}), **keys}
+    one = {"nodes": 1, "gpus_per_node": 1, "sbatch": ["--cpus-per-task=2", "--mem=100"]}
+    groups["topology"] = {**one, **groups.get("topology", {})}
+    config = base_config(home, **{"trainer": {"max_steps": STEPS}, **groups})
     (home / name).write_text(yaml.safe_dump(config))
 
 
@@ -129,7 +104,7 @@ def tasks(cluster: Slurm, home: Path) -> Running:
     folder.mkdir()
     (folder / "worker.py").write_text(WORKER)
     machines = {"nodes": 2, "gpus_per_node": 2, "step_timeout": 10}
-    write(folder, "run.yaml", data={"train": "../data.jsonl"}, trainer={"output_dir": "out"}, topology=machines)
+    write(folder, "run.yaml", trainer={"output_dir": "out"}, topology=machines)
     step = ("srun", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", sys.executable, "worker.py")
     return cluster.start("env", f"PYTHONPATH={ROOT}", "FAULT=apart", *step, cwd=folder)
 

@@ -107,13 +107,11 @@ def alone(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_two_machines_train_as_one_process_does_by_fsdp2(hosts: TwoHosts, folder: Path, alone: Run) -> None:
-    """From nothing, as a user starts it, on hosts whose own names are loopback addresses, as Debian writes them.
-
-    test_run_faults.py has ddp with several processes on each, test_slurm.py ZeRO.
-    """
+    """With two processes on each, from nothing, as a user starts it, on hosts whose own names are loopback addresses, as Debian
+    writes them. test_slurm.py has ZeRO."""
     for host in (1, 2):
         hosts.name_resolves(host, f"n{host}", "127.0.1.1")
-    second, first = (sft(hosts, host, folder, "strategy=fsdp2", "topology.gpus_per_node=1") for host in (2, 1))
+    second, first = (sft(hosts, host, folder, "strategy=fsdp2") for host in (2, 1))
     assert both([first, second], 400) == [0, 0], first.text + second.text
     hosts.assert_empty()
     together = Run(folder / "run")

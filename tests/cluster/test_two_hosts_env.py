@@ -1,16 +1,18 @@
-"""`packtrain env --cluster` on two network hosts: what differs, a pair that is slow, a machine that is missing."""
+"""`packtrain env --cluster` on two network hosts: what differs, a pair that is slow, a machine that is missing; and a name server."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.cluster.small_launch import ROOT
 from tests.cluster.two_hosts import INTERFACE, Running, TwoHosts, both
 from tests.train.running import base_config
 
@@ -90,3 +92,16 @@ def test_an_all_reduce_over_the_wrong_interface_fails_within_a_minute(hosts: Two
     assert both([first, second]) == [3, 3], first.text
     assert "All-reduce: failed (over gloo: n1 and n2: " in first.text and "n1 and n2: dead\n" in first.text
     assert max(first.took(), second.took()) < 60 + LAST_S
+
+
+def test_a_name_server_that_does_not_answer_is_warned_of(hosts: TwoHosts, folder: Path) -> None:
+    """Frames to its address go to a machine that is not there."""
+    (folder / "resolv.conf").write_text(f"nameserver {NOBODY}\n")
+    nobody = ["neigh", "replace", NOBODY, "lladdr", "02:00:00:00:00:99", "dev", INTERFACE]
+    subprocess.run(["ip", "-n", hosts.space(1), *nobody], check=True)
+    script = "from packtrain.diagnose import env; print(env.check_all(*env.gather(lambda: None)))"
+    inside = f'mount --bind resolv.conf /etc/resolv.conf && exec {sys.executable} -c "{script}"'
+    given = {"PYTHONPATH": f"{folder / 'without'}:{ROOT}"}
+    asked = hosts.start(1, "bash", "-c", inside, cwd=folder, env=given, python=False)
+    assert asked.wait() == 0, asked.text
+    assert "name='name-server', status='warn'" in asked.text

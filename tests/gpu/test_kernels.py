@@ -67,44 +67,25 @@ def results(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) ->
     return [output, *torch.autograd.grad(output, leaves, tensors[3])]
 
 
-def kernel_for(window: int | None, device: torch.device) -> Kernel:
-    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
-    assert kernel
-    return kernel
+DOCUMENTS = (None,) * 24
+TREE = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
+"""Prompts, turns that continue them, and answers that continue these; windows end in the midst of a path."""
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_rows_of_many_documents_equal_their_documents(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize("prefixes", [DOCUMENTS, TREE], ids=["documents", "tree"])
+def test_rows_equal_the_definition(prefixes: tuple[int | None, ...], window: int | None, device: torch.device) -> None:
     """Tolerances as for the small row: errors of rounding do not grow with the row, only with a document's length."""
     random = torch.Generator().manual_seed(0)
-    segments = Segments(tuple(torch.randint(1, 700, (40,), generator=random).tolist()))
+    segments = Segments(tuple(torch.randint(1, 300, (len(prefixes),), generator=random).tolist()), prefixes)
     tensors, scoring = drawn(segments, random, device), Scoring(128**-0.5, window)
-    kernel = kernel_for(window, device)
-    ours = results(lambda q, k, v: attend_by_segments(kernel, q, k, v, segments, scoring), tensors)
-    start = 0
-    for length in segments.lengths:
-        own, alone = slice(start, start + length), Segments((length,))
-        start += length
-        exact = [tensor[own].double() for tensor in tensors]
-        wanted = results(lambda q, k, v, alone=alone: dense_attention(q, k, v, None, alone, scoring), exact)
-        for a, b in zip(ours, wanted, strict=True):
-            usual = a.double().norm(dim=-1).square().mean().sqrt()  # one token alone has no gradient of its scores
-            error = (a[own].double() - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=usual)
-            assert error.nan_to_num(0.0).max() <= kernel_tolerance(torch.bfloat16)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_tree_equals_the_definition(window: int | None, device: torch.device) -> None:
-    """Prompts, turns that continue them, and answers that continue these; windows end in the midst of a path."""
-    random = torch.Generator().manual_seed(0)
-    prefixes = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
-    segments = Segments(tuple(torch.randint(1, 200, (len(prefixes),), generator=random).tolist()), prefixes)
-    tensors, scoring = drawn(segments, random, device), Scoring(128**-0.5, window)
-    kernel = kernel_for(window, device)
+    features = LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None)
+    kernel = choose_kernel(features, device).kernel
+    assert kernel
     ours = results(lambda q, k, v: attend_by_segments(kernel, q, k, v, segments, scoring), tensors)
     exact = [tensor.double() for tensor in tensors]
     wanted = results(lambda q, k, v: dense_attention(q, k, v, None, segments, scoring), exact)
     for a, b in zip(ours, wanted, strict=True):
-        norm = b.norm(dim=-1)
+        norm = b.norm(dim=-1)  # a document of one token has no gradient of its scores
         error = (a.double() - b).norm(dim=-1) / norm.clamp(min=norm.square().mean().sqrt())
         assert error.max() <= kernel_tolerance(torch.bfloat16)

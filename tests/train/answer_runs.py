@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from here import train_here
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, train, write_jsonl
+from running import ENVIRONMENT, LLAMA, WORDS, Run, assert_same_bits, base_config, train, write_jsonl
 from safetensors.torch import load_file
+from trl_trainers import settings
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft, RunConfig
@@ -59,10 +59,6 @@ def save_model(description: Model, place: Path, **given: Any) -> Path:
     load_model(description, Peft(), tokenizer, seed=0, **given).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
-
-
-def log_of(run: Run) -> str:
-    return (run.folder / "logs" / "rank-00000.log").read_text()
 
 
 @dataclass(frozen=True)
@@ -113,28 +109,18 @@ class AnswerRuns:
 
     def arguments_of_trl(self) -> dict[str, Any]:
         """The arguments of TRL's trainer for the same run."""
-        usual = {"activation_checkpointing": False, "use_cpu": True, "bf16": False, "report_to": "none"}
-        return usual | {
-            "output_dir": str(self.folder / "trl"),
-            "per_device_train_batch_size": self.examples[0],
-            "per_device_eval_batch_size": len(self.eval_rows),
-            "max_steps": len(self.examples),
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "max_length": 92 if self.kind == "kto" else None,
-            "seed": 0,
-            **({} if self.kind == "kto" else {"train_sampling_strategy": "sequential"}),
-            **self.options,
-        }
+        given = {"max_length": 92} if self.kind == "kto" else {"train_sampling_strategy": "sequential"}
+        given |= {"max_length": None, **given, **self.options, "optim": "adamw_torch_fused", "learning_rate": 1e-3}
+        given |= {"per_device_train_batch_size": self.examples[0], "per_device_eval_batch_size": len(self.eval_rows)}
+        return settings(self.folder / "trl", max_steps=len(self.examples), max_grad_norm=1.0, **given)
 
-    def assert_same_training(self, found: Run, expected: Run, weights: str = "model.safetensors") -> None:
+    def assert_same_training(self, run: Run, expected: Run, weights: str = "model.safetensors") -> None:
         """Losses, figures and weights are equal but for rounding."""
-        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
-        for ours, theirs in zip(found.lines, expected.lines, strict=True):
+        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+        norms = [line["grad_norm"] for line in expected.steps]
+        assert [line["grad_norm"] for line in run.steps] == pytest.approx(norms, rel=1e-4)
+        assert [line["examples"] for line in run.steps] == [line["examples"] for line in expected.steps]
+        for ours, theirs in zip(run.lines, expected.lines, strict=True):
             if self.kind == "reward":
                 assert ours.get("tokens") == theirs.get("tokens")
             for name in [f"{side}{name}" for name in ("loss", *self.figures) for side in ("", "eval_")]:
@@ -143,7 +129,7 @@ class AnswerRuns:
                     # kto's estimate is a difference of log-probabilities of a hundred nats or more, in float32
                     within = 5e-5 if name.endswith("kl") else 1e-5
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=within), (ours["step"], name)
-        ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
+        ours, theirs = (load_file(one.folder / "final" / weights) for one in (run, expected))
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
@@ -155,11 +141,8 @@ class AnswerRuns:
         process.join()
         assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
         resumed = self.run("killed", trainer={"checkpoint_every": every})
-        assert f"resuming from step-{every:06}" in log_of(resumed)
-        assert resumed.losses == whole.losses
-        weights = whole.weights()
-        for name, tensor in resumed.weights().items():
-            assert torch.equal(tensor, weights[name]), name
+        assert f"resuming from step-{every:06}" in resumed.log
+        assert_same_bits(resumed, whole)
 
 
 def kill_after_a_checkpoint(*given: Any) -> None:

@@ -65,7 +65,7 @@ def told_by_torchrun(processes: int) -> list[dict[str, str]]:
     common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, **common} for rank in range(processes)]
-    return [{name: str(value) for name, value in one.items()} for one in ranks]
+    return [{name: str(value) for name, value in own.items()} for own in ranks]
 
 
 def enter(environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:

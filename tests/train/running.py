@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -107,8 +108,21 @@ class Run:
     def summary(self) -> dict:
         return json.loads((self.folder / "summary.json").read_text())
 
+    @property
+    def log(self) -> str:
+        """That of rank 0."""
+        return (self.folder / "logs" / "rank-00000.log").read_text()
+
     def weights(self, place: str = "final") -> dict:
         return load_file(self.folder / place / "model.safetensors")
+
+
+def assert_same_bits(run: Run, expected: Run, place: str = "final") -> None:
+    """Losses, and the weights in `place`, are equal bit for bit."""
+    assert run.losses == expected.losses
+    weights = expected.weights(place)
+    for name, weight in run.weights(place).items():
+        assert torch.equal(weight, weights[name]), name
 
 
 def train(

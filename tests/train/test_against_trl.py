@@ -12,6 +12,7 @@ import torch
 from running import base_config, train, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
+from trl_trainers import settings
 
 DOCUMENTS, BATCH, STEPS = 24, 4, 6
 
@@ -41,27 +42,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def theirs(tokenised: tuple[Path, list[dict]], start: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTTrainer:
     """TRL's trainer, at its end."""
+    given = {"per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-3, "weight_decay": 0.1}
+    given |= {"optim": "adamw_torch_fused", "lr_scheduler_type": "linear", "warmup_steps": 2, "max_grad_norm": 0.5}
+    given |= {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
     trainer = SFTTrainer(
         model=cast(Any, AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)),
-        args=SFTConfig(
-            output_dir=str(tmp_path_factory.mktemp("trl")),
-            per_device_train_batch_size=BATCH,
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            lr_scheduler_type="linear",
-            warmup_steps=2,
-            weight_decay=0.1,
-            max_grad_norm=0.5,
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            activation_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            dataset_kwargs={"skip_prepare_dataset": True},
-            disable_tqdm=True,
-        ),
+        args=SFTConfig(**settings(tmp_path_factory.mktemp("trl"), **given)),
         train_dataset=datasets.Dataset.from_list(tokenised[1]),
         processing_class=AutoTokenizer.from_pretrained(start),
     )

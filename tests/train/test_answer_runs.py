@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from answer_runs import AnswerRuns, labelled, log_of, preferences, save_model
+from answer_runs import AnswerRuns, labelled, preferences, save_model
 from here import ALONE
 from peft import AutoPeftModelForSequenceClassification
 from running import LLAMA, WORDS, Run, write_jsonl
@@ -120,9 +120,9 @@ def test_mode_and_micro_batches_never_change_the_training(runs: AnswerRuns, pack
     if (runs.kind, layout) == ("kto", "unshared"):
         pytest.skip("an answer shares nothing")
     small = [] if "padding" in layout else [runs.small]
-    found = runs.run(layout, *LAYOUTS[layout], *small)
-    runs.assert_same_training(found, packed)
-    once = "computed once for both answers" in log_of(found)
+    run = runs.run(layout, *LAYOUTS[layout], *small)
+    runs.assert_same_training(run, packed)
+    once = "computed once for both answers" in run.log
     assert once == (runs.kind != "kto" and layout in ("padding_free", "small"))
 
 
@@ -203,11 +203,11 @@ def test_strategies_train_as_one_process_also_where_one_has_no_example(
     name = f"{strategy}{'-lora' if more else ''}"
     alone = runs.run(f"alone-{name}", **groups)
     processes = 3 if runs.kind == "kto" else 2
-    found = runs.start(name, runs.small, f"strategy={strategy}", processes=processes, **groups)
-    runs.assert_same_training(found, alone, "adapter_model.safetensors" if more else "model.safetensors")
+    run = runs.start(name, runs.small, f"strategy={strategy}", processes=processes, **groups)
+    runs.assert_same_training(run, alone, "adapter_model.safetensors" if more else "model.safetensors")
     if runs.kind == "reward":
-        place = found.folder / ("final-merged" if more else "final")
-        assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(place), found)
+        place = run.folder / ("final-merged" if more else "final")
+        assert_scores_as_trained(runs, AutoModelForSequenceClassification.from_pretrained(place), run)
 
 
 @only("kto", "reward")  # dpo: test_dpo_verify.py
@@ -231,6 +231,27 @@ def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str
 
 
 # -- dpo alone
+
+
+@only("dpo")
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"loss": ["sigmoid", "sft"], "options": {"loss_weights": [0.7, 0.3]}},
+        {"options": {"use_weighting": True, "ld_alpha": 0.5}},
+    ],
+    ids=["two-losses", "weighted"],
+)
+def test_losses_that_are_not_means_over_pairs_are_those_of_one_process(
+    runs: AnswerRuns, objective: dict[str, Any]
+) -> None:
+    """In steps of several micro-batches, and a last one that gives two of three processes no pair."""
+    groups: Any = {"objective": {"kind": "dpo", **objective}, "trainer": {"max_steps": 4}}
+    name = "-".join(objective)
+    alone = runs.run(f"{name}-alone", "packing.mode=padding", **groups)
+    for mode in ("packed", "padding_free"):
+        small = [f"packing.mode={mode}", runs.small if mode == "packed" else "batch.examples_per_device=2"]
+        runs.assert_same_training(runs.start(f"{name}-{mode}", *small, processes=3, **groups), alone)
 
 
 @only("dpo")
@@ -303,7 +324,7 @@ def test_the_saved_model_scores_as_trained_and_is_a_reward_model_to_go_on_from(r
     assert all(
         first[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-5, abs=1e-6) for name in runs.figures
     )
-    command = next(line for line in log_of(packed).splitlines() if "text-classification" in line)
+    command = next(line for line in packed.log.splitlines() if "text-classification" in line)
     words = shlex.split(command)
     exec(words[words.index("-c") + 1])
 
@@ -315,5 +336,5 @@ def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_t
     tied = Model(init="random", config={**LLAMA, "tie_word_embeddings": True}, tokenizer="quickstart")
     place: Path = save_model(tied, runs.folder / "scoring", scores=True)
     dpo = ["objective.kind=dpo", "~objective.options"]
-    found = runs.run("as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
-    assert f"{place} is a reward model or classifier" in log_of(found)
+    run = runs.run("as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
+    assert f"{place} is a reward model or classifier" in run.log

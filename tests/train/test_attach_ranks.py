@@ -76,7 +76,7 @@ def test_two_processes(strategy: str, tmp_path: Path) -> None:
     if strategy.startswith("zero") and not importlib.util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is not installed")
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    ranks = [forked.begun(train_by, strategy, told, tmp_path) for told in forked.told_by_torchrun(2)]
+    ranks = [forked.begun(train_by, strategy, variables, tmp_path) for variables in forked.told_by_torchrun(2)]
     for rank in ranks:
         rank.join(90)
         rank.kill()

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
@@ -50,11 +49,15 @@ STATE_SPACE = {
         "layer_types": ["conv", "full_attention", "conv"],
     },
 }
+OWN_ATTENTION = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+}
 CPU = torch.device("cpu")
 
 
-def state_space_model(family: str, **sizes: int) -> PreTrainedModel:
-    return tiny_model(family, **{**STATE_SPACE[family], **sizes})
+def mamba() -> PreTrainedModel:
+    return tiny_model("mamba", **STATE_SPACE["mamba"])
 
 
 def row(segments: Segments) -> dict[str, Any]:
@@ -141,28 +144,19 @@ def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.Mon
     assert shapes == [(3, 5), (2, 9), (1, 3)]
 
 
-@pytest.mark.parametrize("family", STATE_SPACE)
-def test_a_model_with_a_state_along_the_row_runs_per_document_and_is_exact(family: str) -> None:
-    model = state_space_model(family)
+@pytest.mark.parametrize("family", [*STATE_SPACE, *OWN_ATTENTION])
+def test_a_model_whose_rows_cannot_be_flattened_runs_per_document_and_is_exact(family: str) -> None:
+    model = tiny_model(family, **{**STATE_SPACE, **OWN_ATTENTION}[family])
     decision = choose_attention("auto", model, CPU)
-    assert decision.backend.name == "per_document"
-    assert [name for name, _ in decision.rejected] == ["flash", "segmented"]
+    assert decision.backend.name == "per_document" and [name for name, _ in decision.rejected] == ["flash", "segmented"]
     assert decision.proof is not None and decision.proof.verdict == "exact"
-    assert_as_alone(model.train(), row(DEEP), "per_document")  # rwkv changes its weights for evaluation
-
-
-@pytest.mark.parametrize("family", ["bloom", "gptj"])
-def test_attention_that_is_code_of_its_own_runs_per_document_and_is_exact(family: str) -> None:
-    sizes = {"bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4}}
-    config = CONFIG_MAPPING[family](vocab_size=97, **sizes[family], **({"rotary_dim": 4} if family == "gptj" else {}))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    decision = choose_attention("auto", model, CPU)
-    assert decision.backend.name == "per_document" and [why for _, why in decision.rejected] == [OWN_CODE] * 2
-    assert_as_alone(model, row(DEEP), "per_document")
-    with pytest.raises(UserError, match=r"model\.attention"):
-        choose_attention("segmented", model, CPU)
-    with pytest.raises(CheckFailed):
-        attend_by(model, "sdpa_mask")
+    assert_as_alone(model.train() if family == "rwkv" else model, row(DEEP), "per_document")
+    if family in OWN_ATTENTION:
+        assert [why for _, why in decision.rejected] == [OWN_CODE] * 2
+        with pytest.raises(UserError, match=r"model\.attention"):
+            choose_attention("segmented", model, CPU)
+        with pytest.raises(CheckFailed):
+            attend_by(model, "sdpa_mask")
 
 
 def test_a_label_of_what_is_shared_counts_once() -> None:
@@ -193,12 +187,12 @@ def test_what_was_put_in_place_can_be_taken_back() -> None:
 
 
 def test_a_leak_is_named_by_its_innermost_module_and_kind() -> None:
-    leak = find_leak(state_space_model("mamba"), "segmented")
+    leak = find_leak(mamba(), "segmented")
     assert leak is not None
     assert leak == ("backbone.layers.0.mixer", "MambaMixer")
-    assert find_leak(state_space_model("mamba"), "per_document") is None
+    assert find_leak(mamba(), "per_document") is None
     with pytest.raises(NotExact, match="mixes them") as caught:
-        choose_attention("segmented", state_space_model("mamba"), torch.device("cpu"))
+        choose_attention("segmented", mamba(), torch.device("cpu"))
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems  # for another process
 
 
@@ -266,8 +260,6 @@ def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefix
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
     with pytest.raises(UserError, match=r"model\.attention"):
         choose_attention("flash", tiny_model("llama"), CPU)
-    with pytest.raises(CheckFailed, match=r"backbone\.layers\.0\.mixer"):
-        choose_attention("segmented", state_space_model("mamba"), CPU)
     decision = choose_attention("sdpa_mask", tiny_model("llama"), CPU)
     assert (decision.backend.name, decision.backend.why, decision.rejected) == ("sdpa_mask", "asked for", ())
 

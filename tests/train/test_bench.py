@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,34 +14,19 @@ from running import base_config, packtrain
 from test_dpo_user import pairs
 
 from packtrain.bench.bench_table import print_report
-from packtrain.launch import execute, supervisor
 from packtrain.train.objectives.sft import SFTLoss
 from tests.cluster.forked_launches import Fork
+from tests.cluster.small_launch import instead_of_torchrun
 from tests.train import forked, running
 
-HEAD = {*["model", "objective", "device", "processes", "strategy", "precision", "attention", "step", "trials", "best"]}
-TRIAL = {
-    *[
-        "mode",
-        "share_prefix",
-        "tokens_per_device",
-        "examples_per_device",
-        "overrides",
-        "configured",
-        "why",
-        "tokens_per_second",
-        "spread",
-        "ratio",
-    ],
-    *["rounds", "mfu", "peak_memory", "padding", "micro_batches", "first_step_seconds"],
-}
-
-
+HEAD = {"model", "objective", "device", "processes", "strategy", "precision", "attention", "step", "trials", "best"}
+TRIAL = {"mode", "share_prefix", "tokens_per_device", "examples_per_device", "overrides", "configured", "why", "ratio"}
+TRIAL |= {"tokens_per_second", "spread", "rounds", "mfu", "peak_memory", "padding", "micro_batches"}
+TRIAL.add("first_step_seconds")
 WORKER = """
-from packtrain.__main__ import _work
-from packtrain.launch.worker import run_worker
-
-run_worker(_work)
+import runpy, sys
+sys.argv.insert(1, "worker")
+runpy.run_module("packtrain", run_name="__main__")
 """
 
 
@@ -57,13 +40,8 @@ def short_of_memory(*given: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return compute(self, model, batch, counts)
 
-    def small(argv: Sequence[str], log: Path) -> list[str]:
-        port = argv[argv.index("--main_process_port") + 1]
-        return ["--start", str(log), "1", "0", "2", "127.0.0.1", port, *argv[-2:]]
-
     SFTLoss.compute = within_memory
-    execute._torchrun = small
-    supervisor.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    instead_of_torchrun(Fork)
     forked.run(*given)
 
 

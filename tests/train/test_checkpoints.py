@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 from here import train_here
-from running import Run, base_config, packtrain, train
-from safetensors.torch import load_file
+from running import Run, assert_same_bits, base_config, packtrain, train
 from transformers import TrainerState
 
 from packtrain.config.compose import load_config
@@ -61,12 +60,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     monkeypatch.setattr(StepTrainer, "forward_and_backward", counted)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
-    assert run.losses == unbroken.losses and checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
+    assert checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
     for name in checkpoints(run):
-        saved, expected = (
-            load_file(one.folder / "checkpoints" / name / "model.safetensors") for one in (run, unbroken)
-        )
-        assert all(torch.equal(one, expected[key]) for key, one in saved.items())
+        assert_same_bits(run, unbroken, f"checkpoints/{name}")
         states = [torch.load(one.folder / "checkpoints" / name / "optimizer.pt")["state"] for one in (run, unbroken)]
         assert all(torch.equal(states[0][key]["exp_avg"], one["exp_avg"]) for key, one in states[1].items())
 
@@ -77,11 +73,8 @@ def test_without_memory_for_a_copy_steps_wait_and_the_run_says_so(
     monkeypatch.setattr(writer, "memory_free", lambda: 1000)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"]["written"] == 3
-    assert (tmp_path / "run" / "logs" / "rank-00000.log").read_text().count("no room for a copy") == 1
-    saved, expected = (
-        load_file(one.folder / "checkpoints" / "step-000004" / "model.safetensors") for one in (run, unbroken)
-    )
-    assert all(torch.equal(one, expected[name]) for name, one in saved.items())
+    assert run.log.count("no room for a copy") == 1
+    assert_same_bits(run, unbroken, "checkpoints/step-000004")
 
 
 def with_small_files(*given: Any) -> None:
@@ -104,10 +97,9 @@ def test_a_disk_that_does_not_take_a_checkpoint_costs_no_training(
     else:
         run = train(tmp_path, config, f"strategy={strategy}", processes=processes, begin=with_small_files)
     assert run.losses == pytest.approx(unbroken.losses, rel=1e-5)
-    told = run.summary["checkpoints"]
-    assert told["written"] == 0 and [one["step"] for one in told["failed"]] == [2, 4, 6]
-    log = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert log.count("was not written") == 3 and checkpoints(run) == []
+    outcome = run.summary["checkpoints"]
+    assert outcome["written"] == 0 and [one["step"] for one in outcome["failed"]] == [2, 4, 6]
+    assert run.log.count("was not written") == 3 and checkpoints(run) == []
 
 
 def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_is_kept(
@@ -124,9 +116,8 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
     assert run.summary["status"] == "done" and checkpoints(run) == ["step-000002", "step-000005"]
     (failed,) = run.summary["checkpoints"]["failed"]
     assert failed["step"] == 4 and "the disk has 1,000 bytes left" in failed["why"]
-    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    assert "no room for 3 checkpoints of" in log  # at once: those that are kept, and the new one, of the last step
-    assert "the checkpoint of step 4 was not written" in log and "the newest is that of step 2. Training goes on" in log
+    assert "no room for 3 checkpoints of" in run.log  # at once: those that are kept, and the new one, of the last step
+    assert "the checkpoint of step 4 was not written" in run.log and "that of step 2. Training goes on" in run.log
 
 
 def test_what_a_killed_run_had_no_time_to_remove_is_removed_as_it_goes_on(tmp_path: Path) -> None:

@@ -106,10 +106,6 @@ def start(folder: Path, model: Any, reference: Any, spoil: Callable[[Any], Any] 
     return trainer
 
 
-def dropping() -> Any:
-    return tiny_model("llama", attention_dropout=0.3)
-
-
 def drop_by_a_hook(trainer: Any) -> None:
     layer = trainer.loss.trl.ref_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
@@ -127,7 +123,6 @@ def adapted(*, beside: bool = False) -> Any:
 
 
 FAULTS: dict[str, Callable[[Path], StepTrainer]] = {
-    "dropout of attention": lambda folder: start(folder, dropping(), dropping()),
     "dropout in the reference": lambda folder: start(folder, policy(), policy(), drop_by_a_hook),
     "another precision": lambda folder: start(folder, policy(), policy().to(torch.bfloat16)),
     "adapters that are not new": lambda folder: start(folder, adapted(), None),

@@ -188,12 +188,11 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) 
     ("groups", "where"),
     [
         ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, "batch.tokens_per_device"),
-        ({"objective": Objective(kind="dpo", loss="aot")}, "batch"),
         ({"objective": Objective(kind="dpo", reference="/nowhere/at/all")}, "objective.reference"),
         ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "router"),
         ({"packing": Packing(share_prefix=True), "model": BY_DOCUMENT}, "packing.share_prefix"),
     ],
-    ids=["long", "aot", "nowhere", "routers", "unshared"],
+    ids=["long", "nowhere", "routers", "unshared"],
 )
 def test_what_cannot_be_is_refused_with_the_key(start: RunConfig, groups: dict[str, Any], where: str) -> None:
     with pytest.raises((UserError, CheckFailed)) as refused:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from answer_runs import preferences
-from forked import run as command
 from here import train_here
 from running import LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
@@ -123,7 +122,7 @@ OTHERWISE = {
 def without_names(*arguments: Any) -> None:
     """The command where weights can be read by the files of their strategy alone."""
     state.put_into_torch = state.put_into_zero = None  # type: ignore[assignment]
-    command(*arguments)
+    forked.run(*arguments)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), UserError, "out of memory on cpu"),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), PeerFailed, "of rank 0 failed"),
         (RuntimeError("CUDA error: device-side assert triggered"), None, ""),
-        (RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer"), None, ""),  # it is alone
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), PeerFailed, "worker (pid 7)"),
         (OSError(errno.ENOSPC, "No space left on device"), UserError, "cannot write"),
         (SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), UserError, "quota"),
@@ -48,18 +47,19 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
         assert words in found.problems[0].what and found.problems[0].fix
 
 
+@pytest.mark.parametrize(("processes", "kind"), [(1, type(None)), (2, LostPeers)])
+def test_a_connection_is_lost_where_there_are_others(processes: int, kind: type) -> None:
+    error, ranks = (
+        RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer"),
+        replace(ALONE, world_size=processes),
+    )
+    assert type(explained(error, ranks, RunFolder.of(CONFIG.trainer), CONFIG.batch)) is kind
+
+
 def test_torch_refuses_in_words_that_are_known_what_is_not_deterministic() -> None:
     with deterministic(), pytest.raises(RuntimeError, match=NEEDED):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_lost_process_is_told_where_there_are_others() -> None:
-    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-    assert isinstance(
-        explained(error, replace(ALONE, world_size=2), RunFolder.of(CONFIG.trainer), CONFIG.batch),
-        LostPeers,
-    )
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -94,16 +94,6 @@ GLOO = (
 )
 def test_what_backends_say_is_told_in_short(said: str, words: str) -> None:
     assert shortly(RuntimeError(said)) == words
-
-
-def test_too_little_memory_names_the_keys_that_take_less() -> None:
-    for batch, where in (
-        (CONFIG.batch, "batch.tokens_per_device"),
-        (Batch(examples_per_device=4), "batch.examples_per_device"),
-    ):
-        found = explained(GPU_MEMORY, ALONE, RunFolder.of(CONFIG.trainer), batch)
-        assert found is not None and found.problems[0].where == where
-        assert all(key in found.problems[0].fix for key in ("gradient_checkpointing=true", "strategy=fsdp2"))
 
 
 def test_what_ends_a_run_is_told_in_short_kept_in_full_in_the_log_and_no_hang(tmp_path: Path) -> None:

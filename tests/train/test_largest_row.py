@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from here import ALONE, run_here, train_here
-from running import LLAMA, Run, base_config, train
+from running import LLAMA, Run, assert_same_bits, base_config, train
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Trainer
 from packtrain.errors import UserError
 from packtrain.train import run as run_module
-from packtrain.train.largest_row import WorkRecord, memory_error
-from packtrain.train.loader import MicroBatch
 from packtrain.train.objectives.sft import SFTLoss
 from tests.train import forked
 
@@ -61,9 +57,7 @@ def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, proces
         train(tmp_path, config, f"strategy={strategy}", name=name, processes=processes, command=verb, begin=begin)
         for name, begin in (("plain", None), ("tried", as_on_a_gpu))
     ]
-    assert runs[0].losses == runs[1].losses
-    weights = runs[0].weights()
-    assert all(torch.equal(one, weights[name]) for name, one in runs[1].weights().items())
+    assert_same_bits(*runs)
 
 
 def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int = 0) -> None:
@@ -85,54 +79,30 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
     monkeypatch.setattr(SFTLoss, "open_step", counted)
 
 
-def refused(folder: Path) -> UserError:
+def refused(folder: Path, *overrides: str) -> UserError:
     with pytest.raises(UserError) as caught:
-        run_here(folder, config_of(folder))
+        run_here(folder, config_of(folder), *overrides)
     return caught.value
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["batch.tokens_per_device=256"], "batch.tokens_per_device", 200),  # all of the longest document
+        (["batch.tokens_per_device=1024"], "batch.tokens_per_device", 420),  # half of the fullest row
+        (["batch.tokens_per_device=null", "packing.mode=padding"], "batch.examples_per_device", 3),
+        (["batch.tokens_per_device=200"], "data.max_length", None),
+    ],
+)
 def test_a_lack_of_memory_shows_before_step_1_with_documents_and_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], key: str, value: int | None
 ) -> None:
     cramped(monkeypatch)
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
-    (problem,) = refused(tmp_path).problems
+    (problem,) = refused(tmp_path, *overrides).problems
     assert all(part in problem.what for part in ("step 1", "data.jsonl:", "2.00 GiB"))
-    # the longest document has all 200 tokens, so that fewer tokens a micro-batch are no way
-    assert problem.where == "batch.tokens_per_device" and "batch.tokens_per_device=200" in problem.fix
+    assert problem.where == key and (value is None or f"{key}={value}," in problem.fix)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "examples", "where", "fix"),
-    [
-        ([], 8, "batch.tokens_per_device", "batch.tokens_per_device=4096"),
-        (["batch.tokens_per_device=null", "packing.mode=padding"], 8, "batch.examples_per_device", "_device=4"),
-        (["trainer.gradient_checkpointing=true", "strategy=fsdp2"], 1, "data.max_length", "peft=lora"),
-    ],
-)
-def test_what_to_set_is_said_with_figures(
-    tmp_path: Path, overrides: list[str], examples: int, where: str, fix: str
-) -> None:
-    written = base_config(tmp_path)
-    written["model"]["config"] = {**LLAMA, "vocab_size": 512}
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
-    batch = MicroBatch({}, 0, 8192, 8192, examples)
-    work, row = WorkRecord(ALONE.device), np.arange(examples)
-    work.begin(2, 2, batch)
-    schedule = SimpleNamespace(lengths=np.full(examples, 8192 // examples), micro_batches=lambda *_: [row[:0], row])
-    at: Any = work, SimpleNamespace(schedule=schedule, rank=0, world_size=1), ALONE
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    names = [f"data.jsonl:{number}" for number in range(9)]
-    config = load_config(str(path), overrides)
-    known: Any = {"by_tokens": config.batch.limits(config.packing.mode)[1] is not None}
-    known |= {"places": lambda numbers: [names[number] for number in numbers], "planned": lambda _: ""}
-    refusal = memory_error(error, *at, **known)
-    assert refusal is not None
-    (problem,) = refusal.problems
-    assert "step 3 (micro-batch 2)" in problem.what and "8,192 token slots (data.jsonl:0" in problem.what
-    assert problem.where == where and fix in problem.fix
-    assert memory_error(RuntimeError("shapes differ"), *at, **known) is None
 
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

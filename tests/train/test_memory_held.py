@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from here import train_here
 from peft import LoraConfig, get_peft_model
 from running import conversations, write_jsonl
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,40 +20,14 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.plan.known_model import Layers, read_layers
 from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
-from tests.train import forked
+from packtrain.train.loop import StepTrainer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 TOKENS = 1024
 
 
-def hold_in_a_run(arguments: list[str], file: Path) -> None:
-    """Writes bytes of weights, gradients and optimizer states after the second backward pass of a real run, in this process."""
-    from packtrain.run_folder import RunFolder
-    from packtrain.train.loop import StepTrainer
-    from packtrain.train.run import train
-
-    torch.set_num_threads(1)
-    held: dict[str, int] = {}
-    inner = StepTrainer.forward_and_backward
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = inner(self, *args, **kwargs)
-        weights = list(self.model.parameters())
-        held["weights"] = _bytes(weights)
-        held["gradients"] = _bytes(one.grad for one in weights if one.grad is not None)
-        states = self.engine.plain_optimizer.state.values()
-        held["optimizer"] = _bytes(one for state in states for one in state.values() if isinstance(one, torch.Tensor))
-        return loss
-
-    StepTrainer.forward_and_backward = step  # type: ignore[method-assign]
-    config = load_config(None, arguments)
-    RunFolder.of(config.trainer).open_attempt("never")
-    train("sft", config)
-    file.write_text(json.dumps(held))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
@@ -65,20 +39,35 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
         ["model.dtype=bfloat16"],
     ],
 )
-def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp_path: Path) -> None:
+def test_a_run_of_one_process_holds_what_was_estimated(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of weights, gradients and optimizer states after the second backward pass of a real run."""
+    held: dict[str, int] = {}
+    inner = StepTrainer.forward_and_backward
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = inner(self, *args, **kwargs)
+        weights = list(self.model.parameters())
+        states = [one for state in self.engine.plain_optimizer.state.values() for one in state.values()]
+        held["weights"] = size_of(weights)
+        held["gradients"] = size_of(one.grad for one in weights if one.grad is not None)
+        held["optimizer"] = size_of(one for one in states if isinstance(one, torch.Tensor))
+        return loss
+
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", step)
     data = write_jsonl(tmp_path / "data.jsonl", conversations(8))
     sizes = {"model_type": "qwen3", **SIZES, "vocab_size": 4096, "max_position_embeddings": 512}
     arguments = [
         *(f"model.config.{name}={value}" for name, value in sizes.items()),
         *("model.init=random", "model.tokenizer=quickstart", f"data.train={data}", f"data.cache_dir={tmp_path}/cache"),
-        *("batch.examples_per_step=4", "trainer.max_steps=2", f"trainer.output_dir={tmp_path}/run"),
+        *("batch.examples_per_step=4", "trainer.max_steps=2"),
         *("data.max_length=256", "batch.tokens_per_device=512", "verify.preflight=false", *overrides),
     ]
-    alone = forked.begun(hold_in_a_run, arguments, tmp_path / "held.json")
-    alone.join(600)
-    held = json.loads((tmp_path / "held.json").read_text())
-    expected = estimate(load_config(None, arguments), 1)
-    assert isinstance(expected, Memory)
+    config = load_config(None, arguments)
+    train_here(config, tmp_path / "run")
+    expected = estimate(config, 1)
+    assert isinstance(expected, Memory) and len(held) == 3
     for part, size in held.items():
         assert getattr(expected, part) == pytest.approx(size, rel=0.02), part
 

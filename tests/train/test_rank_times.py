@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from running import Run, base_config
+from running import base_config, train
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase
 from packtrain.train import loop
@@ -129,10 +128,7 @@ def with_a_slow_rank(*given: Any) -> None:
 
 def test_a_rank_whose_forward_passes_are_slow_is_named_and_not_those_that_wait(tmp_path: Path) -> None:
     trainer = {"max_steps": STEPS, "log_every": 4}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(base_config(tmp_path, trainer=trainer, batch={"examples_per_step": 6})))
-    ranks = forked.joined(3, "sft", str(path), begin=with_a_slow_rank)
-    said = "".join(one.stdout + one.stderr for one in ranks)
-    assert [one.returncode for one in ranks] == [0, 0, 0], said
-    slowest = [line["slowest_rank"] for line in Run(tmp_path / "run").lines if "slowest_rank" in line]
+    config = base_config(tmp_path, trainer=trainer, batch={"examples_per_step": 6})
+    run = train(tmp_path, config, processes=3, begin=with_a_slow_rank)
+    slowest = [line["slowest_rank"] for line in run.lines if "slowest_rank" in line]
     assert len(slowest) >= 2 and set(slowest) == {0}, slowest

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from here import train_here
+from here import run_here
 from running import base_config
 
 import packtrain
-from packtrain.config.compose import load_config
 from packtrain.train.loop import StepTrainer
+from tests.unit.test_layout import files_of_section
 
 PACKAGE = Path(packtrain.__file__).parent
 MOST = 25
@@ -35,19 +33,10 @@ def test_a_step_goes_through_few_files(tmp_path: Path, monkeypatch: pytest.Monke
         return next_batches(self, *given)
 
     monkeypatch.setattr(StepTrainer, "next_batches", watched)
-    (path := tmp_path / "run.yaml").write_text(
-        yaml.safe_dump(base_config(tmp_path, trainer={"max_steps": 6, "log_every": 6}))
-    )
     try:
-        train_here(load_config(str(path), []), tmp_path / "run")
+        run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 6, "log_every": 6}))
     finally:
         sys.setprofile(None)
-    section = (
-        (PACKAGE.parent / "docs/architecture.md")
-        .read_text()
-        .partition("## One step of training\n")[2]
-        .partition("\n## ")[0]
-    )
-    map_ = set(re.findall(r"`([\w/]+\.py)", section))
+    map_ = files_of_section(PACKAGE.parent / "docs/architecture.md", "One step of training")
     assert "train/loop.py" in map_ and map_ - {"train/checkpoint/state.py"} <= files  # this step has no checkpoint
     assert len(files) <= MOST, sorted(files)

@@ -112,19 +112,6 @@ def test_every_layout_gives_the_loss_and_gradients_of_transformers_on_one_padded
             assert relative(gradients(model), expected) < 1e-4, (layout, split)
 
 
-def test_gradient_checkpointing_counts_every_token_once() -> None:
-    results = []
-    for checkpointing in (False, True):
-        model = sparse_model("mixtral").train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        routers = routers_of(model)
-        loss = step(model, routers, micro_batches(documents(), [3, 5], padded=True))
-        results.append((loss, gradients(model)))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
-    assert relative(results[1][1], results[0][1]) < 1e-6
-
-
 def test_with_dropout_the_pass_that_counts_draws_the_numbers_of_the_pass_that_trains() -> None:
     model = sparse_model("mixtral", attention_dropout=0.3).train()
     routers = routers_of(model)

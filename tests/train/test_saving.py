@@ -143,12 +143,6 @@ def test_a_model_that_cannot_generate_is_saved(pretrained: Path, tmp_path: Path)
     try_saving(model, words, whole=True)
 
 
-def test_layers_trained_beside_adapters_are_saved(tmp_path: Path) -> None:
-    peft = {"kind": "lora", "modules_to_save": ["lm_head"]}
-    run = train(tmp_path, base_config(tmp_path, peft=peft, trainer=SHORT), "model.config.tie_word_embeddings=false")
-    assert any("lm_head" in name for name in load_file(run.folder / "final-adapters" / "adapter_model.safetensors"))
-
-
 def test_adapters_of_a_model_whose_embeddings_are_tied_are_saved_from_shards(tmp_path: Path) -> None:
     """torch leaves the second name of a frozen weight that has two among the trained ones."""
     config = base_config(tmp_path, peft={"kind": "lora"}, trainer={**SHORT, "checkpoint_every": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from here import run_here, train_here
-from running import Run, base_config, conversations, packtrain, train, write_jsonl
-from safetensors.torch import load_file
+from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.compose import load_config
@@ -103,27 +100,6 @@ def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -
     assert (merged - base).abs().max() > 1e-2
 
 
-def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path: Path) -> None:
-    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}, peft={"kind": "lora"}))
-    merged = AutoModelForCausalLM.from_pretrained(run.folder / "final")
-    assert "lora" not in "".join(merged.state_dict())
-    assert (run.folder / "final-adapters" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.gradient_checkpointing=true"],
-        ["optim.name=adamw_torch"],
-    ],
-    ids=lambda overrides: overrides[0],
-)
-def test_what_saves_memory_or_time_does_not_change_the_losses(plain: tuple[Path, Run], overrides: list[str]) -> None:
-    folder, expected = plain
-    config = base_config(folder, trainer={"max_steps": 4})
-    assert run_here(folder, config, *overrides, name=overrides[0]).losses == pytest.approx(expected.losses, rel=1e-5)
-
-
 def with_loader_processes(*given: Any) -> None:
     loader.loader_processes = lambda: 2
     forked.run(*given)
@@ -157,8 +133,7 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     tracking = {"report_to": ["tensorboard"]}
     config = base_config(tmp_path, data={"max_length": 60}, trainer=trainer, tracking=tracking)
     run = train(tmp_path, config)
-    shown = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert "Say ␛[31mbackwards: a b" in shown and "\x1b" not in shown  # the terminal has the same lines
+    assert "Say ␛[31mbackwards: a b" in run.log and "\x1b" not in run.log  # the terminal has the same lines
     names = {path.name for path in run.folder.iterdir()}
     promised = {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "final", "logs", "summary.json"}
     assert promised <= names
@@ -205,7 +180,10 @@ def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_pat
     ],
 )
 def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: Path, override: str, where: str) -> None:
+    """Names that the model does not have before the data is read, which is wrong, too."""
     config = base_config(tmp_path, **({"peft": {"kind": "lora"}} if override.startswith("peft") else {}))
+    if "hiden" in override or "nonsense" in override:
+        write_jsonl(tmp_path / "data.jsonl", [{"no": "format"}])
     (path := tmp_path / "config.yaml").write_text(json.dumps(config))
     more = ["model.init=pretrained", "model.tokenizer=null"] if override.startswith("model.path") else []
     with pytest.raises(UserError) as caught:
@@ -213,41 +191,11 @@ def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: P
     assert where in str(caught.value)
 
 
-@pytest.mark.parametrize("override", ["+model.config.hiden_size=64", "peft.target_modules=[q_porj]"])
-def test_names_that_the_model_does_not_have_are_refused_before_the_data_is_read(tmp_path: Path, override: str) -> None:
-    data = write_jsonl(tmp_path / "bad.jsonl", [{"no": "format"}])
-    config = base_config(tmp_path, data={"train": str(data)}, peft={"kind": "lora"})
-    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
-    result = packtrain("sft", str(path), override, expect=2)
-    key, _, value = override.strip("+").partition("=")
-    assert (key in result.stderr or value.strip("[]") in result.stderr) and "bad.jsonl" not in result.stderr
-
-
-def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tmp_path: Path) -> None:
-    text = "\n\n".join(message["content"] for row in conversations(40) for message in row["messages"])
-    (tmp_path / "words.txt.gz").write_bytes(gzip.compress(text.encode()))
-    data = {"train": str(tmp_path / "words.txt.gz"), "eval": 0.1, "split_text": "paragraph"}
-    config = base_config(tmp_path, data=data, trainer={"max_steps": 2, "eval_every": 1})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    done = packtrain(
-        "sft", "run.yaml", "data.eval=null", "data.split_text=document", "data.max_length=64", cwd=tmp_path
-    )
-    assert "trainer.eval_every=1" in done.stderr
-    run = Run(tmp_path / "run")
-    report = run.summary["data"]
-    assert (report["rows"], report["split"], report["cut_tokens"]) == (1, 1, 0) and report["documents"] > 10
-    assert "eval_every: null" in (run.folder / "config.yaml").read_text()
-    assert run.summary["eval_loss"] is None and len(run.steps) == 2
-
-
 def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
     chances = ["peft=lora", "peft.dropout=0.1"]
     overrides = [*chances, "trainer.mixed_precision=bf16", "trainer.deterministic=true", "trainer.max_steps=3"]
     first, second = (train(tmp_path, base_config(tmp_path), *overrides, name=name) for name in ("first", "second"))
-    assert first.losses == second.losses
-    adapters = [load_file(run.folder / "final-adapters" / "adapter_model.safetensors") for run in (first, second)]
-    assert adapters[0].keys() == adapters[1].keys()
-    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
+    assert_same_bits(first, second)  # merged: the model it started from was new
 
 
 ENDLESS, UNTRAINED = "train no end of an answer", "rows have nothing to train"
@@ -264,5 +212,4 @@ def test_data_that_cannot_be_learned_from_is_warned_of(tmp_path: Path, fault: st
                 message |= {"weight": 0} if message["role"] == "assistant" else {}
     write_jsonl(tmp_path / "data.jsonl", rows)
     run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}))
-    log = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert (ENDLESS in log, UNTRAINED in log) == (fault == "endless", fault == "untrained")
+    assert (ENDLESS in run.log, UNTRAINED in run.log) == (fault == "endless", fault == "untrained")

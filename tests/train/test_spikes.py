@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from here import train_here
-from running import Run, base_config, packtrain, train
+from running import Run, assert_same_bits, base_config, packtrain, train
 
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
@@ -101,8 +101,8 @@ def test_killed_after_a_skipped_step_a_run_ends_the_same(skipped: Run, tmp_path:
     assert packtrain("sft", path, begin=with_a_spike_and_an_end, expect=None).returncode == -9
     packtrain("sft", path, begin=with_a_spike)
     again = Run(tmp_path / "run")
-    assert again.losses == skipped.losses and len(spikes(again)) == 1
-    assert all(torch.equal(one, skipped.weights()[name]) for name, one in again.weights().items())
+    assert_same_bits(again, skipped)
+    assert len(spikes(again)) == 1
 
 
 def test_figures_of_experts_leave_a_skipped_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,8 @@ def test_killed_after_a_rollback_a_run_ends_the_same(tmp_path: Path) -> None:
     with (tmp_path / "killed" / "spikes.jsonl").open("a") as file:
         file.write('{"step": 7, "act')  # and in the middle of another line
     killed = train(tmp_path, config, name="killed", begin=with_a_spike)
-    assert killed.losses == whole.losses and len(spikes(killed)) == 1
-    assert all(torch.equal(one, whole.weights()[name]) for name, one in killed.weights().items())
+    assert_same_bits(killed, whole)
+    assert len(spikes(killed)) == 1
 
 
 def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(tmp_path: Path) -> None:
@@ -205,23 +205,20 @@ def test_other_objectives_go_back_as_well(tmp_path: Path, verb: str) -> None:
     assert [one["step"] for one in run.steps] == list(range(1, 7))
 
 
-def test_without_rules_a_loss_that_is_no_number_stops_with_the_documents_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("at", "times", "losses", "trainer"),
+    [(2, math.nan, [None] * 7, {}), (12, 50.0, None, {"max_steps": 20, "spike_factor": 10.0})],
+)
+def test_a_loss_that_is_no_number_and_a_jump_stop_the_run_before_their_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, times: float, losses: Any, trainer: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(2))
-    with pytest.raises(CheckFailed, match="the loss is nan at step 2"):
-        train_here(load_config(written(tmp_path), []), tmp_path / "run")
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(at, times))
+    with pytest.raises(CheckFailed, match=rf"the loss is .* at step {at}\b"):
+        train_here(load_config(written(tmp_path, **trainer), []), tmp_path / "run")
     (line,) = spikes(Run(tmp_path / "run"))
-    assert line["action"] == "stop" and [one["loss"] for one in line["documents"]] == [None] * 7
-
-
-def test_a_jump_stops_the_run_before_its_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(12, times=50.0))
-    config = load_config(written(tmp_path, max_steps=20, spike_factor=10.0), [])
-    with pytest.raises(CheckFailed, match=r"the loss is .* at step 12"):
-        train_here(config, tmp_path / "run")
-    assert spikes(Run(tmp_path / "run"))[0]["action"] == "stop"
-    assert [one["step"] for one in Run(tmp_path / "run").steps][-1] == 11
+    assert (line["step"], line["action"]) == (at, "stop")
+    assert losses is None or [one["loss"] for one in line["documents"]] == losses
+    assert Run(tmp_path / "run").steps[-1]["step"] == at - 1
 
 
 def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from answer_runs import preferences
-from running import ENVIRONMENT, LLAMA, Run, base_config, conversations, train, write_jsonl
+from running import ENVIRONMENT, LLAMA, Run, assert_same_bits, base_config, conversations, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -97,15 +97,15 @@ def by_torchrun(folder: Path, strategy: str, *, name: str) -> Run:
     return Run(folder / name)
 
 
-def assert_same_training(found: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
-    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
+    assert [line["examples"] for line in run.steps] == [line["examples"] for line in expected.steps]
+    assert run.losses == pytest.approx(expected.losses, rel=1e-5)
     norms = [line["grad_norm"] for line in expected.steps]
-    assert [line["grad_norm"] for line in found.steps] == pytest.approx(norms, rel=1e-4)
-    assert [line["lr"] for line in found.steps] == [line["lr"] for line in expected.steps]
+    assert [line["grad_norm"] for line in run.steps] == pytest.approx(norms, rel=1e-4)
+    assert [line["lr"] for line in run.steps] == [line["lr"] for line in expected.steps]
     evals = [line["eval_loss"] for line in expected.evals]
-    assert [line["eval_loss"] for line in found.evals] == pytest.approx(evals, rel=1e-5)
-    ours, theirs = load_file(found.folder / file), load_file(expected.folder / file)
+    assert [line["eval_loss"] for line in run.evals] == pytest.approx(evals, rel=1e-5)
+    ours, theirs = load_file(run.folder / file), load_file(expected.folder / file)
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
@@ -116,8 +116,8 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
     run = run_of(runs, folder, name)
     assert_same_training(run, alone)
     assert min(line["grad_norm"] for line in run.steps) > 0.5, "nothing was clipped"
-    _, found = AutoModelForCausalLM.from_pretrained(run.folder / "final", output_loading_info=True)
-    assert not any(found.values())
+    _, mismatches = AutoModelForCausalLM.from_pretrained(run.folder / "final", output_loading_info=True)
+    assert not any(mismatches.values())
     assert len(run.summary["answers"]) == len(alone.summary["answers"]) == 1
 
 
@@ -125,10 +125,7 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
 def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Path, name: str) -> None:
     expected = run_of(runs, folder, name)
     run = train(folder, config_of(folder), f"strategy={name}", name=cut(expected, f"{name}-resumed"), processes=2)
-    assert run.losses == expected.losses
-    weights = expected.weights()
-    for weight, tensor in run.weights().items():
-        assert torch.equal(tensor, weights[weight]), weight
+    assert_same_bits(run, expected)
 
 
 def cut(run: Run, name: str) -> str:
@@ -220,9 +217,9 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(input_ids=ids).logits
     compute_in(model, torch.bfloat16)
-    found = model(input_ids=ids).logits
-    assert (expected.dtype, found.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(found, expected.float())
+    logits = model(input_ids=ids).logits
+    assert (expected.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(logits, expected.float())
 
 
 @pytest.mark.parametrize(

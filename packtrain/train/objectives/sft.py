@@ -115,7 +115,7 @@ class SFT(TrainingObjective):
         loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
         model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
         if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
-            trainer.watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
+            trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
         off = choose_head(model, loss.head, probe, autocast=autocast)
         if not loss.head.fused:
             lack = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"
