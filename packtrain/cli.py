@@ -334,7 +334,8 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
-    from packtrain.launch.slurm_jobs import Job, this_program
+    from packtrain.launch.slurm_jobs import Job
+    from packtrain.plan.surroundings import command_of
 
     path, changes = split_arguments(arguments)
     if sweep:
@@ -345,7 +346,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
         _check_verb(point.config, verb)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
-    return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
+    return Job(verb, called, named, tuple(points), Path.cwd(), tuple(command_of("packtrain", absolute=True)))
 
 
 def _note(line: str) -> None:

@@ -162,12 +162,6 @@ def directive(value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def this_program() -> tuple[str, ...]:
-    """The command of this installation of packtrain, by absolute path: a job may start without this shell's PATH."""
-    beside = Path(sys.executable).with_name("packtrain")
-    return (str(beside),) if beside.is_file() else (sys.executable, "-m", "packtrain")
-
-
 def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
     """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
 

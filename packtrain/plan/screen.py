@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan.known_model import precision_in_words
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib
+from packtrain.plan.surroundings import command_of
 from packtrain.run_folder import RunFolder
 from packtrain.wording import visible
 
@@ -159,7 +159,7 @@ def _to_do(
     by_hand = launch.nodes > 1 and not numbered and topology.kind != "slurm"
     slurm = by_hand and topology.kind == "auto" and shutil.which("sbatch") is not None
     if launch.obstacles and (topology.kind == "slurm" or slurm):
-        yield "run", Text(f"{_command([*_program(), 'sbatch', *typed])} --submit", "bold green")
+        yield "run", Text(f"{_command([*command_of('packtrain'), 'sbatch', *typed])} --submit", "bold green")
         return
     if by_hand:
         typed += ["topology.kind=manual"] if topology.kind == "auto" else []
@@ -168,9 +168,9 @@ def _to_do(
             typed.append(f"topology.main_address={launch.accelerate['main_process_ip']}")
             where += ", with the first one's name or address"
         yield from _wrapped("run", f"{where}:", width)
-        yield "", Text(f"{_command([*_program(), *typed])} topology.node_rank=K", "bold green")
+        yield "", Text(f"{_command([*command_of('packtrain'), *typed])} topology.node_rank=K", "bold green")
         return
-    yield "run", Text(_command([*_program(), *typed]), "bold green")
+    yield "run", Text(_command([*command_of("packtrain"), *typed]), "bold green")
 
 
 def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
@@ -217,11 +217,3 @@ def _in_millions(number: int) -> str:
     if number >= 10**9:
         return f"{number / 10**9:,.1f} billion"
     return f"{number / 10**6:,.1f} million" if number >= 10**6 else f"{number:,}"
-
-
-def _program() -> list[str]:
-    """The command by which packtrain was called, so that a printed command can be pasted."""
-    called = sys.argv[0]
-    if os.path.basename(called) != "packtrain":
-        return [sys.executable, "-m", "packtrain"]
-    return ["packtrain" if shutil.which("packtrain") == os.path.abspath(called) else called]

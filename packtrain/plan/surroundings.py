@@ -77,6 +77,14 @@ def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
     )
 
 
+def command_of(name: str, *, absolute: bool = False) -> list[str]:
+    """How a shell calls this environment's program `name`: by its name if it finds it (unless `absolute`), else by its path."""
+    own = Path(sys.executable).with_name(name)
+    if not own.is_file():
+        return [sys.executable, "-m", name]
+    return [name] if shutil.which(name) == str(own) and not absolute else [str(own)]
+
+
 def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
     """How many of the machine's GPUs are visible to CUDA, which reads the list up to its first invalid entry."""
     if cuda_visible_devices is None:

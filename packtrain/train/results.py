@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
+from packtrain.plan.surroundings import command_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint.folder import tidy
@@ -241,38 +241,21 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 
 
 def next_commands(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
-    """Commands ready to run: an answer to `prompt` (or the score of an answer), `verify`, and the same run in another packing mode.
-
-    `chat`: the tokenizer has a chat template; `mode` is packing.mode; `scores`: this is a reward model.
-    """
-    final, turns = json.dumps(str(folder.final), ensure_ascii=False), [{"role": "user", "content": prompt}]
-    if scores:
-        turns.append({"role": "assistant", "content": "Hello!"})
-        text = f"pipe.tokenizer.apply_chat_template({json.dumps(turns)}, tokenize=False)"
-        text = text if chat else f"{json.dumps(f'{prompt} …')} + pipe.tokenizer.eos_token"
-        task, shown = (
-            "text-classification",
-            f'pipe({text}, function_to_apply="none", add_special_tokens={not chat})[0]["score"]',
-        )
-    else:
-        answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
-        asked = json.dumps(turns if chat else prompt, ensure_ascii=False)
-        task, shown = "text-generation", f"pipe({asked}, do_sample=False)[0]{answer}"
-    code = f'from transformers import pipeline; pipe = pipeline("{task}", {final}); print({shown})'
+    """Commands ready to run: an answer to `prompt` (unless this is a reward model, which `scores`), `verify`, and the same run in
+    another packing mode than `mode`. `chat`: the tokenizer has a chat template."""
+    asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    final, asked = (json.dumps(given, ensure_ascii=False) for given in (str(folder.final), asked))
+    answer = f'pipeline("text-generation", {final})({asked}, do_sample=False)[0]["generated_text"]'
+    turn = '[-1]["content"]' if chat else ""
+    code = f"from transformers import pipeline; print({answer}{turn})"
     other = "padding_free" if mode == "padding" else "padding"
     again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
+    python, program = (shlex.join(command_of(name)) for name in ("python", "packtrain"))
     return [
-        f"{_program('python')} -c {shlex.quote(code)}",
-        f"{_program('packtrain')} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
-        f"{_program('packtrain')} {shlex.join(again)}  # the same losses, at another speed",
+        *([] if scores else [f"{python} -c {shlex.quote(code)}"]),
+        f"{program} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
+        f"{program} {shlex.join(again)}  # the same losses, at another speed",
     ]
-
-
-def _program(name: str) -> str:
-    """`name`, or its path where the shell would not find this environment's."""
-    own = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
-    first = shutil.which(name)
-    return name if (first and Path(first).parent == own.parent) or not own.exists() else shlex.quote(str(own))
 
 
 def _short(text: str, limit: int) -> str:
