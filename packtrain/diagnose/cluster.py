@@ -27,7 +27,7 @@ from packtrain.diagnose.env import check_all, gather, print_check, report_json
 from packtrain.diagnose.facts import Facts, Load, PlannedRun, Status
 from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
-from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
+from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.monitor.channel import Refused
 from packtrain.plan.agreement import Member, shared_values, shared_versions
@@ -76,7 +76,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     report = start(lambda: own_report(*gather(lambda: config), asdict(config)))
     limit_s = min(GATHER_S, config.topology.join_timeout)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
-    place = Place(address, port, limit_s, JOB, processes.hosts, least=1)
+    place = MeetingPoint(address, port, limit_s, JOB, processes.hosts, least=1)
     # only the number of machines has to be the same at the rendezvous: the rest is compared later
     me = Member(processes.node, processes.nodes, 1, 0, around.host, own_addresses(), {}, {})
     with meet(me, place) as group:
@@ -132,7 +132,7 @@ def _send(group: Group, own: Mapping[str, Any]) -> int:
 
 
 def compare(
-    sent: Mapping[int, Mapping[str, Any]], joined: Mapping[int, str], place: Place, machines: int
+    sent: Mapping[int, Mapping[str, Any]], joined: Mapping[int, str], place: MeetingPoint, machines: int
 ) -> dict[str, Any]:
     """The results as plain containers, of what the machines sent, by number; the keys are a promise to users."""
     names = {node: f"machine {node}" for node in range(machines)} | dict(enumerate(place.names)) | dict(joined)

@@ -1,4 +1,4 @@
-"""Opening a run folder for an attempt: it must be free, its own, and apart from what the run reads.
+"""Opening a run folder for an attempt: it must not be in use, must be packtrain's, and must not contain what the run reads.
 
 One run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
 file in logs/, which always belongs to the run that goes on; the system releases it when the process ends, however it ends.
@@ -30,7 +30,7 @@ from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, object_of, write_json
 
 LOCK = "lock"
-_TAKE_S = 1  # another process that only checks the lock has it for a moment
+_TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
 _CHECK_S = 0.3  # the machines of a run do so together at its start
 
 
@@ -74,7 +74,7 @@ def is_locked(folder: Path) -> bool:
 
 
 class RunLock(ExitStack):
-    """The lock of a run, which machine 0 has until the end; taken again at each launch, for logs/ may be another folder then."""
+    """The lock of a run, which machine 0 holds until the end; taken anew at each launch, since logs/ may have been replaced."""
 
     held = False
 
@@ -86,8 +86,8 @@ class RunLock(ExitStack):
 
 
 def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
-    """The files and folders that a run reads, none of which may lie where it writes (run_folder.py): (key, path), globs written
-    out; hub ids and names of built-in things are among them. `given` is the config's own path."""
+    """The files and folders that a run reads, none of which may lie where it writes (run_folder.py): (key, path), globs expanded;
+    hub ids and names of built-in things are among them. `given` is the config's own path."""
     model, data, reference = config.model, config.data, config.objective.reference
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
     bases = {f"the base of {key}": base_of(path) for key, path in named.items()}

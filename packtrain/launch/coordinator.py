@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from packtrain.errors import PeerFailed
-from packtrain.launch.exit_status import BUG, MOST_TELLING, Report, Verdict, judge
+from packtrain.launch.exit_status import BUG, MOST_TELLING, MachineReport, Verdict, decide_exit
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog
@@ -50,8 +50,8 @@ class Orders:
 class Restarts:
     """trainer.restarts: the decision on each failure of a run that may be started `most` times again, and its record.
 
-    After a dead or hung rank, or the loss of another machine, the run starts again from its newest checkpoint; not after what would
-    come again (a wrong config, a failed check), nor after a signal. The record in the run folder is a list with, for each restart,
+    After a dead or hung rank, or the loss of another machine, the run starts again from its newest checkpoint; not after failures
+    that would recur (a wrong config, a failed check), nor after a signal. The record in the run folder is a list with, for each restart,
     `when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in lines, and the `machines`
     that go on. torchrun's elastic agent restarts whatever the exit code, and knows nothing of hung ranks or of checkpoints.
     """
@@ -70,11 +70,11 @@ class Restarts:
         step = in_time(lambda: newest_step(self._folder), 0)
         self._steps.append(step)
         if in_time(lambda: self._begun() and self._folder.status() == "done", False):
-            why_not = "the run was done"
+            why_not = "the run had finished"
         elif self._steps[-_FRUITLESS - 1 :] == [step] * (_FRUITLESS + 1):
             why_not = f"{_FRUITLESS} restarts in a row have brought no new checkpoint"
         elif len(self._steps) > self._most:
-            why_not = f"trainer.restarts={self._most}, and there were as many"
+            why_not = f"all trainer.restarts={self._most} have been used"
         else:
             why = [clean(line) for line in verdict.lines if line != BUG] or [clean(failed)]
             self._next = {"when": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, "why": why}
@@ -85,7 +85,7 @@ class Restarts:
         """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
         return "auto" if self._next and self._begun() and newest_step(self._folder) else asked
 
-    def keep(self, machines: list[str]) -> None:
+    def write_record(self, machines: list[str]) -> None:
         """Writes the record for a start with these machines, into the run folder that has been opened for it."""
         step = newest_step(self._folder)
         if self._next:
@@ -115,7 +115,7 @@ def newest_step(folder: RunFolder) -> int:
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; thread-safe. It watches them whenever it hears of itself."""
+    """Machine 0's record of all machines, itself included; thread-safe. Each report of its own launcher makes it check all."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._looked = time.monotonic()
-        self._ends: dict[int, Report] = {}  # the last report of each machine whose processes have ended
+        self._ends: dict[int, MachineReport] = {}  # the last report of each machine whose processes have ended
         self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that reported it
         self._ended_at = 0.0
@@ -140,9 +140,9 @@ class Coordinator:
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The handler of the channel's call `machine`."""
-        return asdict(self.hear(as_type(body, Report)))
+        return asdict(self.hear(as_type(body, MachineReport)))
 
-    def hear(self, report: Report) -> Orders:
+    def hear(self, report: MachineReport) -> Orders:
         """Takes a report; returns the orders for that machine."""
         node = report.node
         if node == 0:
@@ -162,7 +162,7 @@ class Coordinator:
             orders = Orders(verdict=self._verdict)
             if self._stop is not None and self._stop[1] != node:
                 number, asked = self._stop
-                why = f"stop asked by {signal.Signals(number).name} on {self._names[asked]}"
+                why = f"stopping: {self._names[asked]} received {signal.Signals(number).name}"
                 orders = replace(orders, stop=number, why=why)
             if self._end is not None and self._end[1] != node:
                 orders = replace(orders, end=self._end[0])
@@ -177,9 +177,11 @@ class Coordinator:
             for node in set(self._names) - set(self._ends) - {0}:
                 self._silent_s[node] += passed
                 if self._silent_s[node] > limit:
-                    self._record(Report(node, lost=f"silent for {self._silent_s[node]:.0f} s"))
+                    self._record(MachineReport(node, lost=f"silent for {self._silent_s[node]:.0f} s"))
                 elif self._end is not None and now - self._ended_at > ENDING_S:
-                    self._record(Report(node, lost=f"its processes had not ended {ENDING_S} s after the failure"))
+                    self._record(
+                        MachineReport(node, lost=f"its processes had not ended {ENDING_S} s after the failure")
+                    )
             goes_on = self._end is None and self._verdict is None
         if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
@@ -199,7 +201,7 @@ class Coordinator:
     def _living(self) -> tuple[int, ...]:
         return tuple(node for node, report in sorted(self._ends.items()) if not report.lost)
 
-    def _record(self, report: Report) -> None:
+    def _record(self, report: MachineReport) -> None:
         """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
         if report.node in self._ends:
             return
@@ -221,13 +223,13 @@ class Coordinator:
         aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in codes)
         if diagnosis is None and (killed or set(codes) == {0, 4}):
-            diagnosis = self._watchdog.aftermath()
+            diagnosis = self._watchdog.diagnose_deaths()
         why, first = self._end or ("", 0)
         per_node = self._per_node
         lost = [rank for rank in range(len(self._names) * per_node) if rank // per_node not in living]
         lines = diagnosis.lines if diagnosis else ()
         waits = self._watchdog.describe_waits(but=lost) if lost else ()
-        verdict = judge(self._ends, self._names, per_node, first=first, diagnosis=lines, waits=waits)
+        verdict = decide_exit(self._ends, self._names, per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.write_diagnosis("\n".join(verdict.lines))
         if self._restarts is not None and self._stop is None and 0 in living:
@@ -243,7 +245,7 @@ class Reporter:
     """
 
     def __init__(self, node: int, main: str, silence_s: float, machine_0: Coordinator | Client) -> None:
-        self.report, self.orders, self.lost = Report(node), Orders(), ""
+        self.report, self.orders, self.lost = MachineReport(node), Orders(), ""
         self._main, self._silence_s, self._machine_0 = main, silence_s, machine_0
         self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
@@ -259,10 +261,10 @@ class Reporter:
         self._news.set()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
-            self.report = Report(
+            self.report = MachineReport(
                 self.report.node, ended=True, lost=f"its launcher ended ({str(error) or type(error).__name__})"
             )
-            self.hand_in()
+            self.send_report()
 
     def update(self, **facts: Any) -> None:
         """Puts `facts` into the report, and sends it at once."""
@@ -271,23 +273,25 @@ class Reporter:
         self._news.set()
 
     def finish(self, host: str, per_node: int, **facts: Any) -> Verdict:
-        """Reports how this machine's processes ended (`facts` of Report), waits for those of the others, and returns the verdict
+        """Reports how this machine's processes ended (`facts` of MachineReport), waits for those of the others, and returns the verdict
         on all: without limit while the others report and nothing has failed, ENDING_S seconds after a failure."""
         self.update(**facts, ended=True)
         while (verdict := self.orders.verdict) is None:
             if self.lost:
                 node = self.report.node
-                return judge({0: Report(0, lost=self.lost), node: self.report}, {0: self._main, node: host}, per_node)
+                return decide_exit(
+                    {0: MachineReport(0, lost=self.lost), node: self.report}, {0: self._main, node: host}, per_node
+                )
             time.sleep(_LOOK_S)
         return verdict
 
     def _serve(self) -> None:
         while not self._over.is_set():
-            self.hand_in()
+            self.send_report()
             self._news.wait(BEAT_S)
             self._news.clear()
 
-    def hand_in(self) -> None:
+    def send_report(self) -> None:
         """Sends the report once, and notes for how long machine 0 has not answered."""
         try:
             if isinstance(self._machine_0, Coordinator):

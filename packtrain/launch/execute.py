@@ -28,10 +28,10 @@ from packtrain.errors import UserError
 from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
-from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
+from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
-from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
+from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
@@ -60,7 +60,7 @@ def execute(
 
     A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `ended` is
     called in the one process that has opened the run folder, when the run is over, however it went. Raises UserError if the plan
-    cannot be carried out from here, the run folder cannot be written, has what others made, or another run is going on in it;
+    cannot be carried out from here, the run folder cannot be written, holds files that packtrain did not make, or is in use;
     CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
@@ -70,7 +70,7 @@ def execute(
         begun = time.time()
         code = run_srun(plan.srun)
         # srun's code is that of a lost machine, though the run may have gone on without it
-        done = plan.makes_do and folder.status() == "done" and folder.summary.stat().st_mtime > begun
+        done = plan.survives_lost_machines and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
     with ExitStack() as stack:
         lock, has_opened = stack.enter_context(RunLock()), False
@@ -83,17 +83,19 @@ def execute(
             has_opened = True
 
         if not plan.in_process:
-            if plan.nodes == 1:  # before its port is found taken; several machines meet first, so that all know
+            if (
+                plan.nodes == 1
+            ):  # before the port is tried; several machines meet first, so that all of them get the error
                 check_free(folder.root)
             return _launch_and_restart(plan, config, folder, open_folder)
         if _is_first(plan):
             open_folder(plan, config.trainer.resume)
-            Restarts(0, folder).keep([])  # drops the record of launches that did not begin to train
+            Restarts(0, folder).write_record([])  # drops the record of launches that did not begin to train
         os.environ.update(plan.command.env)
         by_hand = plan.num_processes == 1 or not any(name in os.environ for name in _LAUNCHER_VARIABLES)
         stack.enter_context(watched(folder.logs, _limits(config), plan.num_processes, by_hand=by_hand))
         if plan.num_processes == 1:
-            stack.enter_context(last_words(folder.log(0)))
+            stack.enter_context(errors_copied_to(folder.log(0)))
         return train()
 
 
@@ -113,7 +115,7 @@ def _launch_and_restart(
         versions=shared_versions(environment()),
         config=shared_values(asdict(config)),
     )
-    place = Place(
+    place = MeetingPoint(
         _main_address(plan),
         plan.accelerate.get("main_process_port") or free_port(),
         config.topology.join_timeout,
@@ -130,7 +132,7 @@ def _launch_and_restart(
     def prepare(names: Mapping[int, str]) -> str:
         resume = restarts.resume(config.trainer.resume)
         open_folder(plan_for(*names), resume)
-        restarts.keep(list(names.values()))
+        restarts.write_record(list(names.values()))
         return resume
 
     while True:
@@ -170,16 +172,18 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     # machines that share a disk have a file each
     log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
-        own, main = Path(made), None
+        scratch, main = Path(made), None
         if group.client:
             machine_0: Coordinator | Client = group.client
         else:
-            machine_0 = main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
-        argv = _argv_on_copies(plan, config, folder, own, group.store_port)
+            machine_0 = main = stack.enter_context(
+                _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
+            )
+        argv = _argv_on_copies(plan, config, folder, scratch, group.store_port)
         command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
         with Reporter(plan.node, group.names[0], silence_s, machine_0) as reporter:
-            supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
-            verdict = supervisor.run(command, _environment(plan, folder, group, own, limits))
+            supervisor = Supervisor(scratch, log, plan.ranks, plan.host, reporter)
+            verdict = supervisor.run(command, _environment(plan, folder, group, scratch, limits))
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
@@ -190,7 +194,7 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
 
 
 @contextmanager
-def _controlled(
+def _serving_coordinator(
     plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float, restarts: Restarts
 ) -> Iterator[Coordinator]:
     """Machine 0's part of the control channel: the watchdog over all ranks, and the record of all machines."""
@@ -208,7 +212,9 @@ def _controlled(
         watchdog.close()
 
 
-def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, limits: TimeLimits) -> dict[str, str]:
+def _environment(
+    plan: LaunchPlan, folder: RunFolder, group: Group, scratch: Path, limits: TimeLimits
+) -> dict[str, str]:
     """The environment variables of torchrun and its workers."""
     return {
         **os.environ,
@@ -217,8 +223,8 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.collective_s("checkpoint")),
         # hides torch's warning of each process that an address has no host name
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        EXIT_DIR: str(own),
-        STACKS: str(own),
+        EXIT_DIR: str(scratch),
+        STACKS: str(scratch),
         LOG_DIR: str(folder.logs.absolute()),
         PARENT: str(os.getpid()),
         ADDRESS: f"{group.address}:{group.port}",
@@ -226,16 +232,16 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
     }
 
 
-def _argv_on_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own: Path, port: int) -> list[str]:
-    """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `own`, because a
+def _argv_on_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, scratch: Path, port: int) -> list[str]:
+    """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `scratch`, because a
     machine may not see that folder."""
     settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
     if plan.deepspeed is not None:
         copies[folder.deepspeed] = json.dumps(plan.deepspeed)
     for file, text in copies.items():
-        (own / file.name).write_text(text, encoding="utf-8")
-    names = {str(file): str(own / file.name) for file in copies}
+        (scratch / file.name).write_text(text, encoding="utf-8")
+    names = {str(file): str(scratch / file.name) for file in copies}
     argv = [names.get(argument, argument) for argument in plan.command.argv]
     if plan.num_processes > 1:
         argv[argv.index("--main_process_port") + 1] = str(port)

@@ -3,7 +3,7 @@
 One failure makes the other ranks end with "lost a peer"; so a wrong config or a failed check wins over a bug, and both over a
 lost peer (MOST_TELLING). Ranks that ended only because they lost others are named last.
 
-The exit code of a run; the first row that applies decides (`judge`):
+The exit code of a run; the first row that applies decides (`decide_exit`):
 
 | exit code    | if                                            | printed                                 |
 |--------------|-----------------------------------------------|-----------------------------------------|
@@ -15,7 +15,7 @@ The exit code of a run; the first row that applies decides (`judge`):
 | 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
 | 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
 | 128 + signal | workers got a signal from elsewhere           | the signal                              |
-| 0            | workers that are not packtrain's wrote none   |                                         |
+| 0            | the workers are not packtrain's               |                                         |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STEP_LINE = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
 _MACHINE_0 = "; it is machine 0, without which the run ends"
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
-    "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
+    "  → check whether the machine is up, its link, its launcher's terminal or log, and dmesg there (out of memory, time "
     "limit); start the same commands again (Slurm does, with topology.requeue): they go on from the newest checkpoint",
 )
 
@@ -90,7 +90,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
             sys.stdout.flush()
             return code
     except SystemExit as exit_:
-        if isinstance(exit_.__context__, BrokenPipeError):  # rich ends the process so, with 1
+        if isinstance(exit_.__context__, BrokenPipeError):  # as rich ends the process, with code 1
             return 128 + signal.SIGPIPE
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -146,7 +146,7 @@ def _print_problems(error: PacktrainError) -> None:
 
 
 def tail_of(log: Sequence[str]) -> list[str]:
-    """The last lines of a log: what its process said of its own end, if it did, and not the traceback or the steps before that."""
+    """The last lines of a log: what its process reported about its end, if it did, and not the traceback or the steps before that."""
     last = list(log[max((at + 1 for at, line in enumerate(log) if _STEP_LINE(line)), default=0) :][-TAIL_LINES:])
     return last[max((at for at, line in enumerate(last) if _HEAD(line)), default=0) :]
 
@@ -161,7 +161,7 @@ def is_failure(code: int | None) -> bool:
 
 
 @dataclass(slots=True)
-class Report:
+class MachineReport:
     """A launcher's report of machine `node`: the processes of its `ranks`, the `stacks` of those that crashed, the `signal` that it
     received, and its first failure in words (`failed`).
 
@@ -203,8 +203,8 @@ class Verdict:
     restart: tuple[int, ...] = ()
 
 
-def judge(
-    reports: Mapping[int, Report],
+def decide_exit(
+    reports: Mapping[int, MachineReport],
     names: Mapping[int, str],
     per_node: int,
     *,
@@ -257,7 +257,7 @@ def judge(
     received = next((report.signal for report in reports.values() if report.signal is not None), None)
     if received is not None:
         in_order = not codes or codes == [128 + received] * total
-        late = "" if in_order else f", but not every process could end in order: see {reports[min(reports)].log}"
+        late = "" if in_order else f", but not every process ended cleanly: see {reports[min(reports)].log}"
         return Verdict(128 + received, [f"{_stopped_by(received)}{late}"])
     if everyone_raised:
         return Verdict(1, [*describe_rank(1), BUG])
@@ -269,7 +269,7 @@ def judge(
     return Verdict(0)
 
 
-def _describe_torchrun(reports: Mapping[int, Report], names: Mapping[int, str]) -> list[str]:
+def _describe_torchrun(reports: Mapping[int, MachineReport], names: Mapping[int, str]) -> list[str]:
     """The last lines of torchrun, for a failure that no rank explains."""
     lines = []
     for node, report in sorted(reports.items()):

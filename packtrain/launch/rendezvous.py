@@ -29,8 +29,8 @@ from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
-CERTAIN_S = 15
-"""Seconds of silence after which machine 0 has left the rendezvous."""
+LEFT_S = 15
+"""Seconds of silence after which machine 0 is taken to have left the rendezvous."""
 _POLL_S = 0.3
 _ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
@@ -38,7 +38,7 @@ _LINK_LOCAL = ("169.254.", "fe80:")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeetingPoint:
     """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
 
     `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
@@ -93,12 +93,12 @@ Prepare = Callable[[Mapping[int, str]], str]
 
 
 @contextmanager
-def meet(me: Member, place: Place, prepare: Prepare = lambda names: "") -> Iterator[Group]:
+def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -> Iterator[Group]:
     """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
 
     Machine 0 calls `prepare` with the names of those that have joined, before they go on: all get what it returns, and its
-    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree, and where machine 0 has not the
-    address or the port; PeerFailed if a machine is missing after `place.timeout_s` seconds, or comes when the run has started.
+    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree, or if machine 0 does not have
+    the address or the port; PeerFailed if a machine is missing after `place.timeout_s` seconds, or joins after the run has started.
     Prints what it waits for on stderr every PROGRESS_S seconds.
     """
     if me.node:
@@ -117,7 +117,7 @@ def meet(me: Member, place: Place, prepare: Prepare = lambda names: "") -> Itera
         server.close()
 
 
-def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group:
+def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -> Group:
     """The rendezvous on machine 0: waits for the others and answers all of them."""
     joining = _JoinServer(me, place)
     server.serve("join", joining.join, open=True)
@@ -140,7 +140,7 @@ def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group
 class _JoinServer:
     """Machine 0's record of the launchers that have joined, and its `final` answer to all of them."""
 
-    def __init__(self, me: Member, place: Place) -> None:
+    def __init__(self, me: Member, place: MeetingPoint) -> None:
         self._me, self._place = me, place
         self._least = place.least or me.nodes
         # with the time of the last call (time.monotonic()), by token: two launchers may have the same number
@@ -188,15 +188,14 @@ class _JoinServer:
             away = listed([place.machine(node, self._me.per_node) for node in missing])
             if waited_s >= place.timeout_s:
                 raise PeerFailed(
-                    f"{away} did not connect to {self._me.host} within {place.timeout_s:.0f} s (here: {here})",
+                    f"{away} did not connect to {self._me.host} within {place.timeout_s:.0f} s (connected: {here})",
                     where="rendezvous",
                     fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {place.address}:"
                     f"{place.port} answer there (name, firewall)? topology.join_timeout is how long the others wait.",
                 )
             if waited_s // PROGRESS_S > printed:
                 printed = waited_s // PROGRESS_S
-                are = "are" if len(members) > 1 else "is"
-                self._waiting = f"waiting {waited_s:.0f} s for {away}: not connected; {here} {are} here"
+                self._waiting = f"waited {waited_s:.0f} s so far for {away} to connect; connected: {here}"
                 print(self._waiting, file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
         if error := error or compare_members(members):
@@ -209,7 +208,7 @@ class _JoinServer:
         return [self._me, *sorted(others, key=lambda member: member.node)]
 
 
-def _join_machine_0(me: Member, place: Place) -> Group:
+def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
     """The rendezvous on the other machines: finds machine 0 and waits for its answer.
 
     Raises the error that machine 0 answers; PeerFailed if machine 0 could not be reached for `place.timeout_s` seconds, or left.
@@ -220,7 +219,7 @@ def _join_machine_0(me: Member, place: Place) -> Group:
     while True:
         waited_s = time.monotonic() - begun
         try:
-            limit_s = max(min(CERTAIN_S, place.timeout_s - waited_s), 1)
+            limit_s = max(min(LEFT_S, place.timeout_s - waited_s), 1)
             with socket.create_connection((place.address, place.port), timeout=limit_s) as connection:
                 # later calls do not ask the name server, which may be slow
                 client = Client(str(connection.getpeername()[0]), place.port)
@@ -236,17 +235,17 @@ def _join_machine_0(me: Member, place: Place) -> Group:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             if isinstance(error, NoAnswer):
-                reason = "a program listens that does not answer as packtrain does"
-            words = f"waiting {waited_s:.0f} s for {place.machine(0)} at {place.address}:{place.port}: {reason}"
-            if joined and time.monotonic() - heard >= CERTAIN_S:
+                reason = "something other than packtrain is listening there"
+            words = f"waited {waited_s:.0f} s so far for {place.machine(0)} at {place.address}:{place.port}: {reason}"
+            if joined and time.monotonic() - heard >= LEFT_S:
                 raise place.departed(reason) from error
             if not joined and time.monotonic() - begun >= place.timeout_s:
                 what = f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s"
                 raise PeerFailed(
                     f"{what}: {reason}",
                     where="rendezvous",
-                    fix="Is packtrain started there, with topology.node_rank=0? Does the name lead there from here "
-                    "(/etc/hosts), and does a firewall let the port through? topology.join_timeout is how long the others wait.",
+                    fix="Is packtrain started there, with topology.node_rank=0? Does the name resolve to that machine "
+                    "from here (/etc/hosts), and does a firewall let the port through? topology.join_timeout is how long the others wait.",
                 ) from error
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
@@ -254,7 +253,7 @@ def _join_machine_0(me: Member, place: Place) -> Group:
         time.sleep(_POLL_S)
 
 
-def _check_address(me: Member, place: Place) -> None:
+def _check_address(me: Member, place: MeetingPoint) -> None:
     """Raises CheckFailed if topology.main_address, which the others call, is not an address of this machine 0."""
     try:
         addresses = resolve(place.address, place.port)
@@ -295,7 +294,7 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(usable))
 
 
-def _reject(place: Place, what: str) -> Mapping[str, Any]:
+def _reject(place: MeetingPoint, what: str) -> Mapping[str, Any]:
     error = CheckFailed(
         f"at {place.address}:{place.port} {what}",
         where="trainer.output_dir, topology.main_address, topology.main_port",
@@ -305,7 +304,7 @@ def _reject(place: Place, what: str) -> Mapping[str, Any]:
     return {"stop": error.to_json()}
 
 
-def _too_late(place: Place) -> Mapping[str, Any]:
+def _too_late(place: MeetingPoint) -> Mapping[str, Any]:
     error = PeerFailed(
         f"at {place.address}:{place.port} the run has started, and goes on without this machine",
         where="rendezvous",

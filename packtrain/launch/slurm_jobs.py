@@ -92,8 +92,8 @@ def plan_job(job: Job) -> LaunchPlan:
     topology = job.topology
     asked = count_gpus(topology)
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)
-    own = "Slurm names and numbers the machines of a job, when it starts: take the key away"
-    unknown = "how many {} the job wants is not known: set it"
+    own = "Slurm names and numbers the machines of a job, when it starts: remove the key"
+    unknown = "the number of {} is not set"
     alike = (
         "the points of a sweep are one job array, with the same machines for all of them: submit one for each topology"
     )
@@ -104,7 +104,7 @@ def plan_job(job: Job) -> LaunchPlan:
         (topology.node_rank is not None, "topology.node_rank", own),
         (addressed, "topology.main_address", own),
         (topology.nodes is None, "topology.nodes", unknown.format("machines")),
-        (not per_node, GPUS_PER_NODE, unknown.format("GPUs of a machine")),
+        (not per_node, GPUS_PER_NODE, unknown.format("GPUs of each machine")),
         (any(point.config.topology != topology for point in job.points), "topology", alike),
         ("\n" in "".join(roots), "trainer.output_dir", "its path has a line break, which Slurm's options cannot have"),
     ):
@@ -128,7 +128,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
         "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
         "summary": summary(job, plan),
         "topology": topology,
-        "no_kill": plan.makes_do,
+        "no_kill": plan.survives_lost_machines,
         "job_name": None if "job-name" in given else directive(job.logs.parent.name),
         "gpus": None if _GPUS & given.keys() else plan.gpus_per_node,
         "folder": directive(str(job.folder)),
@@ -172,7 +172,9 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     for point in job.points:
         job.run_folder(point).check_ours(inputs(point.config, job.config))
     if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
-        raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
+        raise UserError(
+            "packtrain did not make this file, and will not overwrite it", where=str(file), fix="Name another."
+        )
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
@@ -204,7 +206,7 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
     _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
     if not number.isdecimal():
-        raise UserError(f"sbatch --parsable printed {number[:80]!r} in place of a job's number", where="--submit")
+        raise UserError(f"sbatch --parsable printed {number[:80]!r} instead of a job number", where="--submit")
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)

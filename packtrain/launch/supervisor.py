@@ -47,7 +47,7 @@ class Supervisor:
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
         self._before = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
         self._received: int | None = None  # the signal for which all are to stop
-        self._ending: float | None = None
+        self._ending_since: float | None = None
         self._terminated = False
         self._all_finished_since: float | None = None  # since when all workers have written exit codes
         self._workers: dict[int, int] = {}  # process ids by rank
@@ -77,24 +77,24 @@ class Supervisor:
         while self._torchrun is not None and not self._torchrun_ended:
             with suppress(subprocess.TimeoutExpired):
                 self._torchrun.wait(_LOOK_S)
-            if self._ending is None:  # later states only show how the launcher ended them
+            if self._ending_since is None:  # later states only show how the launcher ended them
                 self._update_states()
             self._follow_orders()
-            if self._ending is None and (failed := self._failed()):
+            if self._ending_since is None and (failed := self._failed()):
                 self._reporter.update(failed=failed)
-                self._ending = time.monotonic()
-            elif self._ending is None and self._fails_to_exit():
+                self._ending_since = time.monotonic()
+            elif self._ending_since is None and self._fails_to_exit():
                 why = "have finished but did not exit: they are killed now"
                 print(f"the processes on {self._host} {why}", file=sys.stderr, flush=True)
-                self._ending = time.monotonic()
+                self._ending_since = time.monotonic()
             self._send_due_signals(self._torchrun.pid)
-        if self._ending is None:
+        if self._ending_since is None:
             self._update_states()
         _kill_sessions(self._workers.values())
 
     def _stop(self, number: int) -> None:
-        """Passes a signal on to the workers, and to the other machines where it is the first. Raises Stopped at one that comes
-        when the workers have ended for an earlier one, and only the other machines are waited for."""
+        """Passes a signal on to the workers, and to the other machines where it is the first. Raises Stopped for one that
+        comes after the workers have ended because of an earlier one, when only the other machines are waited for."""
         if self._torchrun_ended and self._received is not None:
             raise Stopped
         if self._reporter.report.signal is None:  # though machine 0 may have ordered a stop before
@@ -130,9 +130,9 @@ class Supervisor:
         self._follow_stop_order()
         orders = self._reporter.orders
         end = orders.end or (self._reporter.lost and f"machine 0 was lost: {self._reporter.lost}")
-        if end and self._ending is None:
+        if end and self._ending_since is None:
             print(f"ending the processes on {self._host}: {end}", file=sys.stderr, flush=True)
-            self._ending = time.monotonic()
+            self._ending_since = time.monotonic()
 
     def _follow_stop_order(self) -> None:
         orders = self._reporter.orders
@@ -159,9 +159,9 @@ class Supervisor:
 
     def _send_due_signals(self, torchrun: int) -> None:
         """Sends the signals that are due by now; torchrun is killed last, so that it can report how the workers ended."""
-        if self._ending is None:
+        if self._ending_since is None:
             return
-        since = time.monotonic() - self._ending
+        since = time.monotonic() - self._ending_since
         if since > SELF_EXIT_S and not self._terminated:
             self._terminated = True
             for pid in self._workers.values():
@@ -173,18 +173,18 @@ class Supervisor:
                 _kill_sessions([torchrun])
 
     def _final_facts(self) -> dict[str, Any]:
-        """How the processes of this machine ended, as fields of Report."""
+        """How the processes of this machine ended, as fields of MachineReport."""
         facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0
         ranks = {
             rank: ProcessState(facts.get("pid", 0), "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
             for rank, facts in facts_of.items()
             # ended by this launcher: 128 + SIGTERM is no information
-            if "code" in facts and (self._ending is None or facts["code"] <= 128)
+            if "code" in facts and (self._ending_since is None or facts["code"] <= 128)
         }
         for rank, state in known.items():
             if state.state == "gone" and not state.reported and rank not in ranks:
-                # where the only worker is in torchrun's place, the signal that ended it is the worker's
+                # a single worker runs in place of torchrun, so torchrun's signal is the worker's
                 code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
                 if text := crash_of(self._exits, state.pid):
                     stacks[rank] = text
@@ -193,7 +193,7 @@ class Supervisor:
         logs = {rank: self._logs[rank] for rank in failed} if ranks else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
         tails |= {rank: state.lost.splitlines() for rank, state in ranks.items() if state.lost}
-        launched = ended if self._ending is None else 0
+        launched = ended if self._ending_since is None else 0
         return {
             "ranks": ranks,
             "stacks": stacks,

@@ -51,7 +51,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
 
         heartbeat = own_heartbeat()
         try:
-            with nullcontext() if rank or not log else last_words(log):  # the others' stderr is in their logs
+            with nullcontext() if rank or not log else errors_copied_to(log):  # the others' stderr is in their logs
                 code = work()
             if code == 0:
                 heartbeat.enter("done")
@@ -82,7 +82,7 @@ def _redirect_output(log: Path) -> None:
 
 
 @contextmanager
-def last_words(log: Path) -> Iterator[None]:
+def errors_copied_to(log: Path) -> Iterator[None]:
     """Inside the block an error is written to `log`, too: packtrain doctor reads it after the terminal is gone."""
     try:
         yield

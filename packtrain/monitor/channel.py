@@ -107,7 +107,7 @@ class Server(ThreadingHTTPServer):
         """The HTTP status and the result of the handler `name`."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
-            return 404, {"error": f"nothing is called {name!r} here"}
+            return 404, {"error": f"no handler is called {name!r} here"}
         if not is_open and not hmac.compare_digest(secret.encode(), self.secret.encode()):
             return 403, {"error": "this is the channel of another run"}
         try:
@@ -167,7 +167,7 @@ class Client:
         finally:
             connection.close()
         if reply is None or not str(reply.headers.get("Server", "")).startswith(_NAME):
-            raise NoAnswer("a program listens that does not answer as packtrain does")
+            raise NoAnswer("something other than packtrain is listening there")
         answer = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
             raise Refused(answer.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
@@ -176,7 +176,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What logs/channel.json says: where the server of a run answers, its secret, and the process that has it."""
+    """What logs/channel.json says: where the server of a run answers, its secret, and the process that runs it."""
 
     address: str
     port: int

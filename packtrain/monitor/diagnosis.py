@@ -1,4 +1,4 @@
-"""Why a run stands still: from the states of all ranks to the ranks that cause it, the likely cause, and what to do. Pure.
+"""Why a run stands still: from the states of all ranks to the ranks that cause it, the likely cause, and what to do. Pure functions.
 
 When one rank stops, all the others soon wait for it, so the culprit is a rank that stands still WITHOUT waiting for others.
 Every rank reports whether it waits; inside a forward or backward pass, where a strategy may wait unreported, its progress
@@ -173,7 +173,7 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis | None:
         return _blame("ended", ended, f"{_verb(ended, 'has', 'have')} finished, the others have not", states)
     live = live_among(states)
     if free := [state for state in live if not state.waits_for_others] or [state for state in live if state.is_silent]:
-        return _diagnose_free(free, states)
+        return _diagnose_not_waiting(free, states)
     return _diagnose_waiting(live, states) if live else None
 
 
@@ -189,7 +189,7 @@ def _diagnose_dead(dead: Sequence[RankState], states: Sequence[RankState]) -> Di
     return _blame("memory" if out_of_memory else "died", culprits, what, states)
 
 
-def _diagnose_free(free: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
+def _diagnose_not_waiting(free: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
     """Names the least advanced of the ranks that wait for no other, or of those without heartbeats."""
     least = min(state.progress for state in free)
     culprits = [state for state in free if state.progress == least]
@@ -197,9 +197,9 @@ def _diagnose_free(free: Sequence[RankState], states: Sequence[RankState]) -> Di
     if all(state.is_silent for state in culprits):
         what = f"{_verb(culprits, 'has', 'have')} sent no heartbeat for {first.heard_s:.0f} s, in {first.place}"
         return _blame("stuck", culprits, what, states)
-    place = "not at the first line of packtrain" if first.heard_s is None else f"in {first.place}"
-    behind = f"{_verb(culprits, 'is', 'are')} behind" if len(states) > 1 else "stands still"
-    what = f"{behind}: for {first.still_s:.0f} s {place}, no progress"
+    place = f"in {first.place}" if first.heard_s is not None else "packtrain has not started there"
+    behind = f"{_verb(culprits, 'is', 'are')} behind" if len(states) > 1 else "is stalled"
+    what = f"{behind}: no progress for {first.still_s:.0f} s, {place}"
     return _blame(_PHASE_CAUSES.get(first.phase, "stuck"), culprits, what, states)
 
 
@@ -248,7 +248,7 @@ def describe_waits(states: Sequence[RankState]) -> tuple[str, ...]:
         verb = _verb(group, "waits", "wait") if group[0].waits_for_others else _verb(group, "is", "are")
         words.append(f"{_name(group)} {verb} {what}")
     if rest := sum(len(group) for _, group in ordered[_MOST_GROUPS:]):
-        words.append(f"{rest} more wait elsewhere")
+        words.append(f"and {rest} more elsewhere")
     return tuple(words)
 
 

@@ -86,7 +86,7 @@ class _WatchedRank:
         self._limits = limits if ranks > 1 else _SingleProcessLimits(*astuple(limits))
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self.rank = self._heartbeat.rank
-        self._first = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
+        self._rank_0 = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
         self._first_pid = 0  # of rank 0 if it is on this machine
         self._client: Client | None = None
         self._watchdog: Watchdog | None = None
@@ -127,11 +127,11 @@ class _WatchedRank:
             self._heartbeat.enter("done")
         message = {**self._heartbeat.message(), "ended": code, "lost": lost}
         if self._watchdog is not None:
-            self._watchdog.hear(message)
+            self._watchdog.receive_beat(message)
             if lost:
                 self._thread.join(RANK_0_GONE_S)  # lets the watchdog diagnose; its thread exits this process
             elif self._ranks > 1 and 0 < code <= 128 and self._watchdog.trains():
-                self._watchdog.end = f"{self._first} failed (exit code {code})"
+                self._watchdog.end = f"{self._rank_0} failed (exit code {code})"
                 time.sleep(_DELIVERY_S)
         self._over.set()
         self._heartbeat.close()
@@ -150,13 +150,13 @@ class _WatchedRank:
         """The body of the thread that every rank has."""
         while not self._over.wait(LOOK_S):
             if not self._by_hand and os.getppid() != self._parent:
-                _end(f"the launcher on {_HOST} is gone: its processes are ended")
+                _end(f"the launcher on {_HOST} is gone: ending its processes")
             if self._watchdog is not None and (lines := self._find_end(self._watchdog)):
                 self._end_all(self._watchdog, lines)
 
     def _find_end(self, watchdog: Watchdog) -> Sequence[str]:
         """Why all ranks have to be ended, in lines; () while they need not."""
-        self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked))["ask"]
+        self._asked = watchdog.receive_beat(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks > 1:
             oom = memory_kills() > self._memory_kills
             ours = [state for state in watchdog.states() if state.pid and state.host == _HOST and not state.gone]
@@ -170,7 +170,7 @@ class _WatchedRank:
             return ()
         self._ended_at = self._ended_at or time.monotonic()
         waited_s = time.monotonic() - self._ended_at
-        if waited_s >= SETTLE_S and (diagnosis := watchdog.aftermath()):
+        if waited_s >= SETTLE_S and (diagnosis := watchdog.diagnose_deaths()):
             return diagnosis.lines
         # before training all ranks may be about to end with the same error
         if waited_s < (PEER_GRACE_S if watchdog.trains() else self._limits.join_s):
@@ -179,7 +179,7 @@ class _WatchedRank:
             return (f"rank {failed.rank} on {failed.host} failed",)
         silent = [state for state in states if not state.gone and (state.heard_s or 0) > _DELIVERY_S]
         names = ", ".join(f"rank {state.rank} on {state.host} (last in {state.place})" for state in silent)
-        return (f"no heartbeats any more from {names}" if silent else ended[0].process.lost,)
+        return (f"no more heartbeats from {names}" if silent else ended[0].process.lost,)
 
     def _end_all(self, watchdog: Watchdog, lines: Sequence[str]) -> NoReturn:
         """Has the other ranks end, kills those of this machine that do not, and ends this process."""
@@ -200,16 +200,16 @@ class _WatchedRank:
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Called when rank 0 does not answer: ends this rank if that lasts too long."""
         if error.refused and silent_s > RANK_0_GONE_S:
-            _end(f"{self._first} is gone: no process listens at its port any more")
+            _end(f"{self._rank_0} is gone: no process listens at its port any more")
         if not error.refused and silent_s > self._limits.deadline_s(self._heartbeat.phase):
             why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
-            _end(f"{self._first} has not answered for {silent_s:.0f} s: {why}", kills=self._first_pid)
+            _end(f"{self._rank_0} has not answered for {silent_s:.0f} s: {why}", kills=self._first_pid)
 
 
 def _end(why: str, kills: int = 0) -> NoReturn:
     with suppress(OSError):
         print(why, file=sys.stderr, flush=True)
-    _kill(kills)  # after the words: the main thread may see the loss, and end this process
+    _kill(kills)  # after printing: the main thread may notice the loss, and end this process
     os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
 

@@ -32,7 +32,7 @@ IN_WORDS: Mapping[Phase, str] = {
     "counts": "exchanging the counts",
     "forward": "the forward pass",
     "backward": "the backward pass",
-    "optimizer": "the optimizer",
+    "optimizer": "the optimizer update",
     "step end": "logging",
     "checkpoint": "the checkpoint",
     "eval": "the evaluation",
@@ -43,11 +43,11 @@ IN_WORDS: Mapping[Phase, str] = {
 PHASES = tuple(IN_WORDS)
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 LONG = ("prepare", "load", "proof", "final")
-"""Phases that may take hours, in which no rank waits in a collective: they have no limit while they make progress."""
+"""Phases that may take hours. No rank waits in a collective in them, so they have no limit as long as they make progress."""
 _CHECKPOINT_STEPS = 3  # a checkpoint may take as long as so many steps
 _LEAST_CPU = 0.05  # of a core: a process that uses this much is computing
 _BEATS_A_SECOND = 200  # of all ranks together
-_ASK_AHEAD_S = 5
+_DIAGNOSE_AHEAD_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TimeLimits:
             return 2 * self.join_s + 60
         limit_s = self.collective_s(phase)
         # a little less than the timeout of collectives, so that the diagnosis comes before the waiting ranks fail
-        return min(0.9 * limit_s, max(limit_s - _ASK_AHEAD_S, limit_s / 2))
+        return min(0.9 * limit_s, max(limit_s - _DIAGNOSE_AHEAD_S, limit_s / 2))
 
 
 def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class Heartbeat:
 def own_heartbeat() -> Heartbeat:
     """The heartbeat of this process; call it before heavy imports. It sends beats if packtrain's launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
-    processes.listen()
+    processes.write_stacks_on_signal()
     if ADDRESS in os.environ:
         address, _, port = os.environ[ADDRESS].rpartition(":")
         client = Client(address, int(port), secret=os.environ.get(SECRET, ""))

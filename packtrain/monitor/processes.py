@@ -1,7 +1,7 @@
 """The processes of ranks: their state in the operating system, the Python stacks of their threads, and pending collectives.
 
 A rank's heartbeat thread reads its own stacks (`own_stacks`), also while the main thread waits in a collective, which releases
-Python's lock (the GIL), and has its loader processes write theirs on SIGUSR2 (`listen`, `dump`). Collectives come from torch's
+Python's lock (the GIL), and has its loader processes write theirs on SIGUSR2 (`write_stacks_on_signal`, `dump`). Collectives come from torch's
 flight recorder, which gloo and NCCL always keep.
 """
 
@@ -95,7 +95,7 @@ class Collective:
         return f"{self.name} number {self.number}{f' ({self.what})' if self.what else ''}"
 
 
-def listen() -> None:
+def write_stacks_on_signal() -> None:
     """From now on this process, a rank or a loader process of one, writes its stacks into STACKS on SIGUSR2 and on a crash. Does
     nothing without STACKS."""
     if STACKS in os.environ:
@@ -121,10 +121,10 @@ def own_stacks() -> str:
 
 
 def dump(folder: Path, pid: int) -> str:
-    """The stacks of process `pid`; "" if it has not called `listen`, or wrote none within DUMP_S (it is stopped or gone)."""
+    """The stacks of process `pid`; "" if it has not called `write_stacks_on_signal`, or wrote none within DUMP_S (it is stopped or gone)."""
     file = folder / f"{pid}.stacks"
     with suppress(OSError):
-        os.truncate(file, 0)  # fails if it has not called `listen`
+        os.truncate(file, 0)  # fails if it has not called `write_stacks_on_signal`
         os.kill(pid, signal.SIGUSR2)
         end, before = time.monotonic() + DUMP_S, -1
         while time.monotonic() < end and not 0 < file.stat().st_size == before:
@@ -135,7 +135,7 @@ def dump(folder: Path, pid: int) -> str:
 
 
 def crash_of(folder: Path, pid: int) -> str:
-    """The stacks that a crash of process `pid` left; "" if it did not crash, or had not called `listen`."""
+    """The stacks that a crash of process `pid` left; "" if it did not crash, or had not called `write_stacks_on_signal`."""
     with suppress(OSError):
         text = (folder / f"{pid}.stacks").read_text(errors="replace")
         return "".join(text.partition("Fatal Python error")[1:])

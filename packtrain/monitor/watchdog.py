@@ -35,7 +35,7 @@ _FIRST_STALL_S = 60  # the same while no step is known
 _ASK_AHEAD_S = 10  # before a deadline, so that the stacks are there in time
 _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
-_LATE_BEAT_S = 10  # past this delay the standstill is measured from the last beat: what came after is unknown
+_LATE_BEAT_S = 10  # after a longer silence a stall counts from the last beat on: what happened since is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
 _LONGEST_PAUSE_S = 3  # a longer one between two rounds: this process was suspended, and ranks did not stand still
 
@@ -73,7 +73,7 @@ def stacks_of(logs: Path, rank: int) -> Path:
 class Watchdog:
     """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread.
 
-    `end` is why all ranks are to end themselves; it is set only if no launcher of packtrain would end them.
+    `end` is the reason for which all ranks must end themselves; it is set only if no launcher of packtrain would end them.
     """
 
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
@@ -96,11 +96,11 @@ class Watchdog:
 
     def attach(self, server: Server) -> None:
         """Registers the handlers for beats and for packtrain doctor."""
-        server.serve("beat", self.hear)
-        server.serve("ranks", self.show)
+        server.serve("beat", self.receive_beat)
+        server.serve("ranks", self.answer_doctor)
 
-    def hear(self, beat: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes a beat (Heartbeat.message); answers whether stacks are wanted (`ask`), and why the rank is to `end`, if it is."""
+    def receive_beat(self, beat: Mapping[str, Any]) -> dict[str, Any]:
+        """Receives a beat (Heartbeat.message); returns whether stacks are wanted (`ask`), and the reason to `end`, if any."""
         with self._lock:
             rank = self._ranks.get(beat["rank"])
             if rank is None:
@@ -156,7 +156,7 @@ class Watchdog:
     def diagnose(self) -> Diagnosis | None:
         """The diagnosis for which the run has to be ended, None while it goes on; called once a second.
 
-        None also once a rank has ended with an error or died: the end of the run then has that cause (`aftermath`).
+        None also once a rank has ended with an error or died: the end of the run then has that cause (`diagnose_deaths`).
         """
         pause_s, self._looked = time.monotonic() - self._looked, time.monotonic()
         if pause_s > _LONGEST_PAUSE_S:
@@ -190,7 +190,7 @@ class Watchdog:
         culprits = [state for state in live if diagnosis and state.rank in diagnosis.ranks] or live
         return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0), culprits
 
-    def aftermath(self) -> Diagnosis | None:
+    def diagnose_deaths(self) -> Diagnosis | None:
         """Why ranks of a run died; None if that is not known, or if they reported their errors themselves."""
         diagnosis = None if self._diagnosis else diagnose(self.states())
         if diagnosis is not None and diagnosis.cause in ("memory", "died", "ended"):
@@ -230,7 +230,7 @@ class Watchdog:
         """Writes a diagnosis to logs/, where packtrain doctor finds it."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
 
-    def show(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_doctor(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The state of every rank; with `stacks`, or if the ranks stand still, it asks them for stacks first.
 
         It reports a stall sooner than `diagnose` does.

@@ -55,7 +55,7 @@ class LaunchPlan(Processes):
     least_nodes: int = 1
 
     @property
-    def makes_do(self) -> bool:
+    def survives_lost_machines(self) -> bool:
         """Whether a restart may do with fewer machines, so that Slurm must not end the job when it loses one."""
         return self.restarts > 0 and self.least_nodes < self.nodes
 

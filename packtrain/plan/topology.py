@@ -244,7 +244,7 @@ def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
             same = wanted.split(".")[0] == address.split(".")[0]
             if same or not address or is_loopback(address) or is_ip(wanted) or is_ip(address):
                 continue
-        fix = f"Take the key away, or set it to {value}."
+        fix = f"Remove the key, or set it to {value}."
         raise UserError(f"{wanted}, but it is {value} by {source}", where=f"topology.{name}", fix=fix)
 
 

@@ -22,7 +22,7 @@ from packtrain.data.dataset import Document
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.processes import listen
+from packtrain.monitor.processes import write_stacks_on_signal
 from packtrain.packing.balance import Layout, cost_of_attention, lay_out
 from packtrain.packing.collate import (
     PairRows,
@@ -299,7 +299,7 @@ def _ignore_signals_except_from_parent(worker: int) -> None:
     A launcher signals whole process groups; a loader that died of it would prevent the last step and its checkpoint.
     """
     end_with_parent(os.getppid())
-    listen()
+    write_stacks_on_signal()
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     Thread(target=_exit_on_signal_of_parent, args=(os.getppid(), numbers), daemon=True).start()

@@ -211,7 +211,7 @@ def test_a_lost_machine_is_done_without_or_waited_for_unless_it_is_machine_0(hos
     plan = json.loads((begun / "plan.json").read_text())
     assert (plan["nodes"], plan["num_processes"]) == (1, 2)
 
-    runs[second][0].until("s for machine 1 (rank 1): not connected")
+    runs[second][0].until("for machine 1 (rank 1) to connect")
     runs[second][1] = machine(hosts, second, 1)
     assert both(runs[second]) == [0, 0], "".join(one.text for one in runs[second])
     (one,) = restarts(second)

@@ -194,7 +194,7 @@ class Fault:
 
 DIED = r"rank 1 on \S+ \(process \d+\) ended without an error message( \(%s\))?, in the forward pass of step 4"
 FAULTS = {
-    "data": Fault(READS, "rank 1 on .*step 4, no progress.*", ("reading the data", "in read_documents"), 0),
+    "data": Fault(READS, "rank 1 on .*no progress.*step 4.*", ("reading the data", "in read_documents"), 0),
     "stopped": Fault(STOPS, r"rank 1 on .*forward pass of step 4 \(micro-batch 2\).*", ("SIGSTOP",), 0),
     "checkpoint": Fault(CHECKPOINT, "rank 0 on .*step 3.*", ("storage", "in _sync", "gloo:barrier"), 1),
     "collectives": Fault(

@@ -159,13 +159,13 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     key, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
     if lora and not trained and (at_updates or not whole):
         what = "adapters are float32, in training and in final/"
-        yield Fault((key, "peft.kind"), what, "Take it away.", because="peft.kind")
+        yield Fault((key, "peft.kind"), what, "Remove it.", because="peft.kind")
     elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
         what = "the weights are float32, so none is rounded"
-        yield Fault((key, "model.dtype"), what, "Take it away.", because="model.dtype")
+        yield Fault((key, "model.dtype"), what, "Remove it.", because="model.dtype")
     elif at_updates and name.startswith("zero"):
         what = f"DeepSpeed, and so {name}, keeps float32 copies of the weights, which take the updates"
-        yield Fault((key, "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
+        yield Fault((key, "strategy.name"), what, "Remove it, or use strategy=fsdp2.")
 
 
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -185,7 +185,7 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("trainer.restarts", "trainer.checkpoint_every"), what, "Set trainer.checkpoint_every.")
     if config.topology.min_nodes is not None and not trainer.restarts:
         what = "it does nothing without trainer.restarts"
-        yield Fault(("topology.min_nodes", "trainer.restarts"), what, "Set trainer.restarts, or take the key away.")
+        yield Fault(("topology.min_nodes", "trainer.restarts"), what, "Set trainer.restarts, or remove the key.")
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
@@ -204,7 +204,7 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for key in sorted(given) if config.peft.kind == "none" else ():
         if key.startswith("peft."):
             what = "it does nothing without adapters (peft.kind is none)"
-            yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
+            yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
     targets = config.peft.target_modules
     try:
         re.compile(targets if isinstance(targets, str) else "")
@@ -227,7 +227,7 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)
     if name in SHARDED_WEIGHTS and config.trainer.torch_compile:
         what = f"{name} gathers the weights of a layer by hooks, which compiled layers do not run"
-        fix = "Take it away, or choose strategy=ddp or zero2."
+        fix = "Remove it, or choose strategy=ddp or zero2."
         yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"
@@ -243,7 +243,7 @@ def _topology(topology: Topology) -> Iterator[Fault]:
     for name in ("main_address", "node_rank") if kind in ("single", "local") else ():
         if getattr(topology, name) is not None:
             what = f"topology={kind} is one machine, which has no use for it"
-            yield Fault((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
+            yield Fault((f"topology.{name}", "topology.kind"), what, "Remove the key, or use topology=manual.")
     if kind == "single" and (topology.gpus_per_node or 1) > 1:
         fix = "Choose topology=local, or take topology.gpus_per_node away."
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
@@ -258,9 +258,9 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield Fault(path, f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
         elif re.fullmatch(_LAUNCH_VARIABLE, name):
-            yield Fault(path, "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
+            yield Fault(path, "packtrain sets it itself, for each process", "Remove it; use topology's own keys.")
         elif speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
-            yield Fault(path, what, f"Take it away, and export {name} in the shell or your job's environment.")
+            yield Fault(path, what, f"Remove it, and export {name} in the shell or your job's environment.")
         elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
             yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.")

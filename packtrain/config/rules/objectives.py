@@ -19,13 +19,13 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for path, key in keys().items():
         if path in given and key.objectives and objective.kind not in key.objectives:
             other = key.objectives[0]
-            fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
+            fix = f"Remove it, or use packtrain {other} (objective.kind={other})."
             yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
     if config.packing.share_prefix is not None and not traits.pairs:
         what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
-        yield Fault(("packing.share_prefix",), what, "Take the key away.")
+        yield Fault(("packing.share_prefix",), what, "Remove the key.")
     if traits.scores and config.trainer.samples:
-        yield Fault(("trainer.samples",), "a reward model scores answers, and gives none", "Take the key away.")
+        yield Fault(("trainer.samples",), "a reward model scores answers, and gives none", "Remove the key.")
     yield from _losses(objective)
     yield from _options(objective)
     if objective.kind != "sft":
@@ -45,7 +45,7 @@ def _losses(objective: Objective) -> Iterator[Fault]:
     unknown = [loss for loss in objective.losses if loss not in known]
     for loss in unknown:
         others = [kind for kind, losses in LOSSES.items() if loss in losses]
-        allowed = f"Allowed: {', '.join(known)}" if known else "Take the key away"
+        allowed = f"Allowed: {', '.join(known)}" if known else "Remove the key"
         fix = f"{allowed}; or use packtrain {others[0]} (objective.kind={others[0]})."
         yield Fault(where, f"{loss} is no loss of packtrain {objective.kind}", fix)
     if not objective.losses:
@@ -82,7 +82,7 @@ def _dpo(objective: Objective) -> Iterator[Fault]:
         yield Fault(("objective.loss",), what, "Set objective.options.label_smoothing; its paper recommends 1e-3.")
     if smoothing and not _SMOOTHED & {*losses}:
         what = f"TRL's {', '.join(losses)} takes no label smoothing"
-        yield Fault(("objective.options.label_smoothing",), what, "Take it away, or choose the loss robust.")
+        yield Fault(("objective.options.label_smoothing",), what, "Remove it, or choose the loss robust.")
     divergence = objective.option("f_divergence_type")
     if divergence != "reverse_kl" and (others := sorted({*losses} - _DIVERGING)):
         what = f"{', '.join(others)} is not defined for {divergence}"
@@ -92,7 +92,7 @@ def _dpo(objective: Objective) -> Iterator[Fault]:
         if "sft" in losses:
             reasons.append("sft is a mean over tokens, of which TRL cannot weigh the pairs")
         for what in reasons:
-            yield Fault(("objective.options.use_weighting",), what, "Take it away, or choose another loss.")
+            yield Fault(("objective.options.use_weighting",), what, "Remove it, or choose another loss.")
 
 
 def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -101,7 +101,7 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     what = "preference pairs" if traits.pairs else "answers with labels"
     if "data.loss_on" in given:
         of_them = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
-        yield Fault(("data.loss_on",), of_them, "Take the key away.")
+        yield Fault(("data.loss_on",), of_them, "Remove the key.")
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"
         what = f"{cannot} cannot be split: the later parts would have no prompt"

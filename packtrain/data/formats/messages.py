@@ -257,5 +257,5 @@ def read_variables(row: Row) -> dict[str, Any]:
     variables = {key: part for key, part in value.items() if part is not None}
     if taken := next(filter(_TAKEN.fullmatch, variables), None):
         what = f"{taken!r} is an argument of apply_chat_template, and no variable of the template"
-        raise BadRow("template argument", what, where, "Take it away.")
+        raise BadRow("template argument", what, where, "Remove it.")
     return variables

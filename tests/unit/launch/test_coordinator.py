@@ -17,7 +17,7 @@ import pytest
 
 from packtrain.launch import coordinator as machines
 from packtrain.launch.coordinator import Coordinator, Orders, Reporter
-from packtrain.launch.exit_status import BUG, Report, Verdict, judge
+from packtrain.launch.exit_status import BUG, MachineReport, Verdict, decide_exit
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
@@ -72,7 +72,7 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
 def ended(
     codes: Mapping[int, int | None] = MappingProxyType({}), lost: Sequence[int] = (), **facts: Any
 ) -> dict[str, Any]:
-    """Fields of the Report of a machine whose ranks ended with `codes`; those in `lost` only because they lost others."""
+    """Fields of the MachineReport of a machine whose ranks ended with `codes`; those in `lost` only because they lost others."""
     ranks = {
         rank: ProcessState(7, "gone", code, reported=code is not None, lost="lost" if rank in lost else "")
         for rank, code in codes.items()
@@ -136,7 +136,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
 
     ends = together([work] * 3, tmp_path)
     assert [(one.code, list(one.lines)) for one in ends] == [(143, ["stopped by SIGTERM"])] * 3
-    assert whys == [(15, f"stop asked by SIGTERM on n{asked + 1}")] * 2
+    assert whys == [(15, f"stopping: n{asked + 1} received SIGTERM")] * 2
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -167,7 +167,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
     monkey(machines, "CALL_S", 0.2)
     hear = Coordinator.hear
 
-    def no_answer(main: Coordinator, report: Report) -> Orders:
+    def no_answer(main: Coordinator, report: MachineReport) -> Orders:
         if report.node:
             told.wait(LONG_S)
         return hear(main, report)
@@ -177,7 +177,7 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
 
     def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
-            reporter.hand_in = lambda: None  # type: ignore[method-assign]
+            reporter.send_report = lambda: None  # type: ignore[method-assign]
         told.wait(LONG_S)
         return Verdict(0)
 
@@ -220,11 +220,11 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.watch()
-        reporter.hand_in()
+        reporter.send_report()
         main.watch()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S
-    assert main.hear(Report(0)).end == "" and reporter.lost == ""
+    assert main.hear(MachineReport(0)).end == "" and reporter.lost == ""
 
 
 def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 
 def test_reports_and_orders_survive_json() -> None:
     tails = {-1: ["y"], 3: ["x"]}
-    report = Report(
+    report = MachineReport(
         1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", ended=True, launched=1, tails=tails
     )
-    assert as_type(json.loads(json.dumps(asdict(report))), Report) == report
+    assert as_type(json.loads(json.dumps(asdict(report))), MachineReport) == report
     orders = Orders(15, "why", "end", Verdict(4, ["lost"]))
     assert as_type(json.loads(json.dumps(asdict(orders))), Orders) == orders
 
@@ -284,7 +284,7 @@ SILENT = {"silent": "silent for 10 s"}
         (
             [{"codes": {0: 143}, "signal": 15}, {"codes": {2: 143, 3: 143}, "signal": 15}],
             143,
-            "but not every process could end in order",
+            "but not every process ended cleanly",
         ),
         ([{"codes": {0: 143, 1: 143}}, {"codes": {2: 143, 3: 143}}], 143, "stopped by SIGTERM"),
         ([{"launched": 1}, {}], 4, "n1: torchrun ended with exit code 1: see logs/launcher.log"),
@@ -292,10 +292,10 @@ SILENT = {"silent": "silent for 10 s"}
 )
 def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, said: str) -> None:
     ends = {
-        node: Report(node, **({"lost": values["silent"]} if "silent" in values else ended(**values)))
+        node: MachineReport(node, **({"lost": values["silent"]} if "silent" in values else ended(**values)))
         for node, values in enumerate(outcomes)
     }
-    verdict = judge(ends, {0: "n1", 1: "n2"}, 2)
+    verdict = decide_exit(ends, {0: "n1", 1: "n2"}, 2)
     assert verdict.code == code
     assert said in "\n".join(verdict.lines)
     assert bool(said) == bool(verdict.lines)
@@ -304,8 +304,8 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
 
 def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do() -> None:
     waits = ["ranks 0 and 1 on n1 wait for the counts of all ranks, in the backward pass of step 5"]
-    lost, wait, cause, advice = judge(
-        {0: Report(0), 1: Report(1, lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
+    lost, wait, cause, advice = decide_exit(
+        {0: MachineReport(0), 1: MachineReport(1, lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
     ).lines
     assert (lost, wait) == ("n2 was lost: silent for 10 s", f"  {waits[0]}")
     assert cause.startswith("  likely cause: the machine is down") and advice.startswith("  → look whether the machine")

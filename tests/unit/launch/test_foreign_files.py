@@ -57,7 +57,10 @@ def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tup
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(MINE)
     said = refused(home, *more, verb="dpo" if "objective=dpo" in more else "sft")
-    assert f"trainer.output_dir (exp): packtrain did not make exp/{name.partition('/')[0]} and would replace it" in said
+    assert (
+        f"trainer.output_dir (exp): packtrain did not make exp/{name.partition('/')[0]} and will not overwrite it"
+        in said
+    )
     assert "→ Name another folder, or move it away. If an earlier packtrain made this one: touch exp/.packtrain" in said
 
 

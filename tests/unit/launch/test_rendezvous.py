@@ -15,7 +15,7 @@ import pytest
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError, error_from_json
 from packtrain.launch import rendezvous
-from packtrain.launch.rendezvous import Group, Place, Prepare, is_own, meet
+from packtrain.launch.rendezvous import Group, MeetingPoint, Prepare, is_own, meet
 from packtrain.monitor.channel import SECRET, Client
 from packtrain.plan.agreement import Member
 from tests.ports import free_port
@@ -25,14 +25,14 @@ LONG_S = 60  # for what comes in no time, unless the machine has other things to
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(monkeypatch: pytest.MonkeyPatch) -> MeetingPoint:
     monkeypatch.setattr(rendezvous, "_POLL_S", 0.05)
     monkeypatch.delenv(SECRET, raising=False)
     return free_place()
 
 
-def free_place() -> Place:
-    return Place("127.0.0.1", free_port(), LONG_S, "job")
+def free_place() -> MeetingPoint:
+    return MeetingPoint("127.0.0.1", free_port(), LONG_S, "job")
 
 
 class Launchers:
@@ -43,7 +43,7 @@ class Launchers:
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
 
-    def start(self, me: Member, place: Place, prepare: Prepare = lambda names: "") -> None:
+    def start(self, me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -> None:
         number = len(self._threads)
 
         def run() -> None:
@@ -68,14 +68,14 @@ class Launchers:
         return [self.ends[number] for number in range(len(self._threads))]
 
 
-def together(place: Place, *members: Member) -> list[Any]:
+def together(place: MeetingPoint, *members: Member) -> list[Any]:
     launchers = Launchers()
     for me in members:
         launchers.start(me, place)
     return launchers.join()
 
 
-def join(place: Place, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
+def join(place: MeetingPoint, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
     """What machine 0 answers to one call, as soon as it serves."""
     until = time.monotonic() + LONG_S
     said = {"member": asdict(me), "token": token, "password": replace(place, job=job).password}
@@ -88,7 +88,7 @@ def join(place: Place, me: Member, token: str = "visitor", job: str = "job") -> 
 
 
 @pytest.mark.parametrize("number", [3, 64])
-def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number: int, place: Place) -> None:
+def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number: int, place: MeetingPoint) -> None:
     ends = together(place, *[member(node, number) for node in reversed(range(number))])
     assert all(isinstance(one, Group) for one in ends), ends
     assert {tuple(one.names.values()) for one in ends} == {tuple(f"n{node + 1}" for node in range(number))}
@@ -107,20 +107,20 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
     ],
     ids=["config", "versions", "per-node", "nodes", "number"],
 )
-def test_machines_that_do_not_fit_all_stop_with_the_same_words(change: dict, said: str, place: Place) -> None:
+def test_machines_that_do_not_fit_all_stop_with_the_same_words(change: dict, said: str, place: MeetingPoint) -> None:
     ends = together(place, member(0), replace(member(1), **change))
     assert [type(end) for end in ends] == [CheckFailed, CheckFailed]
     assert said in str(ends[0])
     assert str(ends[0]) == str(ends[1])
 
 
-def test_two_machines_of_one_number_are_named(place: Place) -> None:
+def test_two_machines_of_one_number_are_named(place: MeetingPoint) -> None:
     ends = together(place, member(0, 3), member(1, 3), member(1, 3, host="n7", addresses=("10.0.0.7",)))
     assert {str(end).partition(": ")[0] for end in ends} == {"topology.node_rank"}
     assert all("two machines are number 1: n" in str(end) and "n7 (10.0.0.7)" in str(end) for end in ends)
 
 
-def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: Place) -> None:
+def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: MeetingPoint) -> None:
     def prepare(names: Mapping[int, str]) -> str:
         raise UserError("the run folder cannot be written", where="trainer.output_dir")
 
@@ -130,7 +130,9 @@ def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: Place) -> None
     assert all(isinstance(one, UserError) and "cannot be written" in str(one) for one in launchers.join())
 
 
-def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_machine_is_named_to_all_that_are_there(
+    place: MeetingPoint, capfd: pytest.CaptureFixture[str]
+) -> None:
     place = replace(place, names=("n1", "n2", "n3"), timeout_s=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "PROGRESS_S", 1)
@@ -140,10 +142,10 @@ def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: p
         assert "n2 (machine 1, ranks 2 and 3) did not connect to n1 within 3 s (here: n1 and n3)" in str(error)
         assert "topology.node_rank=1" in str(error)
     shown = capfd.readouterr().err
-    assert "s for n2 (machine 1, ranks 2 and 3): not connected; n1 and n3 are here" in shown
+    assert "for n2 (machine 1, ranks 2 and 3) to connect; connected: n1 and n3" in shown
 
 
-def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_0_that_never_starts_is_named(place: MeetingPoint, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "PROGRESS_S", 0)
         patch.setattr(rendezvous, "is_own", lambda address: False)
@@ -155,14 +157,14 @@ def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.Capt
     assert re.search(r"waiting \d+ s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
 
 
-def test_a_taken_port_is_an_error_on_machine_0_and_no_machine_0_for_the_others(place: Place) -> None:
+def test_a_taken_port_is_an_error_on_machine_0_and_no_machine_0_for_the_others(place: MeetingPoint) -> None:
     with socket.create_server(("", place.port)):
         here, there = together(replace(place, timeout_s=1), member(0), member(1))
     assert isinstance(here, CheckFailed) and isinstance(there, PeerFailed)
     assert f"port {place.port} is taken" in str(here) and "topology.main_port" in str(here)
 
 
-def test_strangers_neither_join_nor_stop_the_rendezvous(place: Place) -> None:
+def test_strangers_neither_join_nor_stop_the_rendezvous(place: MeetingPoint) -> None:
     launchers = Launchers()
     launchers.start(member(0), place)
     join(place, member(1), job="another")  # it serves by now
@@ -180,14 +182,14 @@ def test_strangers_neither_join_nor_stop_the_rendezvous(place: Place) -> None:
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machines_meet_over_ipv6(place: Place) -> None:
+def test_machines_meet_over_ipv6(place: MeetingPoint) -> None:
     if not socket.has_dualstack_ipv6() or not is_own("::1"):
         pytest.skip("no IPv6 on this machine")
     ends = together(replace(place, address="::1"), member(0), member(1))
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Place) -> None:
+def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: MeetingPoint) -> None:
     launchers = Launchers()
     launchers.start(member(0), place)
     launchers.start(member(1), replace(place, job="another"))
@@ -200,7 +202,9 @@ def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Place)
     assert isinstance(ends[0], Group) and isinstance(ends[2], Group)
 
 
-def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_not_the_secret_that_all_were_given_cannot_join(
+    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SECRET, "of the job")
     launchers = Launchers()
     launchers.start(member(0), place)
@@ -212,7 +216,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, mo
     assert first == second != "of the job"
 
 
-def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_left_is_waited_for_again(place: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = Launchers()
     launchers.start(member(0, 3), place)
     monkeypatch.setattr(rendezvous, "_ABSENT_S", 3)  # ten times what lies between two calls of one that is there
@@ -224,7 +228,9 @@ def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pyte
     assert all(isinstance(one, Group) for one in ends), ends
 
 
-def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place: Place) -> None:
+def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(
+    place: MeetingPoint,
+) -> None:
     def stopped(names: Mapping[int, str]) -> str:
         raise RuntimeError
 

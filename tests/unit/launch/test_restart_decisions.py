@@ -41,7 +41,7 @@ def test_there_are_as_many_as_asked_for_and_fewer_without_progress(folder: RunFo
     last = restarts.decide(KILLED, "")
     assert not last.restart and last.lines == [
         *KILLED.lines,
-        "not started again: trainer.restarts=3, and there were as many",
+        "not started again: all trainer.restarts=3 have been used",
     ]
     assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [(0,), (0,), ()]
 
@@ -59,7 +59,7 @@ def test_a_run_that_is_done_is_not_started_again(folder: RunFolder) -> None:
     folder.summary.write_text('{"status": "done"}')  # of an earlier run, until this one has begun
     assert Restarts(1, folder).decide(KILLED, "").restart
     folder.attempt.root.rmdir()
-    assert Restarts(1, folder).decide(KILLED, "").lines[-1] == "not started again: the run was done"
+    assert Restarts(1, folder).decide(KILLED, "").lines[-1] == "not started again: the run had finished"
 
 
 def test_each_restart_is_kept_also_by_the_launch_that_goes_on(folder: RunFolder) -> None:

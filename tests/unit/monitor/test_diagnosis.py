@@ -78,7 +78,7 @@ def test_who_says_that_it_waits_is_not_the_one_that_is_behind() -> None:
         "rank 0 on n0 waits for the counts of all ranks, in exchanging the counts of step 8",
         "rank 2 on n0 is in loading data of step 8",
     )
-    assert found.what.endswith(" is behind: for 545 s in the backward pass of step 7, no progress")
+    assert found.what.endswith(" is behind: no progress for 545 s, in the backward pass of step 7")
 
 
 def test_an_operation_that_the_others_have_passed_was_lost_on_its_way() -> None:

@@ -56,7 +56,7 @@ def test_computing_is_progress_where_no_collective_waits(
 RANK = """
 import ctypes, sys
 from packtrain.monitor import processes
-processes.listen()
+processes.write_stacks_on_signal()
 print("listens", flush=True)
 libc = ctypes.PyDLL(None)
 def holds_the_lock():

@@ -64,8 +64,8 @@ class Ranks:
         for rank, place in self.places.items():
             if rank not in self.silent:
                 beat = {"rank": rank, "host": "", "pid": 70 + rank, "usual_s": 1.0, **place}
-                if self.watchdog.hear(beat)["ask"] and rank in self.answers:
-                    self.watchdog.hear({**beat, **self.answers[rank]})
+                if self.watchdog.receive_beat(beat)["ask"] and rank in self.answers:
+                    self.watchdog.receive_beat({**beat, **self.answers[rank]})
         for node in (0, 1):
             self.watchdog.take_processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
         return self.watchdog.diagnose()
@@ -153,7 +153,7 @@ def test_a_stopped_rank_is_named_within_seconds(ranks: Ranks) -> None:
 def test_once_a_rank_is_gone_nobody_else_is_named_for_standing_still(told: bool, ranks: Ranks) -> None:
     ranks.states[1] = ProcessState(71, "gone", 2 if told else -9, reported=told)
     assert ranks.until(700)[0] is None
-    found = ranks.watchdog.aftermath()
+    found = ranks.watchdog.diagnose_deaths()
     assert (found and found.cause) == (None if told else "died")
     assert [one.rank for one in ranks.watchdog.states() if one.failed] == ([1] if told else [])
 

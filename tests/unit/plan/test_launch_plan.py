@@ -77,7 +77,7 @@ def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_ma
     whole, fewer = plan_launch(config, around), plan_launch(config, around, machines=(0, 3))
     assert (fewer.nodes, fewer.node, fewer.num_processes, fewer.least_nodes) == (2, 1, 4, 2)
     assert fewer.batch.examples_per_step == whole.batch.examples_per_step
-    assert whole.makes_do and whole.restarts == 1
+    assert whole.survives_lost_machines and whole.restarts == 1
     alone = plan_launch(replace(config, topology=Topology()), around)
     assert (alone.role, alone.num_processes) == ("launch", 1)
     assert "verify" not in alone.command.argv and plan_launch(config, around, "verify").restarts == 0
