@@ -164,7 +164,8 @@ class ShortRuns:
             process.kill()
         if process.exitcode:
             return _failure_of(process.exitcode, (root / "output").read_text(errors="replace"))
-        self.about = object_of(RunFolder.of(config.trainer).summary)
+        before, self.about = self.about.get("attention"), object_of(RunFolder.of(config.trainer).summary)
+        self.about["attention"] = self.about["attention"] or before  # padded batches have none
         return RunFigures(**self.about["figures"])
 
     def why_not_larger(self, measured: RunFigures) -> str:

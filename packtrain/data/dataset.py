@@ -39,7 +39,7 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class LabelFigures:
-    """How many documents of an epoch are answers to give, and how many are not."""
+    """How many answers of an epoch are desirable, and how many are not."""
 
     desirable: int
     undesirable: int
@@ -49,11 +49,11 @@ class LabelFigures:
 class DataReport:
     """What a data set is made of; each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
-    rows … retold cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
+    The fields from `rows` to `retold` cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
     split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
     `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
     version of the chat template renders, since the model's own gives no exact loss mask for them.
-    documents … trained_tokens describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
+    Those from `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
     """
 
@@ -202,7 +202,7 @@ class Tokenised:
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    Those with the lowest content hashes are held out, as good as a random draw: equal rows, all parts of a split row and pairs with
+    Those with the lowest content hashes are held out, which is as good as random: equal rows, all parts of a split row and pairs with
     the same prompt fall on the same side, whatever is made of them. At least one document is held out and one remains, else UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
@@ -275,6 +275,6 @@ def _repeat_by_weight(
     extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
     if not len(taken):
-        what = f"weight={weight:g} takes none of the {len(rows):,} documents of {source.path}"
-        raise UserError(what, where=key, fix="Raise its weight, or take the source away.")
+        what = f"weight={weight:g} selects none of the {len(rows):,} documents of {source.path}"
+        raise UserError(what, where=key, fix="Raise its weight, or remove the source.")
     return (taken[:, None] + np.arange(together)).ravel()

@@ -114,7 +114,9 @@ def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
     trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
     number, rows = np.count_nonzero(np.isin(held_out, trained)), counted(len(held_out), "rows")
     return (
-        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low" if number else ""
+        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss will look better than it is"
+        if number
+        else ""
     )
 
 
@@ -225,7 +227,7 @@ class _Tokeniser:
 def _refuse_rows(problems: list[Problem]) -> UserError:
     """The error of the first rows that cannot be used."""
     *others, last = problems[:MOST_PROBLEMS]
-    return UserError([*others, replace(last, fix=f"{last.fix} There may be more further down.")])
+    return UserError([*others, replace(last, fix=f"{last.fix} Later rows may have the same problem.")])
 
 
 _encoder: Encoder

@@ -79,7 +79,7 @@ class Case:
         return f"{self.launcher}-{self.fault}"
 
 
-DATA = ("rank 1 on ", "is behind: for ", "loading data of step 4", "in read_documents", "rank 0 on ")
+DATA = ("rank 1 on ", "is behind: no progress for ", "loading data of step 4", "in read_documents", "rank 0 on ")
 STOPPED = ("rank 0 on ", "has not answered for ", "it is stopped")
 DIED = "ended without an error message, in loading data of step 4"
 KILLED = 128 + signal.SIGKILL

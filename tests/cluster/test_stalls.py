@@ -282,7 +282,7 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
     while code == 0 and time.monotonic() < limit:
         code, said = doctor(tmp_path, "--stacks")
     assert code == 4, said
-    assert "rank 1 on " in said and "is behind: for " in said and "likely cause: reading the data" in said
+    assert "rank 1 on " in said and "is behind: no progress for " in said and "likely cause: reading the data" in said
     assert said.count("in read_documents") == 2 and "in meet" in said and "gloo:all_reduce number " in said
     assert len(running(tmp_path)) == 2  # they go on
 

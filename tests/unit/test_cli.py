@@ -14,6 +14,7 @@ from packtrain import __version__
 from packtrain.cli import split_arguments
 from packtrain.errors import CheckFailed, PeerFailed, Problem, UserError
 from packtrain.launch.exit_status import BUG, exit_code_of
+from packtrain.plan.surroundings import command_of
 from tests.unit.command_line import packtrain
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
@@ -93,7 +94,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert "learning_rate" not in done.stdout
     assert list(tmp_path.iterdir()) == []
     command = shlex.split(next(line for line in lines if line.startswith("run ")))[1:]
-    assert command == [sys.executable, "-m", "packtrain", "sft", *overrides]  # can be pasted as it is
+    assert command == [*command_of("packtrain"), "sft", *overrides]  # can be pasted as it is
 
 
 def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_templ
 LABEL = "label"
 """The column of packtrain kto that says whether an answer is desirable."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
-"""The formats that it may be beside."""
+"""The formats whose rows may have a label."""
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
 """Other names that our columns may have without data.columns."""
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
@@ -83,7 +83,7 @@ def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> s
 
 
 def parse_json(text: str, reason: str, what: str, where: str) -> Any:
-    """The value of JSON text; raises BadRow, with `what` is wrong, for what is none."""
+    """The value of JSON text; raises BadRow, which begins with `what`, if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -128,17 +128,18 @@ def detect_format(
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
     if fits and not set(fits) & set(allowed):
         verb = "dpo" if "preference" in fits else "kto" if label in names and objective != "kto" else "sft"
-        what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs {', '.join(allowed)}"
+        what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs rows of {' or '.join(allowed)}"
         raise refuse(what, f"Train on them with packtrain {verb}.")
     if len(fits) > 1:
         raise refuse(f"the columns fit {' and '.join(fits)}", f"Set data.format to {' or '.join(fits)}.")
     if not fits or (lacking := missing(fits[0], names)):
         what = f"data.format={fits[0]} needs the column {lacking[0]!r}" if fits else "the columns fit no known format"
-        needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in fits or allowed)
-        fix = f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
+        needs = "; ".join(f"{name} ({', '.join(REQUIRED[name])})" for name in fits or allowed)
+        fix = "Say which column is which, as in data.columns.prompt=question data.columns.completion=answer. Formats with "
+        fix += f"their columns: {needs}."
         raise refuse(what, fix)
     if objective == "kto" and fits != ["preference"] and label not in names:
-        fix = f"Name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
+        fix = f"Name it with data.columns.{LABEL}=COLUMN, or train on all answers with packtrain sft."
         raise refuse(f"no column {label!r} says which answers are desirable", fix)
     return cast(Format, fits[0])
 

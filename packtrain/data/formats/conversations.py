@@ -1,6 +1,6 @@
 """Parses rows with one answer: a conversation, a prompt with its completion, text, or tokens.
 
-One function reads one format; a new format is one more entry of READERS, with its columns in config/schema.py. Shapes follow
+One function reads one format; a new format is one more entry of READERS, with its columns in columns.py. Shapes follow
 TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
 """
 
@@ -26,7 +26,7 @@ from packtrain.data.formats.messages import (
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns that a text without them would lack."""
+"""Columns of media: rows that have them are refused."""
 WANTED = ("label", "kto_tag")
 """Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
 
@@ -48,7 +48,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and its completion, both plain text; running text is a completion of nothing."""
+    """A prompt and its completion, both plain text; running text is the completion of an empty prompt."""
 
     prompt: str
     completion: str
@@ -76,15 +76,15 @@ def read_row(row: Row, format: Format) -> Example:
 def refuse_media(row: Row) -> None:
     """Raise BadRow for a row with a picture, a film or a sound."""
     if given := next((name for name in MEDIA if row.values.get(name)), None):
-        fix = "If the text is whole without it, take the column out."
+        fix = "If the text makes sense without it, remove the column."
         raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given, fix)
 
 
 def refuse_unwanted(row: Row) -> None:
-    """Raise BadRow for an answer that is marked as one not to give."""
+    """Raise BadRow for an answer that is marked as undesirable."""
     if given := next((name for name in WANTED if str(row.values.get(name)).lower() == "false"), None):
-        what = "this answer is one not to give (false), and packtrain sft would teach it"
-        fix = "Train on them with packtrain kto, or take the column out to train on all answers."
+        what = "this answer is marked as undesirable (false), and packtrain sft would train on it"
+        fix = "Train on them with packtrain kto, or remove the column to train on all answers."
         raise BadRow("unwanted answer", what, given, fix)
 
 

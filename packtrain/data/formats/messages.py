@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from packtrain.config.keys import suggest
 from packtrain.data.formats.columns import Row, list_of, parse_json
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
@@ -32,7 +33,7 @@ SPEAKERS = {  # the words of ShareGPT and others for the roles
     **dict.fromkeys(("tool", *RESULTS), "tool"),
 }
 STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
-"""Roles that speak as another in a template that names only the other: most would leave out what they say."""
+"""Roles that become another one where the template names only that: most templates would drop their messages."""
 PARTS = {
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
@@ -50,7 +51,7 @@ Messages = list[dict[str, Any]]
 def read_messages(row: Row, ours: str) -> Messages:
     """The messages of a column; raises BadRow where there are none.
 
-    A turn of CALLS continues what the assistant just said: text or other calls, which are parallel ones then.
+    A turn of CALLS continues what the assistant just said: text, or other calls, which then count as parallel.
     """
     where = row.name(ours)
     messages: Messages = []
@@ -120,23 +121,25 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
         if role in ROLES or (role in named and SPEAKERS.get(role.lower()) != "assistant"):
             return role
     what = f"unknown role {role!r}; known: {', '.join(SPEAKERS if who == 'from' else ROLES)}"
-    known = SPEAKERS.get(role.lower())
-    fix = f"Did you mean {known!r}?" if known else "Name the role in the chat template, or write it as one of these."
+    fix = f"Did you mean {SPEAKERS[role.lower()]!r}?" if role.lower() in SPEAKERS else suggest(role, ROLES)
+    fix = fix or "Write it as one of these, or take a chat template that names this role."
     raise BadRow("unknown role", what, where, fix)
 
 
 def _set_weight(message: dict[str, Any], where: str) -> None:
     """Leave `weight` 0 where an assistant's turn is not trained, and no other weight."""
     if message.get("train_detail"):  # axolotl's
-        fix = "Set weight to 0 for all of the turn, or take train_detail out to train it."
-        raise BadRow("weight", "a turn is trained or not, with no parts of it left out", f"{where}.train_detail", fix)
+        fix = "Set weight to 0 for all of the turn, or remove train_detail to train it."
+        raise BadRow("weight", "packtrain trains a whole turn or none of it", f"{where}.train_detail", fix)
     given = {key: message.pop(key) for key in WEIGHTS if key in message}
     for key, weight in given.items():
         if not isinstance(weight, (int, float)) or weight not in (0, 1):
             what = f"expected 0 or 1 (a turn is trained or not), found {weight!r}"
             raise BadRow("weight", what, f"{where}.{key}")
         if weight and message["role"] != "assistant":
-            what = f"what the {message['role']} says is to be trained; packtrain trains the assistant's turns"
+            what = (
+                f"the weight asks to train what the {message['role']} says, but only the assistant's turns are trained"
+            )
             raise BadRow("weight", what, f"{where}.{key}", "Set it to 0, or data.loss_on=all to train everything.")
     if len(set(map(bool, given.values()))) > 1:
         raise BadRow("weight", f"{' and '.join(given)} differ", where, "Keep one.")
@@ -256,6 +259,6 @@ def read_variables(row: Row) -> dict[str, Any]:
         raise wrong_type("an object", value, where)
     variables = {key: part for key, part in value.items() if part is not None}
     if taken := next(filter(_TAKEN.fullmatch, variables), None):
-        what = f"{taken!r} is an argument of apply_chat_template, and no variable of the template"
+        what = f"{taken!r} is an argument of apply_chat_template, not a variable of the template"
         raise BadRow("template argument", what, where, "Remove it.")
     return variables

@@ -1,6 +1,6 @@
 """Parses rows of preference pairs, and of single answers that are desirable or not.
 
-A pair becomes two examples that begin with the same prompt. Known are, as in TRL
+A pair becomes two examples that begin with the same prompt. These forms are known, as in TRL
 (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
@@ -8,8 +8,8 @@ A pair becomes two examples that begin with the same prompt. Known are, as in TR
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
     instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
 
-and beside messages `tools`, `system` and chat_template_kwargs. Where the prompt is in a column of another name, common first words
-of two strings would be taken for it, so rows with such a column are refused. Single answers with a label (packtrain kto) are rows
+and beside messages `tools`, `system` and chat_template_kwargs. Rows with a prompt in a column of another name are refused: the
+words that both answers start with would be taken for it. Single answers with a label (packtrain kto) are rows
 of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns; pairs are split into their two answers.
 """
 
@@ -93,7 +93,7 @@ def _find_answer(conversation: Conversation) -> Conversation:
     messages = conversation.messages
     start = len(messages) - 1 if conversation.answer_from is None else conversation.answer_from
     if not 0 < start < len(messages):
-        raise BadRow("no prompt", "there is nothing that is answered", f"messages[{max(start, 0)}]")
+        raise BadRow("no prompt", "there is no message before the answer", f"messages[{max(start, 0)}]")
     if (role := messages[start]["role"]) in ASKING:
         fix = "The last turn must be what the assistant says; the label is about it."
         raise BadRow("not an answer", f"the answer is what the {role} says", f"messages[{start}]", fix)

@@ -29,8 +29,7 @@ class BadRow(Exception):
     def problem(self, where: str) -> Problem:
         """The error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
-        fix = f"{self.fix} Or:" if self.fix else "Mend it, or"
-        return Problem(self.what, place, f"{fix} data.bad_rows=skip counts and skips such rows.")
+        return Problem(self.what, place, f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows.")
 
 
 RawRow = dict[str, Any] | BadRow

@@ -33,11 +33,11 @@ from packtrain.data.sources.chunks import (
 )
 from packtrain.errors import UserError
 
-PACKED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
-SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in PACKED), *_TABLES)
-READABLE = f"Readable are {', '.join(_TEXTUAL)} (also with {' or '.join(PACKED)}), {', '.join(_TABLES)}"
+SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in COMPRESSED), *_TABLES)
+READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
 
 def suffix_of(path: Path) -> str | None:
@@ -49,7 +49,7 @@ def suffix_of(path: Path) -> str | None:
 def kind_of(path: Path) -> str:
     """The suffix of SUFFIXES without that of a compression; "" for a file that is not read."""
     suffix = suffix_of(path) or ""
-    return next((suffix.removesuffix(packed) for packed in PACKED if suffix.endswith(packed)), suffix)
+    return next((suffix.removesuffix(packed) for packed in COMPRESSED if suffix.endswith(packed)), suffix)
 
 
 def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]:
@@ -74,15 +74,17 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
             )
             yield from cut_into_chunks(str(path), lines)
     except UnicodeDecodeError as error:
-        fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or get it anew if it is damaged."
+        fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
-        raise UserError(f"cannot read the file: {error}", where=str(path), fix="Check or renew the file.") from error
+        raise UserError(
+            f"cannot read the file: {error}", where=str(path), fix="Check the file, or download it again."
+        ) from error
 
 
 def _open_bytes(path: Path) -> BinaryIO:
-    """The file, decompressed where its name ends in one of PACKED."""
+    """The file, decompressed where its name ends in one of COMPRESSED."""
     name = path.name.lower()
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.open(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, n
 from packtrain.config.schema import DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, cut_into_chunks
-from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of
+from packtrain.data.sources.files import READABLE, SUFFIXES, kind_of, read_file, suffix_of
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 
@@ -82,17 +83,18 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind,
     if (local / "state.json").exists() or (local / "dataset_dict.json").exists():
         return _load_saved(local, source)
     if not (local.exists() or any(sign in path for sign in "*?[")):
-        if not looks_local(path):
+        forgotten = any(os.path.exists(f"{local}{suffix}") for suffix in SUFFIXES)
+        if not (looks_local(path) or forgotten):
             return _load_from_hub(source, where)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     files = _list_files(local)
     if not files:
-        fix = f"{_READABLE} Rename a file that is one of these."
+        fix = f"{_READABLE} If a file is one of these under another suffix, rename it."
         raise UserError(f"{path!r}: there is nothing to read in it", where=where, fix=fix)
     splits = _group_by_split(local, files) if local.is_dir() else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
-        what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
+        what = f"plain files have no {'splits' if source.subset is None else 'subsets'} to choose from"
         raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
     if len(splits) < 2:
         return _from_files(str(local), files, split_text)
@@ -186,7 +188,7 @@ def _load_from_hub(source: DataSource, where: str) -> Source:
         try:
             loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
         except Exception as error:  # network, access, name, split, subset: the library's message has it
-            what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
+            what = f"no file or folder {source.path} is here, and the hub has no such data set: {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
             raise UserError(what, where=where, fix=fix) from error
     assert isinstance(loaded, datasets.Dataset), "load_dataset with a split gives one data set"

@@ -211,7 +211,7 @@ def hash_file(path: Path, memory: Path) -> str:
 
 
 def cache_folder(configured: str | None) -> Path:
-    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be.
+    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; created if needed, UserError if it cannot be.
 
     A read-only folder is fine as long as the data is in it.
     """
@@ -259,7 +259,7 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
     try:
         return Store(folder) if folder.is_dir() else None
     except DamagedStore as error:
-        say(f"the tokenised data in {folder} is damaged ({error}): it is made anew")
+        say(f"the tokenised data in {folder} is damaged ({error}) and will be rebuilt")
         return None
 
 

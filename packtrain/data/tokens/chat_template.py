@@ -1,9 +1,9 @@
-"""The chat template, its marked twin if there is one, and a conversation in its words, so that nothing it holds goes unread.
+"""The chat template, TRL's training version of it, and the rewriting of a conversation to the keys that the template reads.
 
 TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
 the same template with `{% generation %}` marks around the model's turns. They are read as files, without importing
-TRL. A template that equals one of TRL's gets the twin as `marked`; loss_mask.py uses it only for conversations that both
-render alike, for some twins change the text.
+TRL. A template that equals one of TRL's gets the training version as `marked`; loss_mask.py uses its marks
+only for conversations that both render alike, for some change the text.
 
 Templates agree on `content` and mostly on `tool_calls`, and on little else: a thought is read from `reasoning_content`, `reasoning`
 or `thinking` (gpt-oss), by others from <think> in the content (SmolLM3, DeepSeek R1's distillates). Mistral's want an id of nine
@@ -122,7 +122,7 @@ def _find_thought_key(template: str) -> str | None:
     return next(read, "content" if "</think>" in template else None)
 
 
-def in_dialect_of(template: str, conversation: Conversation) -> Conversation:
+def rewrite_for_template(template: str, conversation: Conversation) -> Conversation:
     """The conversation with its thoughts, calls and ids where the template reads them."""
     messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):

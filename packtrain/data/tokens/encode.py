@@ -31,7 +31,7 @@ from packtrain.data.formats.preferences import Answered, common_prompt, read_mar
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
 from packtrain.data.tokens.cache import EncodedChunk, Fate
 from packtrain.data.tokens.chat_template import ADVICE, Template
-from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
+from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
@@ -121,7 +121,10 @@ class Encoder:
                     faults["drops_system"] = True
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-                texts = [example.prompt, example.completion.rstrip().removesuffix(end)]  # an end that the file writes
+                texts = [
+                    example.prompt,
+                    example.completion.rstrip().removesuffix(end),
+                ]  # EOS as text, which the file may hold
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
         return faults
@@ -139,7 +142,7 @@ class Encoder:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
             return (ids, mask), {"apart": apart}
         except BadRow as bad:
-            if bad.reason != REFUSED or self._training is None:
+            if bad.reason != UNVERIFIED or self._training is None:
                 raise
             with suppress(BadRow):
                 ids, mask, apart = self._training.encode(conversation, loss_on)
@@ -147,7 +150,7 @@ class Encoder:
             raise
 
     def encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents before data.max_length, and what is to be counted of it; raises BadRow where it cannot be used."""
+        """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used."""
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)

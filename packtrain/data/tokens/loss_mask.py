@@ -5,12 +5,12 @@ tokens by their offsets. Where a border falls inside a token (the answer begins 
 ends), both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
-2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
+2. the marks of TRL's training version of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
-   earlier thoughts, is refused; encode.py then takes TRL's version for training).
+   earlier thoughts, is refused; encode.py then takes the training version).
 
-The role's header before an answer, white space after its end and turns of weight 0 are not trained. Refused are marks over what
+The role's header before an answer, white space after its end and turns of weight 0 are not trained. Refused: marks over what
 the user or the system says, turns that do not end in a control token (the model would not learn to stop), and a template that
 leaves out an answer, a thought, a call or the tools.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
@@ -30,16 +30,16 @@ from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks, in_dialect_of
+from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.wording import first_line
 
 Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
-REFUSED = "loss mask cannot be verified"
+UNVERIFIED = "loss mask cannot be verified"
 TEMPLATE_ADVICE = (
-    "Set data.chat_template=qwen3_instruct_2507 (tools) or qwen3_training (and thoughts) where turns end in <|im_end|>, "
-    "llama3_1 (tools) where in <|eot_id|>, gptoss where in <|call|>; or take them out of the data."
+    "If turns end in <|im_end|>: data.chat_template=qwen3_instruct_2507 (has tools) or qwen3_training (has thoughts, too); "
+    "in <|eot_id|>: llama3_1 (tools); in <|call|>: gptoss. Or remove them from the data."
 )
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
@@ -57,7 +57,7 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
         when ids or targets are uncertain.
         """
-        given, conversation = conversation, in_dialect_of(self.template.text, conversation)
+        given, conversation = conversation, rewrite_for_template(self.template.text, conversation)
         text, marks = self._render(conversation)
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
@@ -94,7 +94,7 @@ class ChatEncoder:
         All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
         first = answered[0]
-        asked = in_dialect_of(self.template.text, replace(first, messages=first.prompt))
+        asked = rewrite_for_template(self.template.text, replace(first, messages=first.prompt))
         texts = [self._render(asked, generation_prompt=True)[0]]
         for side in answered:
             text = self.render(side)
@@ -125,13 +125,13 @@ class ChatEncoder:
             before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
-            raise BadRow(REFUSED, what, place, ADVICE) from bad
+            raise BadRow(UNVERIFIED, what, place, ADVICE) from bad
         if not text.startswith(before):
-            raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
+            raise BadRow(UNVERIFIED, "the chat template rewrites what comes before this turn", place, ADVICE)
         through = text if turn + 1 == len(messages) else self._render(conversation, messages[: turn + 1])[0]
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
-            raise BadRow(REFUSED, what, place, ADVICE)
+            raise BadRow(UNVERIFIED, what, place, ADVICE)
         return len(before), len(before) + len(through[len(before) :].rstrip())
 
     def _strip_header(self, text: str, span: Span) -> Span:
@@ -158,7 +158,7 @@ class ChatEncoder:
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as the template renders it; raises BadRow when the template refuses."""
-        return self._render(in_dialect_of(self.template.text, conversation))[0]
+        return self._render(rewrite_for_template(self.template.text, conversation))[0]
 
     @cached_property
     def drops_system(self) -> bool:
@@ -198,12 +198,12 @@ class ChatEncoder:
             answer = message["content"].rsplit("</think>", 1)[-1].strip()
             if answer not in answers:
                 what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
-                raise BadRow(REFUSED, what, f"{place}.content", "Set data.chat_template to another template.")
+                raise BadRow(UNVERIFIED, what, f"{place}.content", "Set data.chat_template to another template.")
             if thought := _find_thought(message):
                 if (position := others.find(thought, position)) < 0:
                     what = f"the chat template ({self.template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
-                    raise BadRow(REFUSED, what, f"{place}.reasoning_content", fix)
+                    raise BadRow(UNVERIFIED, what, f"{place}.reasoning_content", fix)
                 position += len(thought)  # one thought does not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
@@ -213,7 +213,7 @@ class ChatEncoder:
             if lost is not None:
                 what = f"the chat template ({self.template.name}) leaves out the call of {lost!r}"
                 fix = f"Write parallel calls as turns of their own, or: {TEMPLATE_ADVICE}"
-                raise BadRow(REFUSED, what, f"{place}.tool_calls", fix)
+                raise BadRow(UNVERIFIED, what, f"{place}.tool_calls", fix)
 
     def _depends_on_last_call(self, conversation: Conversation, turn: int) -> bool:
         """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
@@ -241,7 +241,7 @@ class ChatEncoder:
                 at = min(borders_crossed)
                 what = f"the border of an assistant's turn falls inside a token, in {text[max(0, at - 12) : at + 12]!r}, and this"
                 what += " tokenizer cannot tokenise both sides separately: it puts a space before each text"
-                raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
+                raise BadRow(UNVERIFIED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
             cuts |= borders_crossed
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
@@ -254,7 +254,7 @@ class ChatEncoder:
         shown = text[max(0, int(ends[turn[-1]]) - 40) : int(ends[turn[-1]])] if len(turn) else ""
         what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"
         fix = "Have the chat template write eos_token after the assistant's turns, inside generation marks."
-        raise BadRow(REFUSED, what, "messages", fix)
+        raise BadRow(UNVERIFIED, what, "messages", fix)
 
     def _render(
         self,
@@ -294,7 +294,7 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
         if message["role"] in ("user", "system") and said not in rest and said in text:
             what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
             fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
-            raise BadRow(REFUSED, what, f"messages[{turn}].content", fix)
+            raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
 
 
 def _find_thought(message: dict[str, Any]) -> str:

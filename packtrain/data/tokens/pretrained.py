@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 QUICKSTART = "quickstart"
 ANSWER_S = 6.0
 OFFLINE_ADVICE = (
-    "There is no hub here (no answer, or HF_HUB_OFFLINE is set): give a local path, or fill the cache where there is one "
-    "(hf download), copy it ($HF_HOME), and set HF_HUB_OFFLINE=1."
+    "The Hugging Face hub cannot be reached from here (or HF_HUB_OFFLINE is set): give a local path; or download on a machine "
+    "with internet (hf download), copy $HF_HOME here, and set HF_HUB_OFFLINE=1."
 )
 _READ = (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja", ".txt", ".py")
 _LFS = b"version https://git-lfs.github.com/"
@@ -70,7 +70,7 @@ def check_model_folder(folder: Path) -> None:
         with file.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 fix = f"Get the file itself: git lfs pull in {file.parent}, or hf download."
-                raise UserError("it is a pointer of Git LFS, not the file", where=str(file), fix=fix)
+                raise UserError("this is only a Git LFS pointer, not the file itself", where=str(file), fix=fix)
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:

@@ -92,7 +92,7 @@ class PlainTokenizer:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether the tokens of two texts make one text: not where a space is put before each, as in Llama 2's tokenizer."""
+        """Whether joined tokens of two texts are those of the joined text: not where a space is put before each, as in Llama 2's tokenizer."""
         return self._rust.decode(2 * self.ids("a").tolist()) == self._rust.decode(self.ids("aa").tolist())
 
     def text_of(self, token: int) -> str:

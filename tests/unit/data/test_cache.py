@@ -256,7 +256,7 @@ def test_a_weight_is_how_often_each_document_appears(tmp_path, weight, total):
 
 
 def test_a_weight_that_takes_nothing_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="takes none of the 10"):
+    with pytest.raises(UserError, match="selects none of the 10"):
         go(tmp_path, [DataSource(path=write(tmp_path / "train.jsonl", 10), weight=1e-3)])
 
 

@@ -89,7 +89,7 @@ def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
     with pytest.raises(UserError) as caught:
         ready(path)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
-    assert str(caught.value).endswith("There may be more further down.")
+    assert str(caught.value).endswith("Later rows may have the same problem.")
 
 
 def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):

@@ -17,8 +17,8 @@ from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template
-from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, in_dialect_of
-from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder
+from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, rewrite_for_template
+from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
 
@@ -153,7 +153,7 @@ def test_no_template_there_is_trains_the_role_header(name):
     assert template is not None
     chat = ChatEncoder(plain_tokenizer(tokenizer), template)
     if name in REFUSED_NAMES:
-        with pytest.raises(BadRow, match=REFUSED):
+        with pytest.raises(BadRow, match=UNVERIFIED):
             chat.encode(Conversation(TURNS), "assistant")
         return
     found = runs_of(chat, tokenizer, Conversation(TURNS))
@@ -206,7 +206,7 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(template):
 def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
     with pytest.raises(BadRow) as caught:
         trained("qwen3", Conversation(messages))
-    assert caught.value.reason == REFUSED
+    assert caught.value.reason == UNVERIFIED
     assert caught.value.field == "messages[1]"
     assert "data.loss_on=completion" in caught.value.fix
 
@@ -387,7 +387,7 @@ def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
     ]
     conversation = Conversation([ASK, {**calls(), "tool_calls": given}, *answers, END], TOOLS)
     for name, first in (("mistral_v3", "call00001"), ("qwen2_5", "call_longer_than_nine")):
-        _, asked, *said, _ = in_dialect_of(text_of(name), conversation).messages
+        _, asked, *said, _ = rewrite_for_template(text_of(name), conversation).messages
         assert [one["id"] for one in asked["tool_calls"]] == [first, "call00002", "abcdefghi"]
         assert [one["tool_call_id"] for one in said] == ["abcdefghi", first, "call00002"]
         assert {one["name"] for one in said} == {"weather"}

@@ -121,7 +121,7 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
 @pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
 def test_a_split_of_plain_files_is_refused_rather_than_ignored(tmp_path, wanted):
     (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n')
-    with pytest.raises(UserError, match=f"no {next(iter(wanted))} to choose in plain files"):
+    with pytest.raises(UserError, match=f"no {next(iter(wanted))}s to choose"):
         go(tmp_path, DataSource(path=str(tmp_path / "x.jsonl"), **wanted))
 
 

@@ -308,4 +308,6 @@ def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do(
         {0: MachineReport(0), 1: MachineReport(1, lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
     ).lines
     assert (lost, wait) == ("n2 was lost: silent for 10 s", f"  {waits[0]}")
-    assert cause.startswith("  likely cause: the machine is down") and advice.startswith("  → look whether the machine")
+    assert cause.startswith("  likely cause: the machine is down") and advice.startswith(
+        "  → check whether the machine"
+    )

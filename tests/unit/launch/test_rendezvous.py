@@ -139,7 +139,7 @@ def test_a_missing_machine_is_named_to_all_that_are_there(
         ends = together(place, member(0, 3), member(2, 3))
     for error in ends:
         assert isinstance(error, PeerFailed)
-        assert "n2 (machine 1, ranks 2 and 3) did not connect to n1 within 3 s (here: n1 and n3)" in str(error)
+        assert "n2 (machine 1, ranks 2 and 3) did not connect to n1 within 3 s (connected: n1 and n3)" in str(error)
         assert "topology.node_rank=1" in str(error)
     shown = capfd.readouterr().err
     assert "for n2 (machine 1, ranks 2 and 3) to connect; connected: n1 and n3" in shown
@@ -154,7 +154,7 @@ def test_a_machine_0_that_never_starts_is_named(place: MeetingPoint, capfd: pyte
     (problem,) = error.problems  # with the address once
     said = rf"machine 0 could not be reached at 127\.0\.0\.1:{place.port} for \d+ s: connection refused"
     assert re.fullmatch(said, problem.what)
-    assert re.search(r"waiting \d+ s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
+    assert re.search(r"waited \d+ s so far for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
 
 
 def test_a_taken_port_is_an_error_on_machine_0_and_no_machine_0_for_the_others(place: MeetingPoint) -> None:

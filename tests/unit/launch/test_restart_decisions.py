@@ -64,15 +64,15 @@ def test_a_run_that_is_done_is_not_started_again(folder: RunFolder) -> None:
 
 def test_each_restart_is_kept_also_by_the_launch_that_goes_on(folder: RunFolder) -> None:
     first = Restarts(2, folder)
-    first.keep(["n1", "n2"])
+    first.write_record(["n1", "n2"])
     assert folder.restarts() == []
     checkpoint(folder, 5)
     first.decide(Verdict(1, [BUG]), "rank 0 on n1 failed")
-    first.keep(["n1"])
+    first.write_record(["n1"])
     again = Restarts(2, folder)
-    again.keep(["n1"])
+    again.write_record(["n1"])
     again.decide(KILLED, "")
-    again.keep(["n1"])
+    again.write_record(["n1"])
     kept = folder.restarts()
     assert [one["why"] for one in kept] == [["rank 0 on n1 failed"], ["rank 1 was killed"]]
     assert [(one["step"], one["machines"]) for one in kept] == [(5, ["n1"])] * 2

@@ -268,7 +268,7 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
 @pytest.mark.parametrize(
     ("given", "where", "said"),
     [
-        (["topology.gpus_per_node=8"], "topology.nodes", "how many machines"),
+        (["topology.gpus_per_node=8"], "topology.nodes", "the number of machines"),
         ([*MACHINES, "topology=manual"], "topology.kind", "Slurm names and numbers"),
         ([*MACHINES, "topology.main_address=n9"], "topology.main_address", "Slurm names and numbers"),
         ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),

@@ -36,7 +36,7 @@ def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> Non
     assert stranger.call("join", {"name": "n1"}) == {"welcome": "n1"}
     with pytest.raises(Refused, match="another run"):
         stranger.call("sum", {"of": [1]})
-    with pytest.raises(Refused, match="nothing is called"):
+    with pytest.raises(Refused, match="no handler is called"):
         stranger.call("stop", {})
 
 

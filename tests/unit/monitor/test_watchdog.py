@@ -103,7 +103,7 @@ def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase(
     assert found is not None and (found.cause, found.ranks) == (cause, (2,))
     assert after_s <= after <= after_s + 2
     said = "\n".join(found.lines)
-    assert "rank 2 on n2 (process 72) is behind: for " in said and "in read" in said
+    assert "rank 2 on n2 (process 72) is behind: no progress for " in said and "in read" in said
     assert "ranks 0, 1 and 3 on n1 and n2 wait for the counts of all ranks, in exchanging the counts of step 7" in said
     assert (ranks.logs / DIAGNOSIS).read_text() == said + "\n"
     assert "in train" in stacks_of(ranks.logs, 2).read_text()
