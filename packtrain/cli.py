@@ -252,7 +252,6 @@ def sbatch(
     verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
     arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
-    test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
     sweep: Annotated[bool, typer.Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
     as_json: AsJson = False,
@@ -261,7 +260,7 @@ def sbatch(
     from packtrain.launch.slurm_jobs import hand_over
 
     job = _job(verb, arguments, sweep)
-    return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
+    return hand_over(job, submit=submit, file=output, as_json=as_json)
 
 
 @_verb()

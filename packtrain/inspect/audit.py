@@ -15,8 +15,7 @@ import numpy as np
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.tokens.encode import SAME, UNTRAINED
 from packtrain.inspect.corpus import Corpus
-from packtrain.inspect.duplicates import HASHES, find_equal, find_similar
-from packtrain.inspect.scan import TokenScan
+from packtrain.inspect.scan import TokenScan, find_equal
 from packtrain.wording import visible
 
 Severity = Literal["bad", "warn", "note"]
@@ -111,6 +110,17 @@ FAULTS = {
     ),
 }
 """What the faults of rows are, and what to do."""
+REPEATS = {
+    "exact_duplicates": (
+        "the same tokens as an earlier one: it counts twice",
+        "Take them out, or say it on purpose with weight.",
+    ),
+    "eval_in_train": (
+        "held-out examples that are trained, token by token",
+        "Keep one of the two: else the eval loss is too low by what was memorised.",
+    ),
+}
+"""The same of examples: of those that are trained, then of those that are held out."""
 FATAL = ("no_trained_token", "end_never_trained")
 """Faults that make training pointless where many rows have them."""
 
@@ -148,28 +158,13 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
     trained, held_out = (np.flatnonzero(chosen)[::together] for chosen in (corpus.in_train, corpus.in_eval))
     examples = np.concatenate([trained, held_out])  # each by its first document
     own = examples[:, None] + np.arange(together)
-    equal = find_equal((scanned.hashes[own] * np.array([1, 3], np.uint64)[:together]).sum(1))
-    different = np.flatnonzero((equal < 0) & scanned.compared[examples])
-    similar = np.full(len(examples), -1)
-    best = find_similar(scanned.signatures[own[different]].reshape(len(different), together * HASHES))
-    similar[different] = np.where(best < 0, -1, different[best])
-
-    def finding(name: str, first: np.ndarray, held: bool, what: str, fix: str) -> AuditFinding:
-        """Of the examples that are trained, or held out, those that repeat an earlier one that is trained."""
+    first = find_equal((scanned.hashes[own] * np.array([1, 3], np.uint64)[:together]).sum(1))
+    for held, (name, (what, fix)) in enumerate(REPEATS.items()):
         side = slice(len(trained), None) if held else slice(len(trained))
         repeats = np.flatnonzero((first[side] >= 0) & (first[side] < len(trained))) + (side.start or 0)
         rows, twins = corpus.row_of[examples[repeats]], corpus.row_of[examples[first[repeats]]].tolist()
-        total = len(held_out if held else trained)
-        return AuditFinding(name, rows, total, what, fix, unit, "warn" if held else "note", twins)
-
-    what = "the same tokens as an earlier one: it counts twice"
-    yield finding("exact_duplicates", equal, False, what, "Take them out, or say it on purpose with weight.")
-    what = "about 80 % of their sequences of four tokens, or more, are those of an earlier one"
-    yield finding("near_duplicates", similar, False, what, "See what repeats, and take it out.")
-    fix = "Keep one of the two: else the eval loss is too low by what was memorised."
-    yield finding("eval_in_train", equal, True, "held-out examples that are trained, token by token", fix)
-    what = "held-out examples that are almost the same as trained ones"
-    yield finding("eval_nearly_in_train", similar, True, what, fix)
+        total, severity = (len(held_out), "warn") if held else (len(trained), "note")
+        yield AuditFinding(name, rows, total, what, fix, unit, severity, twins)
 
 
 def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from packtrain.data.tokens.cache import Store
 from packtrain.inspect.corpus import Corpus
-from packtrain.inspect.duplicates import HASHES, SAMPLE, find_common_grams, hash_documents, sign
 
 BLOCK = 1 << 19
 """Tokens that are read together."""
@@ -25,14 +24,12 @@ THREADS = min(4, os.cpu_count() or 1)
 class TokenScan:
     """What the tokens of each document show, by its number (corpus.py).
 
-    `hashes` uint64 of all tokens, `signatures` uint32[HASHES], and bool: whether it is to be `compared` with others
-    (duplicates.py), trains the end of an answer (`ends`), two ends in a row (`ends_twice`), begins with two BOS (`two_bos`), has
-    a token for what the tokenizer does not know (`unknown`), or ends inside a trained answer (`open`).
+    `hashes` uint64 of all tokens, and bool: whether it trains the end of an answer (`ends`), two ends in a row (`ends_twice`),
+    begins with two BOS (`two_bos`), has a token for what the tokenizer does not know (`unknown`), or ends inside a trained answer
+    (`open`).
     """
 
     hashes: np.ndarray
-    signatures: np.ndarray
-    compared: np.ndarray
     ends: np.ndarray
     ends_twice: np.ndarray
     two_bos: np.ndarray
@@ -43,10 +40,7 @@ class TokenScan:
 def scan(corpus: Corpus) -> TokenScan:
     """Reads every token of the corpus's stores."""
     total = len(corpus.lengths)
-    sample = np.unique(np.linspace(0, total - 1, min(SAMPLE, total)).astype(int))
-    common = find_common_grams([corpus.read(int(number))[0] for number in sample])
-    flags = (np.zeros(total, bool) for _ in range(6))
-    scanned = TokenScan(np.empty(total, np.uint64), np.empty((total, HASHES), np.uint32), *flags)
+    scanned = TokenScan(np.empty(total, np.uint64), *(np.zeros(total, bool) for _ in range(5)))
 
     def scan_block(block: tuple[int, int, int]) -> None:
         store_number, first, end = block
@@ -55,7 +49,6 @@ def scan(corpus: Corpus) -> TokenScan:
         lengths = store.lengths[first:end].astype(np.int64)
         inside = slice(*(int(corpus.first_documents[store_number]) + at for at in (first, end)))
         scanned.hashes[inside] = hash_documents(ids, lengths)
-        scanned.signatures[inside], scanned.compared[inside] = sign(ids, lengths, common)
         _set_flags(scanned, inside, corpus, ids, mask, lengths)
 
     with ThreadPoolExecutor(THREADS) as threads:
@@ -93,3 +86,19 @@ def _set_flags(
     if corpus.unknown_id is not None:
         scanned.unknown[inside] = np.logical_or.reduceat(ids == corpus.unknown_id, starts)
     scanned.open[inside] = mask[last] & ~is_end[last]
+
+
+def hash_documents(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """uint64[documents]: of documents end to end, a hash of the tokens and their places, Σ hash of the token · (2 · place + 1)."""
+    starts = np.cumsum(lengths) - lengths
+    values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    plain = np.add.reduceat(values, starts)
+    placed = np.add.reduceat(values * np.arange(len(values), dtype=np.uint64), starts)
+    return np.uint64(2) * (placed - starts.astype(np.uint64) * plain) + plain + lengths.astype(np.uint64)
+
+
+def find_equal(hashes: np.ndarray) -> np.ndarray:
+    """int64[n]: for each of the values the place of the first one that is equal, -1 for itself."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return np.where(first[inverse] == np.arange(len(hashes)), -1, first[inverse])

@@ -31,7 +31,6 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     if corpus.labels is not None:
         desirable = int(corpus.labels[corpus.train.rows].sum())
         labels = {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
-    too_long = report.dropped.get(TOO_LONG, 0) * traits.documents
     cost = estimate_attention_cost(corpus)
     percentiles = np.percentile(corpus.train.lengths, PERCENTILES).astype(int).tolist()
     return {
@@ -54,7 +53,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "max_length": config.data.max_length,
         "percentiles": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
         "histogram": _make_histogram(corpus.train.lengths),
-        "cuts": _count_cuts(_restore_lengths(corpus), config.data.max_length, too_long),
+        "cuts": _count_cuts(corpus),
         "processes": processes,
         "mode": config.packing.mode,
         "modes": mode_costs(corpus, processes, cost or 0.0),
@@ -84,39 +83,24 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return bins
 
 
-def _restore_lengths(corpus: Corpus) -> np.ndarray:
-    """int64: tokens of the documents of data.train before data.max_length cut them; those of a row that was split together."""
-    fates, chosen, data = corpus.fates, corpus.in_train, corpus.config.data
-    rows, lengths = corpus.row_of[chosen], corpus.lengths[chosen].astype(np.int64)
-    split = fates["split"][rows]
-    # a row's loss is that of its documents that are as long as can be
-    is_cut = fates["truncated"][rows] & (lengths == data.max_length)
-    times = np.bincount(rows[is_cut], minlength=len(fates))
-    restored = lengths + np.where(is_cut, fates["cut_tokens"][rows] // np.maximum(times[rows], 1), 0)
-    parts = np.bincount(rows[split], weights=lengths[split], minlength=len(fates))
-    whole = parts[parts > 0].astype(np.int64) + fates["cut_tokens"][parts > 0]
-    return np.concatenate([restored[~split], whole])
-
-
-def _count_cuts(lengths: np.ndarray, current: int | None, dropped: int) -> list[dict[str, Any]]:
-    """What data.max_length would cut, for lengths of 512 tokens and more up to the first that cuts nothing.
-
-    Of documents that were `dropped` for being longer than `current` no more is known: there are no larger limits then, and no tokens.
-    """
+def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
+    """What data.max_length would cut, for lengths of 512 tokens and more up to the first that cuts nothing, or to the current one: of
+    documents that are longer no more is known, and of those that were dropped not even how many tokens."""
+    lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report
+    dropped = report.dropped.get(TOO_LONG, 0) * corpus.traits.documents
     limits = {limit for limit in LIMITS if limit < 2 * int(lengths.max())} or {LIMITS[0]}
-    if dropped and current:
-        limits = {limit for limit in limits if limit < current}
     cuts = []
-    for limit in sorted(limits | ({current} if current else set())):
-        longer = lengths[lengths > limit]
-        lost, documents = int((longer - limit).sum()), len(longer) + dropped
+    for limit in sorted({limit for limit in limits if limit < current} | {current} if current else limits):
+        longer = lengths[lengths > limit].astype(np.int64)
+        documents = len(longer) + dropped + (report.truncated + report.split if limit == current else 0)
+        lost = int((longer - limit).sum()) + report.cut_tokens
         cuts.append(
             {
                 "max_length": limit,
                 "documents": documents,
                 "share": round(documents / (len(lengths) + dropped), 4),
                 "tokens": None if dropped else lost,
-                "tokens_share": None if dropped else round(lost / int(lengths.sum()), 4),
+                "tokens_share": None if dropped else round(lost / (int(lengths.sum()) + report.cut_tokens), 4),
                 "current": limit == current,
             }
         )

@@ -162,7 +162,7 @@ def directive(value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
+def hand_over(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> int:
     """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
@@ -175,9 +175,6 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
         raise UserError(
             "packtrain did not make this file, and will not overwrite it", where=str(file), fix="Name another."
         )
-    if test:
-        print(_sbatch(["--test-only"], text), file=sys.stderr)
-        return 0
     with writing():
         job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:

@@ -34,8 +34,7 @@ ADDRESS = "PACKTRAIN_CHANNEL"
 PUBLISHED = "channel.json"
 CALL_S = 5.0
 MOST_BYTES = 16 * 2**20
-_IDLE_S = 30
-_LAST_ANSWERS_S = 1.0
+_IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
 _NAME = "packtrain"  # the Server header, by which a client recognises packtrain
 
@@ -68,7 +67,7 @@ class Server(ThreadingHTTPServer):
     `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) if the port cannot be bound.
     """
 
-    daemon_threads = True
+    daemon_threads = False  # so that `close` waits for them
 
     def __init__(self, port: int = 0, *, secret: str, host: str = "") -> None:
         super().__init__((host, port), _Request, bind_and_activate=False)
@@ -80,7 +79,6 @@ class Server(ThreadingHTTPServer):
         self.secret = secret
         self.port: int = self.socket.getsockname()[1]
         self._handlers: dict[str, tuple[Handler, bool]] = {}
-        self._answering: set[threading.Thread] = set()
         threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
@@ -90,18 +88,7 @@ class Server(ThreadingHTTPServer):
     def close(self) -> None:
         """Stops listening, when calls in progress have been answered: the process may end after this."""
         self.shutdown()
-        for thread in list(self._answering):
-            thread.join(_LAST_ANSWERS_S)
         self.server_close()
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Inside the block this thread answers a call."""
-        self._answering.add(threading.current_thread())
-        try:
-            yield
-        finally:
-            self._answering.discard(threading.current_thread())
 
     def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status and the result of the handler `name`."""
@@ -131,9 +118,8 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(413)
             return
         body = self.rfile.read(int(length))
-        with self.server.answering():
-            status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
-            self._reply(status, json.dumps(answer).encode())
+        status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
+        self._reply(status, json.dumps(answer).encode())
 
     def _reply(self, status: int, body: bytes) -> None:
         self.send_response(status)

@@ -140,7 +140,7 @@ def test_ranks_end_when_the_launcher_that_has_started_them_is_killed(started: di
         time.sleep(0.05)
     process.kill()
     _, stderr = process.communicate(timeout=LONG_S)
-    assert "the launcher on " in stderr and " is gone: its processes are ended" in stderr
+    assert "the launcher on " in stderr and " is gone: ending its processes" in stderr
     assert nothing_is_left(folder)
 
 

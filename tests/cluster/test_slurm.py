@@ -148,7 +148,8 @@ def test_sbatch_would_take_each_template(template: Path, cluster: Slurm, home: P
     ],
 )
 def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slurm, home: Path) -> None:
-    assert "to start at" in packtrain(cluster, home, "sbatch", "sft", "run.yaml", *given, "--test-only").stderr
+    packtrain(cluster, home, "sbatch", "sft", "run.yaml", *given, "-o", "job.sbatch")
+    assert "to start at" in cluster.run("sbatch", "--test-only", "job.sbatch", cwd=home).stderr
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
-from packtrain.wording import counted
 
 
 class LateCopy:
@@ -115,7 +114,7 @@ class MetricsFile(TrainerCallback):
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self._path, self._since = path, time.perf_counter()
-        self._say, self._unwritten = say, ""
+        self._say, self._lost = say, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Keeps the lines up to the step that the run starts from."""
@@ -123,8 +122,7 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero or not self._path.exists():
             return
         text = self._path.read_text(errors="replace")  # a loss of power may leave anything
-        lines = [*text.splitlines(), *self._unwritten.splitlines()] if state.global_step else []
-        self._unwritten = ""
+        lines = text.splitlines() if state.global_step else []
         evaluated = any("eval_loss" in line for line in state.log_history if line["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
@@ -142,29 +140,17 @@ class MetricsFile(TrainerCallback):
         line["seconds"] = round(time.perf_counter() - self._since, 3)
         self._append(json.dumps(line) + "\n")
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Tries again to write what waits for disk space: a checkpoint may follow."""
-        if self._unwritten:
-            self._append("")
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """For the last time."""
-        self.on_step_end()
-        if self._unwritten:
-            self._say(f"{self._path.name} lacks the last {counted(self._unwritten.count(chr(10)), 'lines')}")
-
     def _append(self, line: str) -> None:
-        """Adds the line, or keeps it for later where the disk is full: never half of it."""
-        lines, self._unwritten = self._unwritten + line, ""
+        """Adds the line; where the disk is full none of it, with a warning once."""
         before = self._path.stat().st_size if self._path.exists() else 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(lines)
+                file.write(line)
         except OSError as error:
-            if lines == line:
-                self._say(f"{self._path.name} waits for disk space: {error}")
-            self._unwritten = lines
+            if not self._lost:
+                self._say(f"{self._path.name} lacks lines from here on, until there is space: {error}")
+            self._lost += 1
             with suppress(OSError):
                 os.truncate(self._path, before)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from data_tokenizers import tokenizer_of
-from inspecting import WORDS, audit, chat, clean, sentence, write
+from inspecting import WORDS, audit, chat, clean, write
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +44,17 @@ def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
     assert all(finding["fix"] and finding["what"] for finding in findings.values())
 
 
-def test_equal_and_similar_documents_are_found_within_train_and_in_eval(tmp_path: Path, rng: random.Random) -> None:
+def test_equal_documents_are_found_within_train_and_in_eval_but_not_what_weights_repeat(tmp_path: Path) -> None:
     rows, held = clean(150), clean(20, seed=1)
     rows.append(rows[2])
-    answer = rows[6]["messages"][1]["content"].split() + sentence(rng, 60).split()
-    rows[6]["messages"][1]["content"] = " ".join(answer)
-    rows.append(chat(rows[6]["messages"][0]["content"], " ".join([*answer[:30], "other", *answer[31:]])))
     held[4] = rows[9]
-    held[7] = chat(rows[6]["messages"][0]["content"], " ".join([*answer[:20], "another", *answer[21:]]))
     write(tmp_path, rows)
     write(tmp_path, held, "eval.jsonl")
-    findings = audit(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl")
+    findings = audit(tmp_path, "data.train=[{path: chats.jsonl, weight: 2.5}]", "data.eval=eval.jsonl")
     assert {name: finding["where"] for name, finding in findings.items()} == {
         "exact_duplicates": ["chats.jsonl:151 (as chats.jsonl:3)"],
-        "near_duplicates": ["chats.jsonl:152 (as chats.jsonl:7)"],
         "eval_in_train": ["eval.jsonl:5 (as chats.jsonl:10)"],
-        "eval_nearly_in_train": ["eval.jsonl:8 (as chats.jsonl:7)"],
     }
-
-
-def test_documents_that_weights_repeat_and_the_same_prompt_are_no_duplicates(
-    tmp_path: Path, rng: random.Random
-) -> None:
-    system = sentence(rng, 150)  # far longer than what differs
-    rows = [chat(sentence(rng, 12), sentence(rng, 30), system) for _ in range(120)]
-    write(tmp_path, rows)
-    assert audit(tmp_path, "data.train=[{path: chats.jsonl, weight: 2.5}]") == {}
 
 
 def test_a_system_prompt_that_the_template_drops_is_found(tmp_path: Path) -> None:

@@ -397,22 +397,13 @@ def test_files_of_others_are_refused_and_not_touched(tmp_path: Path) -> None:
     theirs = tmp_path / "home/runs/x/metrics.jsonl"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs\n")
-    for option in ("--submit", "--test-only"):
-        done = sbatch(*MACHINES, option)
-        assert done.code == 2 and f"packtrain did not make {theirs}" in done.stderr
+    done = sbatch(*MACHINES, "--submit")
+    assert done.code == 2 and f"packtrain did not make {theirs}" in done.stderr
     moved = theirs.rename("run.jsonl")
     done = sbatch(*MACHINES, "-o", "run.jsonl")
     assert done.code == 2 and "packtrain did not make this file" in done.stderr
     assert moved.read_text() == "theirs\n" and not [*theirs.parent.iterdir()]
     assert not (tmp_path / "called").exists()
-
-
-def test_test_only_asks_sbatch_and_touches_nothing(tmp_path: Path) -> None:
-    done = sbatch(*MACHINES, "--test-only")
-    arguments, text, _ = json.loads((tmp_path / "called").read_text())
-    assert done.code == 0 and "Job 8 to start" in done.stderr
-    assert arguments == ["--test-only"] and not (tmp_path / "home/runs").exists()
-    assert text == script()
 
 
 def test_a_submission_from_inside_a_job_does_not_hand_that_jobs_numbers_on(tmp_path, monkeypatch) -> None:
