@@ -112,40 +112,6 @@ PLACES = {
     "trainer.resume": "r",
     "trainer.output_dir": "run",
 }
-NAMES = {
-    "no UTF-8": "a\udcffb",
-    "256 bytes": "x" * 251 + ".yaml",
-    "5,000 bytes": "x/" * 2500,
-    "a home of nobody": "~nobody-here/x",
-    "brackets": "[x]{y}*?",
-    "a key without a value": "a.b=",
-    "a group": "peft",
-    "10,000 brackets": "a=" + "[" * 10_000,
-}
-
-
-def program(code: bytes, mode: int = 0o755) -> Make:
-    return lambda at: (at.write_bytes(code), at.chmod(mode))
-
-
-PROGRAMS: dict[str, Make] = {
-    "may not be executed": program(b"#!/bin/sh\necho 1\n", 0o644),
-    "fails": program(b"#!/bin/sh\nexit 1\n"),
-    "says bytes": program(b"#!/bin/sh\nprintf '\\377\\000a\\n'; printf '\\377' >&2\n"),
-    "says megabytes": program(b"#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' x\n"),
-}
-SUBMIT = ("sbatch", "sft", *RUN, "topology.nodes=1", "topology.gpus_per_node=1", "--submit")
-SUBMITS = {"bin/sbatch": program(b"#!/bin/sh\necho 5\n")}
-CALLED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "sbatch": (SUBMIT, {}),
-    "srun": (("sft", *RUN), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}),
-    "nvidia-smi": (PLAN, {}),
-}
-"""The programs that packtrain calls, and a command that does so."""
-
-
-def look_in_bin() -> None:
-    os.environ["PATH"] = f"{os.path.abspath('bin')}:/usr/bin:/bin"
 
 
 def named_value(key: str, path: str) -> tuple[str, ...]:
@@ -173,19 +139,6 @@ CASES = [
     ),
     *(
         Case(
-            name=f"a {program} that {how}: {' '.join(verb)}",
-            arguments=verb,
-            files={**SUBMITS, f"bin/{program}": make},
-            env=env,
-            begin=look_in_bin,
-            expect=(0, 2, 4, 137) if env else (0, 2),
-            writes=("run", "run/*"),
-        )
-        for program, (verb, env) in CALLED.items()
-        for how, make in PROGRAMS.items()
-    ),
-    *(
-        Case(
             name=f"hosts: {what}",
             arguments=PLAN,
             env={**JOB, "SLURM_JOB_NODELIST": hosts},
@@ -207,26 +160,9 @@ CASES = [
         for key, path in PLACES.items()
         for kind, make in KINDS.items()
     ),
-    *(
-        Case(name=f"an argument: {what}", arguments=("plan", name, *RUN), expect=(0, 2) if name == "--" else (2,))
-        for what, name in NAMES.items()
-    ),
     Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, expect=(0, 2)),
     Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
     Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
-    *(
-        Case(name=f"a sweep: {keys[0]}", arguments=("sbatch", "sft", *RUN, "-m", *keys), says=("1,000",))
-        for keys in (
-            ("optim.beta1=range(0,1000000000000000)",),
-            tuple(f"optim.{key}=range(1,20)" for key in ("beta1", "beta2", "learning_rate", "warmup_steps")),
-        )
-    ),
-    Case(
-        name="20,000 machines of 1,024 GPUs",
-        arguments=(*PLAN, "topology=manual", "topology.nodes=20000", "topology.gpus_per_node=1024"),
-        expect=(0, 2),
-        limit_s=4,
-    ),
 ]
 
 

@@ -143,18 +143,9 @@ def in_a_run(name: str, files: dict[str, Any], *arguments: str, **more: Any) -> 
     return trains(f"a run folder, {name}", {**MARK, **files}, *arguments, writes=OWN, **{"expect": (0,), **more})
 
 
-MANIFESTS: dict[str, Any] = {
-    "null": "null",
-    "numbers": '{"a": 5}',
-    "a FIFO in it": '{"a": {"bytes": 0, "blake2b": ""}}',
-    "a FIFO": os.mkfifo,
-}
-CHECKPOINTS = {f"run/checkpoints/step-{at:06d}/manifest.json": one for at, one in enumerate(MANIFESTS.values(), 1)}
-CHECKPOINTS["run/checkpoints/step-000003/a"] = os.mkfifo
 FOLDERS = [
     *(in_a_run(f"{file} is {name}", {f"run/{file}": content}, "--dry-run") for file in RUN_FILES for name, content in OTHER.items()),
     in_a_run("checkpoints that are a file", {"run/checkpoints": "mine"}, "trainer.checkpoint_every=1", expect=(0, 2)),
-    in_a_run("checkpoints whose manifests are something else", CHECKPOINTS),
     trains("resume from an empty manifest", {"mine/manifest.json": "{}"}, "trainer.resume=mine", says=("trainer.resume",)),
     trains("resume from a FIFO", {"mine/manifest.json": os.mkfifo}, "trainer.resume=mine", says=("trainer.resume",)),
     trains("a model in the run's own final/", {"run/final": put("model"), **MARK}, "model.path=run/final", says=("model.path",)),

@@ -148,17 +148,6 @@ def test_an_earlier_run_is_moved_into_its_folder_where_it_cannot_go_beside(tmp_p
     assert folder.begin(None) == tmp_path / "run" / "run.2" and (tmp_path / "run" / "run.1").exists()
 
 
-def test_files_put_into_a_folder_whose_first_run_failed_are_kept(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    attempt(folder)
-    folder.environment.write_text("the user's\n")
-    attempt(folder)
-    write_json(folder.attempt.environment, {})
-    folder.begin(None)
-    assert folder.environment.read_text() == "{}\n"
-    assert [file.read_text() for file in folder.logs.glob("*-env.json")] == ["the user's\n"]
-
-
 def test_the_log_that_slurm_has_opened_stays_when_an_earlier_run_gives_way(tmp_path, monkeypatch) -> None:
     folder = finished(tmp_path / "run")
     for name in ("slurm-7.log", "slurm-7.sbatch", "slurm-6.log"):

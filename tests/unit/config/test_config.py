@@ -225,6 +225,9 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("optim.BETA1=0.5", "no such key", "optim.beta1"),
         ("peft.r=many", "the text 'many'", "whole number"),
         ("~optim.beta1", "no optim.beta1 to take away", ""),
+        ("optim.beta1.x=1", "the mapping {'x': 1}", ""),
+        ("lora.r=3", "no such key", "Choose peft=lora"),
+        ("tracking.report_to=wandb", "the text 'wandb'", "Write [wandb]."),
     ],
 )
 def test_a_wrong_override_is_named_as_such(override: str, what: str, fix: str) -> None:
@@ -453,21 +456,14 @@ def test_the_help_has_every_key_on_two_screens_and_explains_those_that_are_named
     [
         ("optim: &x {beta1: *x}\n", "run.yaml", "aliases (*) written out"),
         (BOMB, "run.yaml:", "aliases (*) written out"),
-        ("? [a, b]\n: 2\n", "run.yaml:1", "unhashable key"),
         ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
-        ("optim:\n  null: 2\n", "run.yaml:1", "Incompatible key"),
-        ('optim:\n  beta1: !!int "x"\n', "run.yaml", "invalid literal for int"),
-        ("1.5: 2\n", "run.yaml:1, 1.5", "no such key"),
         ("optim: ???\n", "run.yaml:1, optim", "Missing mandatory value"),
         ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "Missing mandatory value"),
         ("trainer: {samples: ['${nope}']}\n", "run.yaml:1, trainer.samples[0]", "Interpolation key 'nope' not found"),
-        ('trainer: {output_dir: "a\\0b"}\n', "run.yaml:1, trainer.output_dir", "the text 'a\\x00b'"),
         (f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n", "run.yaml", "40 levels"),
         (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "nested too deeply"),
         ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "two choices for peft"),
         ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "takes no interpolation"),
-        ("trainer: {samples: !!set {a, b}}\n", "run.yaml", "'set'"),
-        (f"trainer: {{seed: 1{'0' * 400}}}\n", "run.yaml:1, trainer.seed", "the whole number 1000"),
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
         ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
         ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "it has a line break"),
@@ -486,22 +482,6 @@ def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str)
     assert what in found[0].what
 
 
-@pytest.mark.parametrize(
-    "path", ["~nobody-here/x.jsonl", f"./{'x' * 3000}.jsonl", "none-here-*.jsonl", "/none/**/*.csv"]
-)
-def test_a_path_that_cannot_be_there_is_refused_like_one_that_is_not(path: str) -> None:
-    (problem,) = problems(write(""), *COMPLETE, f"data.train='{path}'")
-    assert problem.where == "command line, data.train"
-    assert "there is no file" in problem.what
-
-
-@pytest.mark.parametrize(
-    "name", ["a=1.yaml", "${x}.yaml", "~a @b.yaml", "it's/[x] #1/run.v2.yaml", "a\\b/é.yaml", "null.yaml"]
-)
-def test_a_config_may_have_any_name(name: str) -> None:
-    assert load_config(write("optim: {beta1: 0.5}\n", name), [*COMPLETE, "peft=lora"]).optim.beta1 == 0.5
-
-
 def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_of_its_keys() -> None:
     run = write("packing: padding\noptim: adafactor\n")
     config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
@@ -515,19 +495,3 @@ def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_o
 def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
     write(text, "peft/mine.yaml")
     assert [problem.where for problem in problems(write("peft: mine\n"), *COMPLETE)] == [place]
-
-
-@pytest.mark.parametrize(
-    ("override", "where", "words"),
-    [
-        ("nothing.at.all=1", "command line, nothing", "no such key"),
-        ("optim.beta1.x=1", "command line, optim.beta1", "the mapping {'x': 1}"),
-        ("lora.r=3", "command line, lora", "Choose peft=lora"),
-        ("tracking.report_to=wandb", "command line, tracking.report_to", "Write [wandb]."),
-        ("data.columns={text: 3}", "command line, data.columns", "mapping to text"),
-    ],
-)
-def test_a_hostile_override_is_named_with_what_to_do(override: str, where: str, words: str) -> None:
-    (problem,) = problems(write(""), *COMPLETE, override)
-    assert problem.where == where
-    assert words in f"{problem.what} {problem.fix}"

@@ -171,13 +171,6 @@ def test_cut_answers_are_those_of_trl_and_prompts_that_fill_the_length_are_dropp
         assert len(data) + sum(data.report.dropped.values()) == 3
 
 
-def test_of_a_pair_with_one_answer_that_is_too_long_kto_keeps_the_other_with_its_label(tmp_path):
-    for side, label in (("chosen", False), ("rejected", True)):
-        row = MESSAGES[0] | {side: [said("I am fine. " * 90)]}
-        data = ours(tmp_path, [row, MESSAGES[1]], "kto", max_length=150, overlong="drop")
-        assert data.labels.tolist() == [label, True, False]
-
-
 def test_tools_reach_the_template_as_with_trl(tmp_path):
     row = {"prompt": [ASK], "chosen": [CALL], "rejected": [BAD], "tools": TOOLS}
     pairs = ours(tmp_path, [row], style="qwen2_5")

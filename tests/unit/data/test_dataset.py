@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data_tokenizers import tokenizer_of
 
-from packtrain.config.schema import Data, DataSource
+from packtrain.config.schema import Data
 from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
@@ -78,13 +78,6 @@ def test_a_prompt_of_fewer_than_two_tokens_has_nothing_to_share(tmp_path):
     assert figures.prompt_share == pytest.approx(2 * (1 + 1 + 2) / pairs.lengths.sum(), abs=1e-4)
 
 
-def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_counted(tmp_path):
-    dropped = row("Hello ", "you", "you")
-    pairs = ready(tmp_path, [row("Hello ", "there", "you"), row("Hello", " there", " you"), dropped]).train
-    assert (pairs.report.apart, pairs.report.kept) == (1, 2)
-    assert texts(pairs)[0] == ("Hello", " there<|im_end|>", " you<|im_end|>")
-
-
 def test_identical_answers_are_dropped_and_counted(tmp_path):
     lines = [*rows(3), row("Hello", " there", " there"), row("Hello", " there", " there<|im_end|>")]
     report = ready(tmp_path, lines).train.report
@@ -118,20 +111,6 @@ def test_pairs_that_are_too_long_are_cut_or_dropped_and_counted(tmp_path, overlo
     assert max(map(max, found)) <= 20 and all(trained > 0 for trained in pairs.trained)
     survivors = {"truncate": [1, 2], "drop": [2]}[overlong]
     assert report.cut_tokens == whole.lengths[survivors].sum() - pairs.lengths.sum()
-
-
-def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
-    made = ready(tmp_path, rows(60), eval=0.2)
-    assert made.eval is not None
-    train, held = numbers(made.train), numbers(made.eval)
-    assert (len(train), len(held)) == (48, 12) and not set(train) & set(held)
-    assert (
-        made.train.report.held_out == 24 and made.eval.report.pairs is not None and made.eval.report.pairs.pairs == 12
-    )
-    source = DataSource(path=str(tmp_path / "pairs.jsonl"), weight=1.5)
-    thrice = numbers(ready(tmp_path, rows(60), train=[source, source.path]).train)
-    assert len(thrice) == 150 and thrice[:60] == thrice[90:] == list(range(60))
-    assert len(set(thrice[60:90])) == 30
 
 
 @pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages", "labels"])
@@ -233,21 +212,6 @@ def test_each_side_counts_its_own_rows(tmp_path):
     for figure in ("rows", "kept", "truncated", "cut_tokens", "documents", "tokens", "trained_tokens"):
         assert getattr(train.report, figure) + getattr(held.report, figure) == getattr(whole.report, figure)
     assert train.report.held_out == len(held) and 22 <= held.report.rows <= 31
-
-
-def test_copies_of_a_row_and_the_parts_of_a_row_are_on_one_side(tmp_path):
-    copies = [{**row, "id": number + 1000} for number, row in enumerate(talks(60))]
-    path = write(tmp_path / "x.jsonl", [*talks(60), *copies])
-    train, held = sides(tmp_path, path, max_length=40, overlong="split")
-    whole = [said(side) for side in sides(tmp_path, path)]
-    assert not whole[0] & whole[1]
-    assert len(train) + len(held) > 200
-    content = [set() for _ in range(2)]
-    (store,) = train.stores
-    of_row = [row for row, fate in enumerate(store.fates) for _ in range(fate["documents"])]
-    for found, side in zip(content, (train, held), strict=True):
-        found.update(int(store.fates["content"][of_row[document]]) for document in side.rows)
-    assert not content[0] & content[1] and len(content[0]) + len(content[1]) == 60
 
 
 def test_a_side_without_a_document_is_an_error(tmp_path):

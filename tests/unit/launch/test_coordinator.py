@@ -300,14 +300,3 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
     assert said in "\n".join(verdict.lines)
     assert bool(said) == bool(verdict.lines)
     assert (BUG in verdict.lines) == (code == 1)
-
-
-def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do() -> None:
-    waits = ["ranks 0 and 1 on n1 wait for the counts of all ranks, in the backward pass of step 5"]
-    lost, wait, cause, advice = decide_exit(
-        {0: MachineReport(0), 1: MachineReport(1, lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
-    ).lines
-    assert (lost, wait) == ("n2 was lost: silent for 10 s", f"  {waits[0]}")
-    assert cause.startswith("  likely cause: the machine is down") and advice.startswith(
-        "  → check whether the machine"
-    )

@@ -296,23 +296,6 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        "topology.sbatch=['--export=ALL,AWS_SECRET_ACCESS_KEY=abc']",
-        "+topology.environment.HF_TOKEN=hf_abc",
-        "topology.command='--container-image=docker://me:abc@example.org/x packtrain'",
-        "topology.command='env WANDB_API_KEY=abcabc packtrain'",
-        "tracking.run_name=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
-        "+topology.environment.MINE=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
-    ],
-)
-def test_a_secret_is_never_written_into_a_script(given: str) -> None:
-    done = sbatch(*MACHINES, given)
-    assert done.code == 2 and "secret" in done.stderr and "xport" in done.stderr
-    assert "abcabc" not in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
     "line",
     [
         "export HF_TOKEN=hf_abcabc",
