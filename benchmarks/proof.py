@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from packtrain.proof.choice import choose_attention
-from packtrain.proof.isolation import check_as_it_comes
+from packtrain.proof.isolation import check_causal_and_padding
 
 
 def least(work: Callable[[], Any], turns: int) -> tuple[float, float]:
@@ -39,7 +39,7 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "isolation": lambda: choose_attention("auto", model, model.device),
         "isolation, pairs too": lambda: choose_attention("auto", model, model.device, pairs=True),
-        "causality": lambda: check_as_it_comes(model, padding=False),
+        "causality": lambda: check_causal_and_padding(model, padding=False),
     }
     print(f"{choose_attention('auto', model, model.device).backend.name}, {torch.get_num_threads()} threads")
     for name, work in parts.items():

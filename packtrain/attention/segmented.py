@@ -68,7 +68,7 @@ def segmented_attention(
     """One call of an ordinary attention function for all segments of one shape."""
     usual = attention_function(module, kwargs)
     eager = None
-    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # only bfloat16's is ever
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # packtrain enables no other than bfloat16's
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # as autocast does it for sdpa
     kwargs["is_causal"] = True  # some modules leave causality to the mask
@@ -88,19 +88,19 @@ def segmented_attention(
 
 
 def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Tensor]]:
-    """For each segment the parts of the row on its path, from those of each segment for itself."""
+    """For each segment those of `parts` (one for each segment) that are on its path."""
     if not any(row.prefix_lengths):
         return [[part] for part in parts]
-    users = Counter(part for path in row.paths for part in path)
+    uses = Counter(part for path in row.paths for part in path)
     copies = [
-        iter(cast(Any, _Shared.apply(part, users[number])) if users[number] > 1 else (part,))
+        iter(cast(Any, _Shared.apply(part, uses[number])) if uses[number] > 1 else (part,))
         for number, part in enumerate(parts)
     ]
     return [[next(copies[part]) for part in path] for path in row.paths]
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor `times` times. Their gradients are summed in float32, which autograd would do in the tensor's format."""
+    """A tensor `times` times. Its gradients are summed in float32; autograd would do so in the tensor's format."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, times: int) -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,7 @@ def row_of(
 ) -> tuple[Segments, int | None]:
     """The segments of the row that `query` is, as this layer sees them, and its window.
 
-    Refused are also keys that are not those of the row's tokens (deepseek_v4 compresses them), and a mask or bias of the layer's own
+    Also refuses keys that are not those of the row's tokens (deepseek_v4 compresses them), and a mask or bias of the layer's own
     (doge learns one), made for the whole row.
     """
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:

@@ -210,10 +210,10 @@ class _PackedModel:
         choice = self._agreed()
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters()):
             self._check_sharded(choice.backend.name)
-        if choice.unshared:
+        if choice.why_not_shared:
             if self.share is True:
-                raise CheckFailed(f"prefixes cannot be shared: {choice.unshared}", fix="set share_prefix to auto")
-            self.share, self.stats.unrolled = False, self.stats.unrolled or choice.unshared
+                raise CheckFailed(f"prefixes cannot be shared: {choice.why_not_shared}", fix="set share_prefix to auto")
+            self.share, self.stats.unrolled = False, self.stats.unrolled or choice.why_not_shared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
         if zero3 and getattr(engine, "optimizer", None):  # it would expect the calls of the proof again, in every step

@@ -4,8 +4,8 @@
 fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row and gives per-token outputs at their places in the
 padded batch [rows, L - 1], so that TRL's loss code runs unmodified.
 
-Both use TRL's fused LM head (no full logits) at the labelled places only. These come with the batch, from the CPU: TRL would ask
-the device, and wait for it. On a CPU the loss of documents is torch's `linear_cross_entropy` in float32, whose gradients are made
+Both use TRL's fused LM head (no full logits) at the labelled places only. Their positions come with the batch, found on the CPU:
+TRL would read them from the device, and wait for it. On a CPU the loss of documents is torch's `linear_cross_entropy` in float32, whose gradients are made
 in the forward pass (1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores). Full logits replace the fused
 heads in models whose head they do not fit (`choose_head`).
 """
@@ -34,11 +34,11 @@ from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.score_head import add_scores
-from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
+from packtrain.packing.collate import IGNORE, PairLayout, label_positions, on_device, row_arguments, to_device
 from packtrain.proof.comparison import evaluating, refusals_of_a_model, tolerance_of
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
-_BY_TOKEN = 20  # tolerance of single tokens over that of their sum, in which errors cancel
+_BY_TOKEN = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
 _PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
@@ -61,7 +61,7 @@ def patch_forward(
     autocast: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Head | None:
-    """Puts around the forward of `model`, from the inside out:
+    """Wraps the forward of `model`, innermost first:
 
     1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `pairs`)
     2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs` and for `scores` (score_head.py)
@@ -85,7 +85,7 @@ def patch_forward(
 
 
 def name_backbone(model: PreTrainedModel) -> None:
-    """Has `model.base_model` be all of `model` but its head."""
+    """Makes `model.base_model` the model without its head."""
     if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
         model.base_model_prefix = "model"
 
@@ -96,7 +96,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses of all positions whose label is
     not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. With
     `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs. `neftune_alpha` adds noise while training
-    (`_embedding_noise`). The returned Head may be changed later.
+    (`_embedding_noise`). `choose_head` may switch the returned Head to full logits.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -154,8 +154,8 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]
 
 
 def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
-    """int64 [n] beside `labels`: the given places, or those that are read from them, which waits for the device."""
-    return to_device(torch.from_numpy(places_of(labels) if places is None else places), labels.device)
+    """int64 [n] on the device of `labels`: the given places, or those that are read from the labels, which waits for the device."""
+    return to_device(torch.from_numpy(label_positions(labels) if places is None else places), labels.device)
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -187,15 +187,15 @@ def choose_head(
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
     with evaluating(model, autocast):
         with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
-            theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
+            reference = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
         try:
             with refusals_of_a_model("cannot run", fix=""):
-                off_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
-                off_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
-                difference = (off_sum.maximum(off_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
+                off_sum = (model(**batch, loss_sum=True) - reference.sum()).abs()
+                off_tokens = (model(**batch, token_losses=True) - reference).abs().sum() / _BY_TOKEN
+                difference = (off_sum.maximum(off_tokens) / reference.sum().abs().clamp(min=1e-8)).item()
         except CheckFailed as refusal:
             difference, head.refusal = math.inf, refusal.problems[0].what
-    head.fused = difference <= (tolerance or tolerance_of(autocast or model.dtype).loss)  # NaN is not
+    head.fused = difference <= (tolerance or tolerance_of(autocast or model.dtype).loss)  # False for NaN, too
     return difference
 
 
@@ -237,7 +237,7 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
             return inner(*args, **kwargs)
         row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
         rest = {name: value for name, value in kwargs.items() if name not in _PADDED_ARGUMENTS}
-        # through the attribute: a backend that splits rows wraps this forward
+        # not `inner`: a backend that splits rows has wrapped self.forward
         return _put_back(self.forward(**row, **rest, scored=True), layout, shape)
 
     model.forward = types.MethodType(forward, model)

@@ -7,8 +7,9 @@ All ranks wait for the slowest one. A document of l tokens costs `l + attention_
 3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
    within it the costliest part goes to the rank that has done least.
 
-Parts are made longest document first, each into the cheapest part that it fits into (Graham 1969: at most 4/3 of the best), or
-by best fit where that needs fewer. With padding or kept order, consecutive documents are cut into parts of small largest cost.
+Documents are placed longest first, each into the cheapest part that it still fits into (Graham 1969: at most 4/3 of the best), or
+by best fit where that needs fewer parts. With padding or kept order, consecutive documents are cut so that the costliest part costs as
+little as possible.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from packtrain.config.schema import PackingMode
 from packtrain.packing.bins import best_fit
 
 Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
-TOLERANCE = 0.01  # how far above the smallest possible the largest cost of consecutive parts may be, relative
+TOLERANCE = 0.01  # by which the largest cost of consecutive parts may be above the smallest possible one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ def lay_out(
     """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
     Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
-    empty. In mode packed `limits.examples` does not count; in mode padding a document counts as many tokens as the longest of its
-    micro-batch. With `keep_order` the documents stay in their order, read micro-batch by micro-batch and rank by rank within it.
+    empty. In packed mode `limits.examples` is ignored; in padding mode a document counts as many tokens as the longest of its
+    micro-batch. With `keep_order`, micro-batch by micro-batch and rank by rank within it, the documents are in their order.
     ValueError where a document alone is above `limits.tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -76,31 +77,31 @@ def lay_out(
         parts = _cut_evenly(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
     else:
         parts = _fill_evenly(lengths, world_size, limits, attention_cost)
-    return deal(parts, loads(parts, lengths, mode, attention_cost), world_size, keep_order)
+    return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
-    """Gives each rank the same number of `parts` (arrays of documents) of `cost` float[parts]; empty ones fill up the last."""
+    """Gives each rank the same number of `parts` (arrays of documents) of `cost` float[parts]; empty parts complete the last round."""
     empty = -len(parts) % world_size
     parts, cost = [*parts, *[np.zeros(0, dtype=np.int64)] * empty], np.append(cost, np.zeros(empty))
     order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")
-    spent = np.zeros(world_size)
+    work_of_rank = np.zeros(world_size)
     layout: Layout = [[] for _ in range(world_size)]
     for chosen in order.reshape(-1, world_size):
-        ranks = np.arange(world_size) if keep_order else np.argsort(spent, kind="stable")
+        ranks = np.arange(world_size) if keep_order else np.argsort(work_of_rank, kind="stable")
         for rank, part in zip(ranks, chosen, strict=True):
             layout[rank].append(parts[part])
-            spent[rank] += cost[part]
+            work_of_rank[rank] += cost[part]
     return layout
 
 
 def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
     """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1."""
-    ranks = np.array([loads(parts, np.asarray(lengths), mode, attention_cost).sum() for parts in layout])
+    ranks = np.array([part_costs(parts, np.asarray(lengths), mode, attention_cost).sum() for parts in layout])
     return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
 
 
-def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:
+def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:
     """The cost of each part, padding included: float64[parts]."""
     if mode == "padding":
         longest = np.array([lengths[part].max(initial=0) for part in parts])
@@ -111,31 +112,31 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, atten
 def _fill_evenly(
     lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float
 ) -> list[np.ndarray]:
-    """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have."""
+    """Parts of similar cost within `limits`: the smallest multiple of `world_size` that holds the documents."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
     cost = costs(lengths, attention_cost).tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
-    slots = math.ceil(fewest / world_size) * world_size
-    while (parts := _fill_cheapest_first(order, sizes, cost, slots, limits)) is None:
+    part_count = math.ceil(fewest / world_size) * world_size
+    while (parts := _fill_cheapest_first(order, sizes, cost, part_count, limits)) is None:
         if limits.examples == math.inf:
             rows = best_fit(lengths, int(limits.tokens), np.random.default_rng(0))
-            if len(rows) <= slots:
-                return [rows[row] for row in range(len(rows))] + [rows.documents[:0]] * (slots - len(rows))
-        slots += world_size
+            if len(rows) <= part_count:
+                return [rows[row] for row in range(len(rows))] + [rows.documents[:0]] * (part_count - len(rows))
+        part_count += world_size
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
 def _fill_cheapest_first(
-    order: list[int], lengths: list[int], cost: list[float], slots: int, limits: MicroBatchLimits
+    order: list[int], lengths: list[int], cost: list[float], part_count: int, limits: MicroBatchLimits
 ) -> list[list[int]] | None:
-    """Each document of `order` (longest first) into the cheapest of `slots` parts that it fits into; None if one fits nowhere.
+    """Each document of `order` (longest first) into the cheapest of `part_count` parts that it fits into; None if one fits nowhere.
 
     A part that a document does not fit into is parked, by its free tokens, until documents are short enough.
     """
-    parts: list[list[int]] = [[] for _ in range(slots)]
-    free = [limits.tokens] * slots
-    load = [0.0] * slots
-    cheapest = [(0.0, part) for part in range(slots)]
+    parts: list[list[int]] = [[] for _ in range(part_count)]
+    free = [limits.tokens] * part_count
+    load = [0.0] * part_count
+    cheapest = [(0.0, part) for part in range(part_count)]
     parked: list[tuple[float, int]] = []  # (-free tokens, part)
     for document in order:
         length = lengths[document]
@@ -172,13 +173,15 @@ def _cut_evenly(
     order = np.arange(len(lengths)) if keep_order else np.argsort(-lengths, kind="stable")
     ordered = lengths[order].tolist()
     cost = costs(lengths[order], attention_cost).tolist()
-    ends = cast(list[int], _cut_by_cost(ordered, cost, padded, limits, math.inf, len(lengths)))  # one each always fits
-    slots = math.ceil(len(ends) / world_size) * world_size
-    least = max(max(cost), sum(cost) / slots)
-    most = loads(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()
+    ends = cast(
+        list[int], _cut_by_cost(ordered, cost, padded, limits, math.inf, len(lengths))
+    )  # one document per part always fits
+    part_count = math.ceil(len(ends) / world_size) * world_size
+    least = max(max(cost), sum(cost) / part_count)
+    most = part_costs(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()
     while most > least * (1 + TOLERANCE):
         middle = (least + most) / 2
-        tried = _cut_by_cost(ordered, cost, padded, limits, middle, slots)
+        tried = _cut_by_cost(ordered, cost, padded, limits, middle, part_count)
         if tried is None:
             least = middle
         else:
@@ -187,9 +190,9 @@ def _cut_evenly(
 
 
 def _cut_by_cost(
-    lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, slots: int
+    lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, part_count: int
 ) -> list[int] | None:
-    """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""
+    """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if that takes more than `part_count`."""
     ends: list[int] = []
     start, longest, costliest = 0, 0, 0.0  # of the documents of the current part
     tokens, work = 0, 0.0  # of the whole part; padded documents all count as its longest
@@ -200,7 +203,7 @@ def _cut_by_cost(
         work = count * costliest if padded else work + document_cost
         if count > 1 and (count > limits.examples or tokens > limits.tokens or work > most):
             ends.append(index)
-            if len(ends) == slots:
+            if len(ends) == part_count:
                 return None
             start, longest, costliest = index, length, document_cost
             tokens, work = length, document_cost

@@ -1,12 +1,12 @@
 """Which documents share a row: bin packing over millions of lengths.
 
 **Best fit** is best-fit-decreasing: the longest document first, each into the fullest row that still takes it. Rows with the
-same free space are alike, and so are documents of the same length, so we place whole groups at once, found on the HISTOGRAM of
+same free space are interchangeable, and so are documents of the same length, so we place whole groups at once, found on the HISTOGRAM of
 lengths: "these 5,000 rows with 812 free tokens take one document of 810 each". That makes exactly as many rows as plain
 best-fit-decreasing, in a second for ten million documents where that takes minutes.
 
-Neighbours change with the random generator. In a small data set most lengths are unique, so the order of placing is disturbed
-too (lengths up to 15 % out of place) if that costs no row. **In order** (next fit) keeps the order given.
+Neighbours change with the random generator. In a small data set most lengths are unique, so the order of placing is
+perturbed too (lengths are scaled by up to 15 %) if that costs no row. **In order** (next fit) keeps the order given.
 
 Sources: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027: packing on the
 histogram); Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830: best fit for training).
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DISTURBANCES = (0.3, 0.1)  # ranges by which lengths are scaled to order them; the first that costs no row is taken
-FEW_PER_LENGTH = 10  # with more documents per length than this, their exchange alone makes new neighbours
+PERTURBATIONS = (0.3, 0.1)  # ranges by which lengths are scaled to order them; the first that costs no row is taken
+FEW_PER_LENGTH = 10  # with more documents per length than this, shuffling those of equal length is random enough
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def _place_in_best_order(
     exact = np.flatnonzero(histogram)[::-1]  # descending
     placements, row_count = _place(histogram, exact, capacity)
     if histogram.sum() <= FEW_PER_LENGTH * len(exact):
-        for disturbance in DISTURBANCES:
+        for disturbance in PERTURBATIONS:
             scale = 1 + disturbance * (rng.random(len(exact)) - 0.5)
             order = exact[np.argsort(-exact * scale, kind="stable")]
             disturbed, count = _place(histogram, order, capacity)
@@ -115,10 +115,10 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
                     del groups[space], spaces[fullest]
             placements.extend((first, rows, copies) for first, rows in taken)
             remaining -= copies * sum(rows for _, rows in taken)
-            remains = space - copies * length
-            if remains not in groups:
-                insort(spaces, remains)
-            groups.setdefault(remains, []).extend(taken)
+            space_left = space - copies * length
+            if space_left not in groups:
+                insort(spaces, space_left)
+            groups.setdefault(space_left, []).extend(taken)
     return np.array(placements, dtype=np.int64).reshape(-1, 3).T, row_count
 
 

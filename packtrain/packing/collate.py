@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from packtrain.data.dataset import Document, Preference
 from packtrain.packing.segments import Segments
 
-PairRows = Literal["padding", "flat", "shared"]
+RowLayout = Literal["padding", "flat", "shared"]
 """What the model runs on: the padded batch, a flattened row, or one in which prompts are shared."""
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
@@ -63,8 +63,8 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and, unless it shares prefixes, the
-    arguments of kernels."""
+    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and, unless it shares prefixes, what
+    flash kernels take."""
     arguments = {"position_ids": segments.position_ids(), "segments": segments}
     if not any(segments.prefix_lengths):
         borders, longest = segments.cumulative_lengths(), max(segments.lengths)
@@ -73,8 +73,8 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
     return arguments
 
 
-def places_of(labels: torch.Tensor) -> np.ndarray:
-    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows; made on the CPU, not to wait for a device."""
+def label_positions(labels: torch.Tensor) -> np.ndarray:
+    """int64 [n]: flat positions of the labels in `labels` [rows, T]; found on the CPU, so that nothing waits for a device."""
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
@@ -82,7 +82,7 @@ def places_of(labels: torch.Tensor) -> np.ndarray:
 class PairLayout:
     """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
 
-    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (as of `places_of`): those that
+    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (as of `label_positions`): those that
     predict a token of an answer. `ends` int64 [documents]: the tokens that are scored, in a row for a reward model.
     """
 
@@ -94,13 +94,13 @@ class PairLayout:
     ends: torch.Tensor | None = None
 
     def pin_memory(self) -> PairLayout:
-        """In memory that a device reads by itself."""
+        """A copy in pinned memory."""
         values = {name: getattr(self, name) for name in ("rows", "columns", "inside", "ends")}
         return replace(self, **{name: value.pin_memory() for name, value in values.items() if value is not None})
 
 
-def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
-    """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` are padded, their `layout`."""
+def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
+    """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` is "padding", their `layout`."""
     pairs = pairs or [FILLER_PAIR]
     batch = _pad_answers(_list_documents(pairs), pad_token_id)
     return batch if rows == "padding" else _add_layout(batch, _lay_out_pairs(pairs, rows))
@@ -110,13 +110,13 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _lay_out_pairs(pairs: Sequence[Preference], rows: PairRows) -> PairLayout:
+def _lay_out_pairs(pairs: Sequence[Preference], rows: RowLayout) -> PairLayout:
     lengths = [len(document.input_ids) for document in _list_documents(pairs)]
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
 
 
-def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
+def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
     """As `collate_pairs`, of answers alone, each with its prompt: [B, L]."""
     documents = documents or [FILLER]
     batch = _pad_answers(documents, pad_token_id)
@@ -134,17 +134,17 @@ def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, 
 
 def _add_layout(batch: dict[str, Any], layout: PairLayout) -> dict[str, Any]:
     """`batch` with the `layout` of its flattened row, which also says what is trained."""
-    predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
+    predicts = batch["completion_mask"].roll(-1, dims=1)  # roll wraps into the last column, which `inside` leaves out
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
     return {**batch, "layout": replace(layout, trained=trained.numpy())}
 
 
 def collate_scored(
-    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: PairRows
+    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
 ) -> dict[str, Any]:
     """`input_ids` and `attention_mask` int64 [2B, L], or of a flattened row [1, T] with its `layout`; `margin` float32 [B].
 
-    The token that is scored is the last one that is no padding token, as in transformers' models.
+    The token that is scored is the last one that is not a padding token, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     padded, margin = _pad(_list_documents(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
@@ -156,14 +156,16 @@ def collate_scored(
     places[row.rows, row.columns] = torch.arange(len(row.rows))
     document = torch.arange(len(ids))
     ends, of_chosen = places[document, last], places[document % len(pairs), last]
-    layout = replace(row, ends=torch.where(ends < 0, of_chosen, ends))  # a shared prompt has the chosen one's places
+    layout = replace(
+        row, ends=torch.where(ends < 0, of_chosen, ends)
+    )  # a shared prompt is at the places of the chosen document
     flat = ids[row.rows, row.columns][None]
     return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
-    """The flattened row of a padded batch whose rows have `lengths` tokens. Group g, rows of the batch, begins with the same
-    `prompts[g]` tokens; from two of them on, all but the last are computed once."""
+    """The flattened row of a padded batch whose rows have `lengths` tokens. All rows of group g begin with the same
+    `prompts[g]` tokens; if these are at least two, all but the last are computed once."""
     pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
     for group, prompt in zip(groups, prompts, strict=True):
         common, prefix = 0, None

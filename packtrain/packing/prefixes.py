@@ -1,7 +1,7 @@
 """Finds what documents have in common at their beginning, and lays them out so that it is in a row once.
 
-The documents are sorted and neighbours compared. Where they branch the row is cut: the segments (packing/segments.py) are a trie
-of the documents. A document that is equal to another one, or its beginning, takes no tokens.
+The documents are sorted and neighbours compared. The row is cut where documents branch: the segments (packing/segments.py) are a
+trie of the documents. A document that equals another, or the beginning of another, adds no tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def rows_of(
 ) -> list[SharedRow]:
     """Rows of at most `tokens_per_row` tokens, by best fit, of `documents`, integer token ids [length] of at least one token each.
 
-    Common beginnings are in a row once; those that are shorter than `least` tokens, counted from the one before, are repeated, and
-    without `share` all. A tree that is larger than a row is divided between documents, and what they share repeated in each part;
+    Common beginnings are in a row once; those that add fewer than `least` tokens to the one they extend are repeated, and
+    without `share` all are. A tree that is larger than a row is divided between documents, and what they share repeated in each part;
     a document that is larger has a row for itself. Within a row the order is that of the first document of each branch.
 
     >>> (row,) = rows_of([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], 100, least=2)
@@ -63,7 +63,7 @@ def rows_of(
 
 
 def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[Segments, list[int]]:
-    """The segments of all documents, in an order that goes down first, and for each the leaf on whose path it is."""
+    """The segments of all documents, in depth-first order, and for each the leaf on whose path it is."""
     count = len(documents)
     if not share:
         return Segments(tuple(map(len, documents))), list(range(count))
@@ -71,7 +71,7 @@ def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> t
     order = sorted(range(count), key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
     sorted_ = [documents[number] for number in order]
     common = [_count_common(*neighbours) for neighbours in pairwise(sorted_)]
-    # a document that is the beginning of another one is that of the next one
+    # a document that is the beginning of any other is that of the next in this order
     ends = [at for at in range(count) if at == count - 1 or common[at] < len(sorted_[at])]
     leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document
     branching = np.array([common[at] for at in ends[:-1]], dtype=np.int64)  # tokens that a leaf shares with the next

@@ -4,8 +4,8 @@ So any process computes any step alone, and resuming needs only a step number.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
-`limits.tokens`, and a step is a fixed number of rows; mode packed trains these very rows, the other modes lay the same
-documents out anew. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
+`limits.tokens`, and a step is a fixed number of rows; packed mode trains exactly these rows, the other modes
+lay the same documents out in their own way. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, loads
+from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, part_costs
 from packtrain.packing.bins import Rows, best_fit, in_order
 
-KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches are prepared ahead
+KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The optimizer steps, from 0, of a training or an evaluation; made by `make_schedule`.
+    """The optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
-    With `examples_per_step` a plan of an epoch has one row for each step.
+    With `examples_per_step` an entry of `Rows` is the documents of a whole step, not a packed row.
     """
 
     lengths: np.ndarray
@@ -83,7 +83,7 @@ class Schedule:
         if self.packing.mode == "packed" and self.examples_per_step is None:
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
-            cost = loads(planned, self.lengths, self.packing.mode, self.attention_cost)
+            cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
         layout = lay_out(
@@ -101,7 +101,7 @@ class Schedule:
         return self.layout(step, world_size)[rank]
 
     def epoch_of(self, step: int) -> float:
-        """Passes over the data that are done after `step` steps, from 0.0."""
+        """How many passes over the data have been made after `step` steps, 0.0 at the start."""
         epoch, within = self._locate(step)
         return epoch + within / self.steps_per_epoch(epoch)
 
@@ -134,7 +134,7 @@ class Schedule:
 
     @property
     def _epochs_are_equal(self) -> bool:
-        """Whether all have the same number of steps; only rows that are filled in a shuffled order differ."""
+        """Whether all epochs have the same number of steps; only rows that are filled in a shuffled order differ."""
         return self.examples_per_step is not None or self.packing.strategy == "best_fit" or not self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
@@ -187,7 +187,7 @@ def make_schedule(
 ) -> Schedule:
     """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
 
-    `max_steps` counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
+    `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
     Without `shuffle` every epoch is the same. Raises UserError if a document is longer than a row.
     """
     lengths = np.asarray(lengths)

@@ -22,7 +22,7 @@ class Segments:
     """A row of `sum(lengths)` tokens made of `len(lengths)` segments, in this order; every length is at least 1.
 
     `prefixes[i]` is None or the number of an earlier segment that segment i continues, which may itself continue one: the
-    tokens of i see all segments on this path in full, and their positions count on along it. `()` says that none has one.
+    tokens of i see all segments on this path in full, and their positions count on along it. `()`: no segment has one.
 
     >>> from packtrain import Segments
     >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
@@ -133,7 +133,7 @@ class Unrolled(NamedTuple):
     """The documents of a row of T tokens without sharing: `segments` of T' tokens, none of which continues another.
 
     `tokens` int64 [T']: which token of the shared row each of them is. `outputs` int64 [T]: where the output of each token of
-    the shared row is among them, a shared one's in the first document that has it.
+    the shared row is among them, of a shared token in the first document that has it.
     """
 
     segments: Segments

@@ -120,7 +120,7 @@ def _data(data: Data) -> str:
 def _folder(config: RunConfig) -> str:
     folder, resume = RunFolder.of(config.trainer), config.trainer.resume
     if folder.gives_way(resume):
-        return f"{folder.root}: holds another run, which is moved aside"
+        return f"{folder.root}: holds an earlier run, which is moved aside"
     if resume not in ("auto", "never"):
         return f"{folder.root}: goes on from {resume}"
     goes_on = resume == "auto" and any(folder.checkpoints.glob("step-*"))

@@ -29,13 +29,13 @@ AUTO = ("flash", "segmented", PER_DOCUMENT)
 class AttentionChoice:
     """The backend, its proof (None where it was not asked for), and why each better candidate was `rejected`, best first.
 
-    `unshared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else why it cannot.
+    `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
 
     backend: Backend
     proof: Proof | None
     rejected: tuple[tuple[str, str], ...] = ()
-    unshared: str | None = None
+    why_not_shared: str | None = None
 
 
 class NotExact(CheckFailed):
@@ -57,7 +57,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
 
-    With `pairs` it also tries to share the prompts of preference pairs: a row of pairs, which has a document in it, proves
+    With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
     both at once. `auto` always proves, since that is how it chooses; without `prove` a named backend is taken as it
     is. Raises UserError where a named backend is not available, NotExact where it is not exact, CheckFailed where nothing is.
     """
@@ -72,14 +72,14 @@ def choose_attention(
         if named and not prove:
             return AttentionChoice(Backend(name, "asked for"), None)
         if kernel:
-            unshared, why = None, "asked for" if named else lack
+            why_not_shared, why = None, "asked for" if named else lack
             if pairs:
-                unshared, proof = prove_backend(name, model, autocast, TREE)
-            if unshared != "":
+                why_not_shared, proof = prove_backend(name, model, autocast, TREE)
+            if why_not_shared != "":
                 lack, proof = prove_backend(name, model, autocast)
-            if unshared == "" or not lack:
+            if why_not_shared == "" or not lack:
                 why = "; ".join(f"no {other}: {reason}" for other, reason in rejected) or why
-                return AttentionChoice(Backend(name, why), proof, tuple(rejected), unshared)
+                return AttentionChoice(Backend(name, why), proof, tuple(rejected), why_not_shared)
             if proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
                 lack = f"{lack}: {leak.module}, a {leak.kind}, mixes them"
         rejected.append((name, lack))
@@ -87,7 +87,7 @@ def choose_attention(
         raise NotExact(rejected[0][1], proof, leak)
     raise CheckFailed(
         f"no way to run packed rows of {type(model).__name__} exactly: {rejected[-1][1]}",
-        fix="set packing.mode=padding, or take another model",
+        fix="set packing.mode=padding, or use another model",
     )
 
 
@@ -100,7 +100,7 @@ def prove_backend(
     """
     if name == PER_DOCUMENT and segments is TREE:
         return f"{name} runs every document by itself", None
-    # none if kernel and weights take float32, see isolation.py; FSDP2 gathers them in 16 bits
+    # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
     precision = autocast if name == "flash" or isinstance(model, FSDPModule) else None
     try:
         proof = prove_isolation(model, name, autocast=precision, segments=segments)
@@ -111,6 +111,9 @@ def prove_backend(
         return "", proof
     tolerance = f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":
-        return f"isolation cannot be shown: without it outputs move by {proof.control:.2g} only {tolerance}", proof
+        return (
+            f"the proof is inconclusive: even without isolation outputs change by only {proof.control:.2g} {tolerance}",
+            proof,
+        )
     what = "documents" if segments is DOCUMENTS else "pairs"
-    return f"{what} of a row come out otherwise than alone, off by {proof.off:.2g} {tolerance}", proof
+    return f"outputs of {what} in a row are not those of each alone, off by {proof.off:.2g} {tolerance}", proof

@@ -1,4 +1,4 @@
-"""The comparison that all proofs are uses of: a definition and a candidate, what rounding may make them differ by, and the verdict.
+"""What all proofs share: a candidate is compared with a definition, what rounding explains is allowed, and there is a verdict.
 
 The candidate is how training computes, the definition how the model itself does, one document or padded batch at a time. Both are
 computed inside `evaluating`; `refusals_of_a_model` reports what the model refuses there.
@@ -18,7 +18,7 @@ from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
-"""How many times as much as without a leak a control, which leaks on purpose, has to differ."""
+"""A control leaks on purpose: it must differ this many times as much as what was measured without a leak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def difference(
     scale: torch.Tensor | None = None,
     statistic: Callable[[torch.Tensor], torch.Tensor] = torch.max,
 ) -> float:
-    """The largest |candidate - definition| / `scale` of each token [T, …], and of these the `statistic`. Infinite in place of NaN.
+    """The largest |candidate - definition| / `scale` of each token [T, …], and of these the `statistic`. NaN counts as infinite.
 
     `scale` is a scalar, or one for each token; the largest |definition| if None.
     """
@@ -83,7 +83,7 @@ def check_equal(
 ) -> float:
     """The `difference` of values [n]. Raises CheckFailed above `tolerance`, of the value that is furthest off.
 
-    `what` is a format of its `number` from 1, `candidate` and `definition`.
+    `what` is a format string with the fields `number` (from 1), `candidate` and `definition`.
     """
     off = difference(candidate, definition, scale=scale)
     if not off <= tolerance:
@@ -98,7 +98,7 @@ def check_equal(
 def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> Iterator[None]:
     """The model in eval mode inside the block, computing in `autocast`, with the random state restored afterwards.
 
-    float32 is IEEE's inside, whatever training takes: TF32 keeps 10 bits of 23, which tolerances of float32 would call a leak.
+    Products in float32 are exact inside, even if training uses TF32, whose 10 bits of 23 would look like a leak.
     """
     training, tf32 = model.training, (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     model.eval()

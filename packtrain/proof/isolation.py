@@ -6,16 +6,16 @@ mode, where some layers run different code, with the same random numbers each ti
 (2) Equality: the outputs of each document must be those of the document alone under the model's own attention, in training
 mode, or in eval mode where a model draws noise.
 (3) A positive control: the same row declared as ONE document, with positions still restarting per document (else a
-difference could come from learned positions), must differ from the documents alone by many times what (1) showed. So the proof
-cannot pass because it is blind to leaks.
+difference could come from learned positions), must differ from the documents alone by many times what (1) showed. This excludes
+a proof that passes only because it cannot see leaks.
 
 Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path; that it sees all
 that is before it follows from (2). Weights in float32 are proved in float32 also where
 training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
 bfloat16's rounding would hide a small leak.
 
-In 16 bits products round differently with another number of rows, and a router may choose another expert for single tokens when
-other documents change, which is no leak: so unchanged documents keep their experts. A leak moves their outputs as ever.
+In 16 bits products round differently when the number of tokens changes, and a router may choose another expert for single tokens when
+other documents change, which is no leak: so unchanged documents keep their experts. A leak still changes their outputs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
 from packtrain.packing.segments import Segments
-from packtrain.proof.comparison import (
-    CONTROL_FACTOR,
-    difference,
-    evaluating,
-    refusals_of_a_model,
-    tolerance_of,
-)
+from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, refusals_of_a_model, tolerance_of
 
 LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
@@ -62,8 +56,8 @@ Routing = dict[torch.nn.Module, tuple[torch.Tensor, ...]]
 class Proof:
     """What was measured; differences are the largest of |a - b| over all outputs, relative to the largest |output|.
 
-    `moved` has for each pair (changed document, unchanged one) how far the latter moved; `alone`: documents against themselves
-    alone; `control`: the same with isolation switched off on purpose.
+    `moved` has for each pair (changed document, unchanged one) how far the latter moved; `alone`: documents in the row against
+    each of them run alone; `control`: the same with isolation switched off on purpose.
     """
 
     moved: dict[tuple[int, int], float] = field(repr=False)
@@ -78,15 +72,15 @@ class Proof:
 
     @property
     def off(self) -> float:
-        """The largest difference that has to be rounding alone."""
+        """The largest difference that only rounding may explain."""
         return max(self.most_moved(), self.alone)
 
     @property
     def least_control(self) -> float:
         """What the control must show: the tolerance, and several times the largest movement.
 
-        In 16 bits documents mostly do not move at all, and float32's tolerance stands for that: several times the tolerance of 16
-        bits, which allows for another row's rounding, is more than the control of a small model shows.
+        In 16 bits unchanged documents usually do not move at all. The least movement is then taken to be the tolerance of float32:
+        several times that of 16 bits is more than the control of a small model reaches.
         """
         unmoved = min(self.tolerance, tolerance_of(torch.float32).outputs)
         return max(self.tolerance, CONTROL_FACTOR * max(self.most_moved(), unmoved))
@@ -159,9 +153,9 @@ def measure(
     """
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
     numbers, dtype = range(len(own)), autocast or model.dtype
-    tolerance, coarse = tolerance_of(dtype).outputs, dtype.itemsize < 4
+    tolerance, is_16_bit = tolerance_of(dtype).outputs, dtype.itemsize < 4
     definition = torch.cat(alone)
-    train_without_dropout(model)
+    training_mode_without_dropout(model)
     routing: Routing = {}
     with _routed(model, routing):
         unchanged = run(own)
@@ -169,13 +163,13 @@ def measure(
     for first in numbers:
         replaced = {number for number in numbers if first in segments.paths[number]}
         keep = torch.cat([torch.full((len(part),), number not in replaced) for number, part in enumerate(own)])
-        with _routed(model, routing, keep) if coarse and in_order else nullcontext():
+        with _routed(model, routing, keep) if is_16_bit and in_order else nullcontext():
             outputs = run([other[i] if i in replaced else own[i] for i in numbers])
         for still in set(numbers) - replaced:
             value = difference(outputs[still], unchanged[still])
             for changed in (min(replaced), max(replaced)):
                 moved[changed, still] = max(moved.get((changed, still), 0.0), value)
-    statistic = torch.mean if coarse else torch.max
+    statistic = torch.mean if is_16_bit else torch.max
     equality = difference(torch.cat(unchanged), definition, statistic=statistic)
     if not equality <= tolerance:  # the noise of training mode is no leak
         model.eval()
@@ -187,7 +181,7 @@ def measure(
 def _routed(model: PreTrainedModel, routing: Routing, keep: torch.Tensor | None = None) -> Iterator[None]:
     """Inside the block the tokens `keep` (bool [T]) go to the experts of `routing`, in all layers; None records it from a call.
 
-    It is seen where a layer calls its `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as transformers' models do.
+    Routing is intercepted where a layer calls its `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as transformers' models do.
     """
 
     def before(module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -211,7 +205,7 @@ def _routed(model: PreTrainedModel, routing: Routing, keep: torch.Tensor | None 
 
 
 @torch.no_grad()
-def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
+def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
     """Raises CheckFailed where `model` is not causal, or, if `padding`, gives other outputs beside padding than alone.
 
     In the first case a token sees the one it must predict (BERT-like models without is_decoder); in the second, training is
@@ -226,7 +220,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
         seen = difference(second, first)
         if seen > tolerance:
             raise CheckFailed(
-                f"{name} is not causal: a later token moves the outputs before it by {seen:.2g} (tolerance {tolerance:.1g})",
+                f"{name} is not causal: a later token changes the outputs of earlier ones by {seen:.2g} (tolerance {tolerance:.1g})",
                 where="model.path",
                 fix="take a causal language model; models such as BERT need model.config.is_decoder=true",
             )
@@ -239,7 +233,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
     off = difference(beside, alone, statistic=torch.mean if dtype.itemsize < 4 else torch.max)
     if off > tolerance:
         raise CheckFailed(
-            f"padded documents of {name} come out otherwise than alone, off by {off:.2g} (tolerance {tolerance:.1g})",
+            f"outputs of padded documents of {name} differ by {off:.2g} from those without padding (tolerance {tolerance:.1g})",
             where="packing.mode",
             fix="set it to packed with model.attention=per_document, which needs no padding, or take another model",
         )
@@ -277,7 +271,7 @@ def logits_in_row(
     return list(logits_of(model, batch)[0].split(segments.lengths))
 
 
-def train_without_dropout(model: PreTrainedModel) -> None:
+def training_mode_without_dropout(model: PreTrainedModel) -> None:
     """Training mode, except dropout modules: in an expert they draw one number per routed token, so the draws would differ."""
     model.train()
     for module in model.modules():

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
 from packtrain.proof.comparison import evaluating, tolerance_of
-from packtrain.proof.isolation import DOCUMENTS, LENGTHS, logits_in_row, random_ids, train_without_dropout
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, logits_in_row, random_ids, training_mode_without_dropout
 
 _ROW = sum(LENGTHS)
 _MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
@@ -26,7 +26,7 @@ _LONGEST_FILTER = 16  # a convolution's output may be longer than the row by its
 
 
 class Leak(NamedTuple):
-    """A `module` by its dotted name in the model, and of which `kind` (class) it is."""
+    """`module` is its dotted name in the model, `kind` its class."""
 
     module: str
     kind: str
@@ -38,7 +38,7 @@ def find_leak(
 ) -> Leak | None:
     """The first module that mixes documents of a row under `backend` (None: as the model is); None if none does.
 
-    `run` has the model run a row of the documents, int64 [T], in a way of its own.
+    `run` runs the model on a row of the documents, int64 [T], in the caller's own way.
     """
     run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
     attention = nullcontext() if backend is None else attending_by(model, backend)
@@ -46,12 +46,12 @@ def find_leak(
     rows[1, _MIDDLE] = rows[0, _MIDDLE]
     # compiled layers (trainer.torch_compile) do not see hooks
     with evaluating(model), attention, torch.compiler.set_stance("force_eager"):
-        train_without_dropout(model)  # as the proof does
+        training_mode_without_dropout(model)  # as the proof does
         first, second = (_sums_by_module(model, run, row) for row in rows)
     tolerance = tolerance_of(model.dtype).outputs
-    for name, (taken, given) in first.items():  # in the order in which their calls returned: innermost first
-        taken_then, given_then = second.get(name, (taken, given))
-        if not _moved(taken, taken_then, tolerance) and _moved(given, given_then, tolerance):
+    for name, (inputs, outputs) in first.items():  # in the order in which their calls returned: innermost first
+        inputs_then, outputs_then = second.get(name, (inputs, outputs))
+        if not _moved(inputs, inputs_then, tolerance) and _moved(outputs, outputs_then, tolerance):
             kind = type(model.get_submodule(name)).__name__
             return Leak(name or kind, kind)
     return None

@@ -1,4 +1,4 @@
-"""The model in the hands of accelerate: spread, with its optimizer and schedule, under DDP, DeepSpeed or FSDP2 alike (`Engine`)."""
+"""The model as accelerate prepares it: spread, with its optimizer and schedule, alike under DDP, DeepSpeed and FSDP2 (`Engine`)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Engine:
         check_active(self.strategy, self.wrapped, self.model)
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
+        """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does that itself."""
         making = partial(
             boundary, f"the optimizer {optim.name} cannot be made", "optim.name", without_package(optim.name)
         )
@@ -75,8 +75,8 @@ class Engine:
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
         self.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
         asked = optim.bf16_rounding in ("stochastic", "nearest")
-        if asked and not coarse and not self.deepspeed:  # of dtype auto config/rules/ cannot know
-            say("optim.bf16_rounding has nothing to do: no trained weight is bfloat16")
+        if asked and not coarse and not self.deepspeed:  # config/rules/ cannot know it of model.dtype=auto
+            say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         if coarse and optim.steps_in_float32:
             how: Any = {"masters": optim.keeps_masters, "rounding": optim.bf16_rounding, "seed": self.args.seed}
             self._trl.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments

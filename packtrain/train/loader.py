@@ -25,23 +25,24 @@ from packtrain.model.spread import elements
 from packtrain.monitor.processes import write_stacks_on_signal
 from packtrain.packing.balance import Layout, cost_of_attention, lay_out
 from packtrain.packing.collate import (
-    PairRows,
+    RowLayout,
     collate_flat,
     collate_padded,
     collate_pairs,
     collate_scored,
     collate_unpaired,
-    places_of,
+    label_positions,
 )
 from packtrain.packing.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Of a filler all but slots are 0.
+    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), examples. A filler counts 0 in all but
+    slots.
 
     Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
-    one of a step of kto has the `mismatched` pairs of all of it.
+    micro-batch of a step of kto also has the `mismatched` pairs of the whole step.
     """
 
     inputs: dict[str, Any]
@@ -58,7 +59,7 @@ class MicroBatch:
         return self.trained, self.tokens, self.slots, self.examples
 
     def pin_memory(self) -> MicroBatch:
-        """In memory that a device reads by itself; called by the DataLoader."""
+        """A copy in pinned memory; called by the DataLoader."""
         inputs = {
             name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
         }
@@ -71,7 +72,7 @@ class Steps(Dataset):
 
     data: Any  # a TokenDataset, of PairSteps a PairDataset
     schedule: Schedule
-    layout: PairRows
+    layout: RowLayout
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
@@ -94,11 +95,11 @@ class Steps(Dataset):
         return step not in self.given_up and self.left_out.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """int [n] tokens of every document of a step over all ranks, and int [n / 2] of what two in a row share (None: nothing)."""
+        """int [n] tokens of every document of a step over all ranks, and int [n / 2] that each two consecutive ones share (None: nothing)."""
         return self.data.lengths[self.schedule.documents(step)], None
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, also of a shorter run."""
+        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, even if the run is shorter."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
             for numbers in whole.micro_batches(step, self.rank, self.world_size):
@@ -107,7 +108,7 @@ class Steps(Dataset):
     def first_examples(self, first_step: int) -> np.ndarray:
         """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
 
-        A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
+        A run that was resumed in a later pass takes the step of the first pass that has its rows, of which log-probabilities are precomputed.
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
@@ -122,7 +123,7 @@ class Steps(Dataset):
         documents: Any = [self.data[int(number)] for number in numbers]
         padded = self.layout == "padding"
         inputs = collate_padded(documents, self.pad_token_id) if padded else collate_flat(documents)
-        places = places_of(inputs["shift_labels"])
+        places = label_positions(inputs["shift_labels"])
         return MicroBatch(
             inputs={**inputs, "label_places": places},
             trained=len(places),
@@ -184,8 +185,8 @@ class UnpairedSteps(Steps):
     """As Steps, of answers with labels (an UnpairedDataset), rows padded or flat.
 
     The KL estimate of kto is made over mismatched pairs: the prompt of each document of a step with the completion of the one
-    before it, of the first with that of the last, cut to `max_length` tokens. Not if it has none to make (`estimates`). `whole` takes
-    all steps for one, which is an evaluation, and has its pairs apart (`mismatched`).
+    before it, of the first with that of the last, cut to `max_length` tokens. `estimates`: whether the loss needs it. `whole` treats all
+    steps as one, as an evaluation does, and loads their mismatched pairs separately (`mismatched`).
     Log-probabilities of the reference, if precomputed: float32 [documents], and of the mismatched pairs in the order of the steps.
     """
 

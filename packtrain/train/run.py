@@ -40,7 +40,7 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
-from packtrain.proof.isolation import check_as_it_comes
+from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
@@ -258,7 +258,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:
         with outputs_of_tokens(base):
-            check_as_it_comes(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
+            check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
     settings = LoopSettings(
         steps,
         evaluation,
@@ -394,8 +394,8 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
     folder = run.folder
     try:
         if moved := folder.begin(checkpoint):
-            what = "its earlier results are" if checkpoint else "it is"
-            run.log.say(escape(f"{folder.root} held another run: {what} in {shown(moved)} now"))
+            what = "earlier results" if checkpoint else "an earlier run"
+            run.log.say(escape(f"{folder.root} held {what}: now in {shown(moved)}"))
         write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error

@@ -173,7 +173,7 @@ class SpikeJudge:
         then = "its update is skipped"
         then += ", as there is no checkpoint to go back to yet" if action != self.rules.action else ""
         if back is not None:
-            then = f"the run goes back to the checkpoint of step {back[0]} and leaves the steps since then out"
+            then = f"the run goes back to the checkpoint of step {back[0]} and leaves out the steps since then"
         self._say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
         return back
 
@@ -236,7 +236,7 @@ class SpikeJudge:
 def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """The lines of spikes.jsonl that the run goes on with, of the run folder of `checkpoint` if its own has none.
 
-    `file` has them whole afterwards: a kill may have left half of the last one, and a loss of power anything.
+    `file` has them whole afterwards: a kill may have cut its last line, and a loss of power damaged any.
     """
     text, lines = "", list[dict[str, Any]]()
     for place in (checkpoint.parent.parent / file.name, file):
@@ -246,11 +246,11 @@ def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             lines.append(json.loads(line))
     if lines:
-        with suppress(OSError):  # what is decided holds
+        with suppress(OSError):  # the decisions are used all the same
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     return lines
 
 
 def _number(value: float | None) -> float | str | None:
-    """A figure as JSON has it, which knows no NaN."""
+    """A figure as JSON can hold it: NaN and infinity become text."""
     return value if value is None or math.isfinite(value) else f"{value:g}"

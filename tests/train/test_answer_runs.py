@@ -54,7 +54,7 @@ LAYOUTS = {
     "padding": ["packing.mode=padding", "batch.examples_per_device=3"],
     "padding_free": ["packing.mode=padding_free", "batch.examples_per_device=2"],
     "small": [],
-    "unshared": ["packing.share_prefix=false"],
+    "why_not_shared": ["packing.share_prefix=false"],
     "per_document": ["model.attention=per_document"],
 }
 PRECOMPUTED = "objective.reference=precomputed"
@@ -116,7 +116,7 @@ def test_the_steps_equal_those_of_trl(runs: AnswerRuns, packed: Run) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mode_and_micro_batches_never_change_the_training(runs: AnswerRuns, packed: Run, layout: str) -> None:
-    if (runs.kind, layout) == ("kto", "unshared"):
+    if (runs.kind, layout) == ("kto", "why_not_shared"):
         pytest.skip("an answer shares nothing")
     small = [] if "padding" in layout else [runs.small]
     run = runs.run(layout, *LAYOUTS[layout], *small)

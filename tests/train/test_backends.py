@@ -19,14 +19,14 @@ from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
-from packtrain.packing.collate import IGNORE, places_of
+from packtrain.packing.collate import IGNORE, label_positions
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import NotExact, choose_attention
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import (
     DOCUMENTS,
     TREE,
-    check_as_it_comes,
+    check_causal_and_padding,
     logits_in_row,
     prove_isolation,
     random_ids,
@@ -168,7 +168,7 @@ def test_a_label_of_what_is_shared_counts_once() -> None:
     batch |= {"shift_labels": labels}
     losses = []
     for backend in ("sdpa_mask", "segmented", "per_document"):
-        for told in ({}, {"label_places": places_of(labels)}):
+        for told in ({}, {"label_places": label_positions(labels)}):
             with attending_by(model, backend):
                 losses.append(model(**batch, **told, loss_sum=True).item())
                 one_by_one = model(**batch, **told, token_losses=True)[0]
@@ -238,8 +238,8 @@ def test_the_proof_before_step_1_costs_no_more_than_a_few_rows(pairs: bool, call
     model, tokens = tiny_model("llama"), []
     model.register_forward_pre_hook(lambda _, __, call: tokens.append(call["input_ids"].numel()), with_kwargs=True)
     decision = choose_attention("auto", model, CPU, pairs=pairs)
-    check_as_it_comes(model, padding=False)
-    assert decision.backend.name == "segmented" and decision.unshared == ("" if pairs else None)
+    check_causal_and_padding(model, padding=False)
+    assert decision.backend.name == "segmented" and decision.why_not_shared == ("" if pairs else None)
     assert len(tokens) == calls and sum(tokens) <= rows * 128
 
 

@@ -19,7 +19,7 @@ from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Peft
 from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_adapters
-from packtrain.packing.collate import PairRows
+from packtrain.packing.collate import RowLayout
 from packtrain.packing.segments import Segments
 from packtrain.train.loader import PairSteps
 from packtrain.train.loop import StepTrainer
@@ -27,7 +27,7 @@ from packtrain.train.objectives import first_loss
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: PairRows, tmp_path: Path) -> None:
+def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: RowLayout, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, reference=policy(), loss_type=["sigmoid"])
     assert start_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
     check_forward(trainer, "sdpa")
@@ -140,7 +140,7 @@ def test_a_model_that_differs_from_its_reference_is_refused(fault: Any, tmp_path
 @pytest.mark.parametrize("precomputed", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
-    layout: PairRows, precomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: RowLayout, precomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, made = 8 * 5 * cast(Any, policy()).config.vocab_size, []
     monkeypatch.setattr(first_loss, "CHECKED_LOGITS", most)
@@ -156,7 +156,7 @@ def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
 
 
 @pytest.mark.parametrize("layout", ["flat", "shared"])
-def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(layout: PairRows, tmp_path: Path) -> None:
+def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(layout: RowLayout, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
     attention = own_attention(policy())
     check_forward(trainer, attention)

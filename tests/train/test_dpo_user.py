@@ -192,7 +192,7 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(earlier: RunConfig) 
         ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "router"),
         ({"packing": Packing(share_prefix=True), "model": BY_DOCUMENT}, "packing.share_prefix"),
     ],
-    ids=["long", "nowhere", "routers", "unshared"],
+    ids=["long", "nowhere", "routers", "why_not_shared"],
 )
 def test_what_cannot_be_is_refused_with_the_key(start: RunConfig, groups: dict[str, Any], where: str) -> None:
     with pytest.raises((UserError, CheckFailed)) as refused:

@@ -14,11 +14,11 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.data.dataset import LEAST_PROMPT, Document, Preference
 from packtrain.model.forward import add_pair_layout
-from packtrain.packing.collate import PairRows, collate_pairs
+from packtrain.packing.collate import RowLayout, collate_pairs
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"]
-SERVED: list[tuple[PairRows, str]] = [
+SERVED: list[tuple[RowLayout, str]] = [
     ("flat", "segmented"),
     ("flat", "per_document"),
     ("shared", "segmented"),
@@ -45,7 +45,7 @@ def odd_pairs() -> list[Preference]:
     return [a_pair(rng, *shape) for shape in shapes]
 
 
-def said(family: str, layout: PairRows, backend: str | None) -> tuple[Any, torch.Tensor]:
+def said(family: str, layout: RowLayout, backend: str | None) -> tuple[Any, torch.Tensor]:
     """TRL's per-token figures of the odd pairs, and the gradient of a sum of log-probabilities that differ in weight.
 
     Without a backend by TRL's own padded call, which knows nothing of ours.
@@ -70,7 +70,7 @@ def padded(family: str) -> tuple[Any, torch.Tensor]:
 
 @pytest.mark.parametrize(("layout", "backend"), SERVED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: PairRows, backend: str) -> None:
+def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLayout, backend: str) -> None:
     expected, gradient = padded(family)
     found, ours = said(family, layout, backend)
     for name in OUTPUTS:
@@ -80,7 +80,7 @@ def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: PairR
 
 
 @pytest.mark.parametrize("layout", ["flat", "shared"])
-def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: PairRows) -> None:
+def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: RowLayout) -> None:
     model = tiny_model("llama")
     add_fused_lm_head(model, outputs=OUTPUTS)
     add_pair_layout(model, OUTPUTS)

@@ -234,7 +234,7 @@ def test_a_killed_run_without_a_checkpoint_is_kept_when_another_begins(tmp_path:
     again = train(tmp_path, config, "trainer.max_steps=1")
     assert {name: (tmp_path / "run.1" / name).read_bytes() for name in kept} == kept
     assert [line["step"] for line in again.steps] == [1] and (again.folder / "notes.md").exists()
-    assert "run held another run: it is in " in (again.folder / "logs" / "rank-00000.log").read_text()
+    assert "run held an earlier run: now in " in (again.folder / "logs" / "rank-00000.log").read_text()
 
 
 def test_checkpoints_that_the_run_did_not_make_are_not_removed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.score_head import add_scores, outputs_of_tokens
-from packtrain.packing.collate import PairRows, collate_scored
+from packtrain.packing.collate import RowLayout, collate_scored
 from packtrain.proof.choice import choose_attention
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
@@ -63,7 +63,7 @@ def pairs_ending_in(*ends: int) -> list[Any]:
 
 
 def scored(
-    model: PreTrainedModel, rows: PairRows, pairs: list[Any], pad: int, **left_out: Any
+    model: PreTrainedModel, rows: RowLayout, pairs: list[Any], pad: int, **left_out: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [2 × pairs], and the gradient of a sum that weighs them differently."""
     batch = collate_scored(pairs, [0.0] * len(pairs), pad, rows)
@@ -88,7 +88,7 @@ def test_rows_score_as_padded_batches(family: str) -> None:
     expected, gradient = scored(model, "padding", pairs, PAD, margin=None)
     add_scores(model)
     attend_by(model, choice.backend.name)
-    layouts: list[PairRows] = ["flat", "shared"] if choice.unshared == "" else ["flat"]
+    layouts: list[RowLayout] = ["flat", "shared"] if choice.why_not_shared == "" else ["flat"]
     assert (len(layouts) == 2) == (family not in RUN_BY_DOCUMENT)
     for layout in layouts:
         scores, own = scored(model, layout, pairs, PAD)
@@ -106,7 +106,7 @@ def test_where_eos_pads_too_the_last_token_before_it_is_scored_as_by_the_model_i
     expected, gradient = scored(model, "padding", pairs, EOS, margin=None)
     add_scores(model)
     attend_by(model, "segmented")
-    layouts: tuple[PairRows, ...] = ("flat", "shared")
+    layouts: tuple[RowLayout, ...] = ("flat", "shared")
     for layout in layouts:
         scores, own = scored(model, layout, pairs, EOS)
         assert torch.allclose(scores, expected, atol=1e-6)

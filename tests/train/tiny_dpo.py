@@ -18,7 +18,7 @@ from packtrain.config.schema import Batch, Model, Packing
 from packtrain.data.dataset import PairDataset, Preference
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import base_model
-from packtrain.packing.collate import PairRows
+from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
 from packtrain.train.loop import StepTrainer
@@ -27,7 +27,7 @@ from packtrain.train.objectives.first_loss import check_pair_forward, check_star
 from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
-LAYOUTS: tuple[PairRows, ...] = ("padding", "flat", "shared")
+LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat", "shared")
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 """A step of seven examples in one micro-batch, and in several of which one is empty."""
 
@@ -72,7 +72,7 @@ def arguments(folder: Path, config: type[Any] = DPOConfig, **given: Any) -> Any:
 
 
 def steps_of(
-    layout: PairRows, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
+    layout: RowLayout, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
 ) -> PairSteps:
     """An epoch of all pairs, so many a step (all of them), in rows of so many `tokens` (all in one)."""
     packing = Packing(mode="padding_free" if tokens is None else "packed")
@@ -86,7 +86,7 @@ OTHER = "another"
 
 def ours(
     folder: Path,
-    layout: PairRows,
+    layout: RowLayout,
     *,
     model: Any = None,
     reference: Any = OTHER,

@@ -12,13 +12,13 @@ from trl import KTOConfig
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
-from packtrain.packing.collate import PairRows
+from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import UnpairedSteps
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.kto import KTOLoss
 
-LAYOUTS: tuple[PairRows, ...] = ("padding", "flat")
+LAYOUTS: tuple[RowLayout, ...] = ("padding", "flat")
 SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]
 LABELS = [True, False, False, True, True, False, True]
 
@@ -66,7 +66,7 @@ def arguments(folder: Path, **given: Any) -> KTOConfig:
 
 
 def steps_of(
-    layout: PairRows,
+    layout: RowLayout,
     tokens: int | None = None,
     *,
     a_step: int = len(ANSWERS),
@@ -84,7 +84,7 @@ def steps_of(
 
 def ours(
     folder: Path,
-    layout: PairRows,
+    layout: RowLayout,
     *,
     model: Any = None,
     reference: Any = OTHER,

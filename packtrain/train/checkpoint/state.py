@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, written and read: weights, optimizer, schedule, chance and the figures of the run (`Checkpoints`).
+"""What a checkpoint holds of a run, written and read: weights, optimizer, schedule, random states and recent figures (`Checkpoints`).
 
 FSDP2's are torch's distributed checkpoints (model/spread.py), DeepSpeed's its engine's.
 """
@@ -37,7 +37,7 @@ from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
 
-_BESIDE = 2**20  # bytes of config and of the states of chance and of the run
+_SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 
 
 class Checkpoints:
@@ -47,7 +47,7 @@ class Checkpoints:
         """`trl` is the TRL trainer that the objective holds: its base class writes the files beside the weights."""
         self._engine, self._settings, self._trl = engine, settings, trl
         self._model, self._accelerator = engine.model, engine.accelerator
-        self._adapts = base_model(engine.model) is not engine.model
+        self._has_adapters = base_model(engine.model) is not engine.model
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
 
     def save(self, state: TrainerState, spikes: RecentFigures) -> None:
@@ -57,8 +57,8 @@ class Checkpoints:
         writer.warn_of_failures()
         step, main, folder = state.global_step, self._accelerator.is_main_process, self._settings.checkpoints
         staging = staging_of(folder, step)
-        if lack := self._open(staging):
-            writer.outcome.failed.append((step, lack))
+        if reason := self._open(staging):
+            writer.outcome.failed.append((step, reason))
             return
         if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
@@ -74,22 +74,24 @@ class Checkpoints:
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """The state dict of the model; of adapters without the frozen weights."""
-        frozen = {name for name, weight in self._model.named_parameters() if self._adapts and not weight.requires_grad}
+        frozen = {
+            name for name, weight in self._model.named_parameters() if self._has_adapters and not weight.requires_grad
+        }
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
-        """Makes the folder of a checkpoint if its disk has room; returns, on all ranks, why there is none."""
-        lack = ""
+        """Makes the folder of a checkpoint if its disk has room; returns, on all ranks, why it has none."""
+        reason = ""
         if self._accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             try:
-                lack = _lack_of_space(staging, self._checkpoint_bytes())
-                if not lack:
+                reason = _lack_of_space(staging, self._checkpoint_bytes())
+                if not reason:
                     staging.mkdir(parents=True)
             except OSError as error:
-                lack = str(error)
+                reason = str(error)
         with waiting("rank 0 to make the folder of the checkpoint"):
-            return cast(list, broadcast_object_list([lack]))[0]
+            return cast(list, broadcast_object_list([reason]))[0]
 
     def warning_of_space(self, every: int | None) -> str:
         """A warning if the disk has no room for final/ and the most checkpoints that are there at a time, "" if it has."""
@@ -100,9 +102,9 @@ class Checkpoints:
         keep, there = settings.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
         most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
         each = self._checkpoint_bytes() if most else 0
-        lack = _lack_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
+        reason = _lack_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
         what = f"{most} checkpoints of {size(each)} and final/ of {size(final)}"
-        return f"no room for {what}: {lack} (trainer.output_dir, keep_checkpoints)" if lack else ""
+        return f"no room for {what}: {reason} (trainer.output_dir, keep_checkpoints)" if reason else ""
 
     def _checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
@@ -111,22 +113,22 @@ class Checkpoints:
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
         of_run, bytes_each = (self._settings.optim, self._settings.strategy), trained[0].itemsize if trained else 0
-        return self._weights_bytes() + optimizer_bytes(*of_run, sum(map(elements, trained)), bytes_each) + _BESIDE
+        return self._weights_bytes() + optimizer_bytes(*of_run, sum(map(elements, trained)), bytes_each) + _SMALL_FILES
 
     def _weights_bytes(self) -> int:
         """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
-        weights = [weight for weight in self._model.parameters() if weight.requires_grad or not self._adapts]
+        weights = [weight for weight in self._model.parameters() if weight.requires_grad or not self._has_adapters]
         return sum(elements(weight) * weight.itemsize for weight in weights)
 
     def _seal(self, step: int, best: int | None) -> None:
-        """Completes the checkpoint that all ranks have written, and removes what gives way to it."""
+        """Completes the checkpoint that all ranks have written, and removes those that it replaces."""
         folder, keep = self._settings.checkpoints, self._settings.keep_checkpoints
         complete(staging_of(folder, step), folder_of(folder, step))
         with suppress(OSError):  # the next one tries again
             prune(folder, keep, best, self._settings.origin)
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Of copies and in the background."""
+        """Writes copies of its state, in the background."""
         writer, optimizer = self.writer, self._engine.optimizer
         if self._engine.deepspeed:
             self._save_engine(folder)
@@ -146,7 +148,7 @@ class Checkpoints:
         engine._copy_recovery_script = lambda path: writer.write_later(partial(add_scripts, path))
         tag = f"global_step{engine.global_steps}"
         try:
-            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=self._adapts)
+            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=self._has_adapters)
         finally:
             del files.save, engine._copy_recovery_script
         if self._accelerator.is_main_process:
@@ -155,7 +157,7 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> None:
         """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
 
-        What this run's config says of optimizer and schedule holds from here on.
+        From here on the optimizer and schedule settings of this run apply, not those of the checkpoint.
         """
         settings = settings_of(self._engine.plain_optimizer)
         self._restore_states(checkpoint)
@@ -163,18 +165,18 @@ class Checkpoints:
         go_on(self._engine.plain_optimizer, self._engine.schedule, settings, steps)
 
     def _restore_states(self, checkpoint: Path) -> None:
-        """Weights and optimizer: as they were written where the world is the same, else by name."""
+        """Weights and optimizer: as they were written, under the same strategy on as many processes; else by name."""
         strategy, processes = world_of(checkpoint)
         engine, model, optimizer = self._engine, self._model, self._engine.plain_optimizer
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
-        beside = {} if self._adapts else model.state_dict(keep_vars=True)
+        beside = {} if self._has_adapters else model.state_dict(keep_vars=True)
         buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
         contents = read_contents(checkpoint, strategy, model)
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         same = same and contents.order in (
             None,
             engine.order,
-        )  # which libraries of another version may number otherwise
+        )  # other versions of libraries may order weights differently
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
@@ -184,7 +186,7 @@ class Checkpoints:
             states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
             engine.optimizer.load_state_dict(states)
         elif same and processes == self._accelerator.num_processes:
-            deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._adapts)
+            deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._has_adapters)
             engine.wrapped.optimizer.clip_grad = engine.args.max_grad_norm
         elif engine.deepspeed:
             put_into_zero(contents, engine.wrapped.optimizer, names)
@@ -194,7 +196,7 @@ class Checkpoints:
             put_into_torch(contents, optimizer, names)
 
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
-        """That of this rank; processes of another number draw anew, each from the seed, the `step` and its rank."""
+        """Restores that of this rank; with another number of processes it is seeded by trainer.seed, the `step` and the rank."""
         if world_of(checkpoint)[1] == self._accelerator.num_processes:
             self._trl._load_rng_state(str(checkpoint))
             return
@@ -207,7 +209,7 @@ class Checkpoints:
         folder = folder_of(self._settings.checkpoints, best or 0)
         if best == state.global_step:
             return
-        if not folder.is_dir():  # not written for want of room, or in another run folder
+        if not folder.is_dir():  # not written for reason of space, or in another run folder
             self._settings.say(
                 f"{folder} is not there: final/ has the weights of the last step, not those of the best one"
             )
@@ -227,17 +229,17 @@ class Checkpoints:
             whole = self._model.state_dict() if main else {}
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
         self._write_whole(folder, in_format(whole if main else {}, self._model, exact, dtype))
-        if main and not self._adapts:
+        if main and not self._has_adapters:
             name_format(folder, dtype)
 
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
         """The state dict on the main process, of sharded weights; None where that process has them whole."""
         if self._settings.strategy == "fsdp2":
-            return whole_weights(self._model, trained_only=self._adapts)
+            return whole_weights(self._model, trained_only=self._has_adapters)
         if not self._settings.sharded:
             return None
         engine = self._engine.wrapped
-        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapts) or {}
+        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._has_adapters) or {}
 
     def _write_whole(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
         if self._accelerator.is_main_process:

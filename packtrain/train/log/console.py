@@ -148,8 +148,12 @@ def log_steps(
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes",
     )
-    each = counted(batch.examples_per_step, thing) if batch.examples_per_step else f"{batch.tokens_per_step:,} tokens"
-    evaluated = "" if evaluation is None else f", {counted(len(evaluation), 'evaluation steps')}"
+    each = (
+        f"up to {counted(batch.examples_per_step or 0, thing)}"
+        if batch.examples_per_step
+        else f"{batch.tokens_per_step:,} tokens"
+    )
+    evaluated = "" if evaluation is None else f", evaluated in {counted(len(evaluation), 'steps')}"
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if batch.examples_per_step and batch.examples_per_step > len(data.train):
         log.warn(
@@ -169,13 +173,13 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
         log.fact(
             "isolation",
             f"{proof.verdict}: outputs of documents in a row are off by {proof.off:.1g} (tolerance {proof.tolerance:.0g};"
-            f" without isolation {proof.control:.1g})",
+            f" with isolation off {proof.control:.1g})",
         )
 
 
-def log_prompts(log: Log, layout: str, unshared: str) -> None:
+def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:
     """How the prompts of pairs run in a row."""
-    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
+    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({why_not_shared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
 

@@ -118,5 +118,5 @@ class DPO(PairObjective, HeldObjective):
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
         """As of HeldObjective."""
-        console.log_prompts(log, self.layout, self.unshared)
+        console.log_prompts(log, self.layout, self.why_not_shared)
         super().prove(trainer, log, attention, **how)

@@ -103,7 +103,7 @@ class Reward(PairObjective):
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""
-        console.log_prompts(log, self.layout, self.unshared)
+        console.log_prompts(log, self.layout, self.why_not_shared)
         margins = cast(PairDataset, trainer.steps.data).margins
         loss = "Bradley-Terry"
         if margins.any():

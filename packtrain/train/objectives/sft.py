@@ -37,7 +37,7 @@ _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
 
 
 class SFTLoss(Loss):
-    """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. TRL's head makes the former."""
+    """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
 
     def __init__(
         self, model: Any, args: SFTConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
@@ -49,7 +49,7 @@ class SFTLoss(Loss):
         self.head = cast(Head, head)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Has the routers' load counted over the step."""
+        """Counts the routers' load over the step."""
         if self.routers is not None:
             self.routers.open_step(batches, self._run_without_labels, self.accelerator)
 
@@ -116,10 +116,10 @@ class SFT(TrainingObjective):
         model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
         if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
-        off = choose_head(model, loss.head, probe, autocast=autocast)
+        difference = choose_head(model, loss.head, probe, autocast=autocast)
         if not loss.head.fused:
-            lack = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"
-            log.fact("head", f"full logits, which take far more memory: the fused one {lack}")
+            reason = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {difference:.1g})"
+            log.fact("head", f"full logits, which take far more memory: the fused one {reason}")
         if loss.routers is not None:
             log.fact("routers", f"{loss.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:

@@ -22,7 +22,7 @@ from packtrain.model.load import base_model, weights_hash
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import PairRows
+from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice, prove_backend
@@ -41,12 +41,12 @@ from packtrain.train.settings import LoopSettings
 class TrainingObjective:
     """The parts of a run that depend on the objective, in the order of use; as here for documents without a reference."""
 
-    unshared = ""
+    why_not_shared = ""
     """Why prompts of pairs are not computed once, where they are not."""
 
     def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
         self.objective, self.packing, self.batch = objective, packing, batch
-        self.layout: PairRows = "padding" if packing.mode == "padding" else "flat"
+        self.layout: RowLayout = "padding" if packing.mode == "padding" else "flat"
 
     def longest_document(self, data: Any) -> int:
         """Tokens of the longest document of a data set, for the check of the model's positions."""
@@ -102,12 +102,12 @@ class PairObjective(TrainingObjective):
         share = self.packing.share_prefix
         choice = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
         if share is False:
-            self.layout, self.unshared = "flat", "packing.share_prefix=false"
+            self.layout, self.why_not_shared = "flat", "packing.share_prefix=false"
             return choice
-        lack = choice.unshared
+        lack = choice.why_not_shared
         if lack is None:  # not tried yet, since nothing was proved
             lack, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
-        self.layout, self.unshared = "flat" if lack else "shared", lack
+        self.layout, self.why_not_shared = "flat" if lack else "shared", lack
         same_everywhere(self.layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
         if lack and share:
             raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")

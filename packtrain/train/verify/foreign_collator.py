@@ -205,7 +205,7 @@ def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
         cause = {"run on": "positions run on along the row", "not given": "the batch has no position_ids"}
         why = cause.get(report["positions"], "the model treats the row otherwise")
         off = report["isolation"]["max_abs_diff_alone"]
-        return verdict, f"documents come out otherwise than alone, off by {off:.2g}: {why}", ours
+        return verdict, f"outputs of documents differ by {off:.2g} from those of each alone: {why}", ours
     if report["labels_across"]:
         number = report["labels_across"][0]
         what = f"the first token of document {number} is trained, predicted by the document before it"

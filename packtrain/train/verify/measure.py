@@ -29,7 +29,7 @@ from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
-from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_as_it_comes
+from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.first_loss import Start
@@ -185,7 +185,7 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
     """Chooses the backend as training does, but keeps all measurements of a named backend that is not exact."""
     try:
-        check_as_it_comes(model, padding=False, autocast=autocast)
+        check_causal_and_padding(model, padding=False, autocast=autocast)
         choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
     except NotExact as refusal:
         problem = refusal.problems[0]

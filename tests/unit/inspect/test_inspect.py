@@ -72,9 +72,9 @@ def test_a_step_shows_every_rank_and_the_shared_prompts(folder: Path) -> None:
     assert "rank 0, micro-batch 1: 4 examples" in said
     assert "rank 1, micro-batch 1: 4 examples" in said
     assert "prompt, once for both answers · tokens 0 to" in said
-    unshared = inspect(folder, *settings, "--step", "1", "packing.share_prefix=false").stdout
-    assert "once for both answers" not in unshared
-    assert "chosen · tokens 0 to" in unshared
+    why_not_shared = inspect(folder, *settings, "--step", "1", "packing.share_prefix=false").stdout
+    assert "once for both answers" not in why_not_shared
+    assert "chosen · tokens 0 to" in why_not_shared
     padded = inspect(folder, *settings, "--step", "1", "packing.mode=padding").stdout
     assert "padding included" in padded
 

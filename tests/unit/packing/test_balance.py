@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.config.schema import PackingMode
-from packtrain.packing.balance import Layout, MicroBatchLimits, costs, deal, imbalance, lay_out, loads
+from packtrain.packing.balance import Layout, MicroBatchLimits, costs, deal, imbalance, lay_out, part_costs
 from packtrain.packing.bins import best_fit
 
 MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
@@ -115,7 +115,7 @@ def test_ranks_with_many_lognormal_documents_work_equally_long(mode, world_size:
     limits = MicroBatchLimits(32, 16384) if mode == "padding_free" else MicroBatchLimits(tokens=8192)
     layout = lay_out(lengths, mode=mode, world_size=world_size, limits=limits, attention_cost=attention_cost)
     assert imbalance(layout, lengths, attention_cost, mode) < (0.03 if mode == "padding" else 0.02)
-    work = np.array([loads(parts, lengths, mode, attention_cost) for parts in layout])
+    work = np.array([part_costs(parts, lengths, mode, attention_cost) for parts in layout])
     if mode == "padding":
         assert lengths.sum() / sum(slots(part, lengths, mode) for part in in_reading_order(layout)) > 0.88
     else:  # what ranks wait for the slowest in every micro-batch
