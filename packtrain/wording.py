@@ -58,6 +58,13 @@ def size(number: float | None) -> str:
     return f"{number:,.{0 if number >= 100 else 1}f}".removesuffix(".0") + f" {units[0]}"
 
 
+def in_millions(number: int) -> str:
+    """ "135.2 million", "8.0 billion"; smaller numbers as they are."""
+    if number >= 10**9:
+        return f"{number / 10**9:,.1f} billion"
+    return f"{number / 10**6:,.1f} million" if number >= 10**6 else f"{number:,}"
+
+
 def whole(text: str) -> int | None:
     """A whole number ≥ 0 in plain digits; None for all else, such as "²" and "1_0", which Python's own tests or int() take."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None

@@ -22,7 +22,7 @@ from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.memory import OUTSIDE, PARTS, Memory, estimate, in_gib
 from packtrain.plan.surroundings import command_of
 from packtrain.run_folder import RunFolder
-from packtrain.wording import visible
+from packtrain.wording import in_millions, visible
 
 _INDENT = 11
 _WIDEST, _NARROWEST = 100, 40
@@ -103,8 +103,8 @@ def _model(config: RunConfig, memory: Memory | str) -> str:
     name += ", new weights" if model.path and model.init == "random" else ""
     if isinstance(memory, str):
         return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}"
-    trained = "all trained" if memory.trained == memory.parameters else f"{_in_millions(memory.trained)} trained (LoRA)"
-    return f"{name}, {_in_millions(memory.parameters)} parameters, {trained}"
+    trained = "all trained" if memory.trained == memory.parameters else f"{in_millions(memory.trained)} trained (LoRA)"
+    return f"{name}, {in_millions(memory.parameters)} parameters, {trained}"
 
 
 def _data(data: Data) -> str:
@@ -211,9 +211,3 @@ def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tupl
 
 def _command(words: Sequence[str]) -> str:
     return visible(shlex.join(words), whitespace=True)
-
-
-def _in_millions(number: int) -> str:
-    if number >= 10**9:
-        return f"{number / 10**9:,.1f} billion"
-    return f"{number / 10**6:,.1f} million" if number >= 10**6 else f"{number:,}"

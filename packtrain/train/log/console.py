@@ -33,7 +33,7 @@ from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import counted, visible
+from packtrain.wording import counted, in_millions, visible
 
 
 class Log:
@@ -107,8 +107,8 @@ def log_model(
     """The trained model and its number formats."""
     base = base_model(model)
     computed = _dtype(precision.autocast or precision.weights)
-    trained = _count(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
-    whole = _count(sum(map(elements, base.parameters())))
+    trained = in_millions(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
+    whole = in_millions(sum(map(elements, base.parameters())))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
@@ -218,10 +218,6 @@ def _documents(report: DataReport) -> str:
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; dropped: {dropped}"
     )
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
 
 
 def _dtype(dtype: torch.dtype) -> str:
