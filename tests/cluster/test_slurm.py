@@ -165,12 +165,6 @@ def test_what_the_cluster_does_not_have_is_refused(given: str, cluster: Slurm, h
     assert "topology" in refused.stderr and "sbatch refuses the job" in refused.stderr
 
 
-def test_a_variable_of_sbatchs_changes_one_option(cluster: Slurm, home: Path) -> None:
-    asked = (sys.executable, "-m", "packtrain", "sbatch", "sft", "run.yaml", "topology.sbatch=['--partition=debug']")
-    for partition, code in (("debug", 0), ("nowhere", 2)):
-        cluster.run("env", f"SBATCH_PARTITION={partition}", *asked, "--test-only", cwd=home, expect=code)
-
-
 def test_an_array_runs_every_point_of_a_sweep_in_its_own_folder(sweep: list[Path]) -> None:
     assert [run.name for run in sweep] == ["optim.learning_rate=0.001", "optim.learning_rate=0.002"]
     first, second = (losses(run) for run in sweep)

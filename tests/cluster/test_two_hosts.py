@@ -125,7 +125,7 @@ def test_two_machines_train_as_one_process_does_by_fsdp2(hosts: TwoHosts, folder
 def test_a_main_machine_that_never_starts_is_named(hosts: TwoHosts, folder: Path) -> None:
     run = sft(hosts, 2, folder)
     assert (run.wait(), run.took() < START_S) == (4, True)
-    assert re.search(r"waiting \d+ s for machine 0 at n1:29500: connection refused", run.text)
+    assert re.search(r"waited \d+ s so far for machine 0 at n1:29500: connection refused", run.text)
     assert re.search(r"machine 0 could not be reached at n1:29500 for \d+ s: connection refused", run.text)
 
 
