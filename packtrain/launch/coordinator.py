@@ -28,8 +28,8 @@ BEAT_S = 1.0
 ENDING_S = 30
 """Seconds after a failure for the other launchers to report how their processes ended."""
 _SILENCE_AFTER_FAILURE_S = 10  # after which a machine is lost, once something has failed
-_REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
-_INFORM_S = 10
+REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
+INFORM_S = 10
 _LOOK_S = 0.1
 _RESTARTED = (1, PeerFailed.exit_code)  # exit codes after which a run is started again
 _FRUITLESS = 2  # restarts in a row without a new checkpoint after which the run is ended
@@ -190,8 +190,8 @@ class Coordinator:
                     self._order_end(diagnosis.what, -1)
 
     def wait_until_all_informed(self) -> None:
-        """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
-        end = time.monotonic() + _INFORM_S
+        """Returns when all machines that are not lost have the verdict, or after INFORM_S."""
+        end = time.monotonic() + INFORM_S
         while time.monotonic() < end:
             with self._lock:
                 if self._informed.issuperset(node for node in self._living() if node):
@@ -304,6 +304,6 @@ class Reporter:
             now = time.monotonic()
             self._silent_s, self._called = self._silent_s + min(now - self._called, _LONGEST_CALL_S), now
             ended = error.refused if isinstance(error, NoAnswer) else not error.unknown
-            if self._silent_s > (_REFUSED_S if ended else self._silence_s):
+            if self._silent_s > (REFUSED_S if ended else self._silence_s):
                 why = "its launcher ended" if ended else f"silent for {self._silent_s:.0f} s"
                 self.lost = self.lost or why

@@ -31,8 +31,8 @@ from packtrain.wording import listed, ranks_in_words
 PROGRESS_S = 10
 LEFT_S = 15
 """Seconds of silence after which machine 0 is taken to have left the rendezvous."""
-_POLL_S = 0.3
-_ABSENT_S = 5  # a machine that is silent this long counts as not joined
+POLL_S = 0.3
+ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
 _LINK_LOCAL = ("169.254.", "fe80:")
 
@@ -174,7 +174,7 @@ class _JoinServer:
         begun, printed, nodes, place = time.monotonic(), 0, self._me.nodes, self._place
         while True:
             with self._lock:
-                since = time.monotonic() - _ABSENT_S
+                since = time.monotonic() - ABSENT_S
                 self._joined = {token: known for token, known in self._joined.items() if known[1] > since}
                 members, error = self._members(), self._error
             waited_s = time.monotonic() - begun
@@ -197,7 +197,7 @@ class _JoinServer:
                 printed = waited_s // PROGRESS_S
                 self._waiting = f"waited {waited_s:.0f} s so far for {away} to connect; connected: {here}"
                 print(self._waiting, file=sys.stderr, flush=True)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         if error := error or compare_members(members):
             raise error
         return members
@@ -250,7 +250,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
             print(words, file=sys.stderr, flush=True)
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _check_address(me: Member, place: MeetingPoint) -> None:

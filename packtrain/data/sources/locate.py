@@ -85,7 +85,7 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind,
     if not (local.exists() or any(sign in path for sign in "*?[")):
         forgotten = any(os.path.exists(f"{local}{suffix}") for suffix in SUFFIXES)
         if not (looks_local(path) or forgotten):
-            return _load_from_hub(source, where)
+            return load_from_hub(source, where)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     files = _list_files(local)
@@ -181,7 +181,8 @@ def _load_saved(folder: Path, source: DataSource) -> Source:
     return _from_dataset(f"{folder} [{source.split}]", loaded[source.split])
 
 
-def _load_from_hub(source: DataSource, where: str) -> Source:
+def load_from_hub(source: DataSource, where: str) -> Source:
+    """A data set of the Hugging Face hub. Raises UserError, at the config key `where`."""
     import datasets
 
     with offline_unless_reachable() as online:

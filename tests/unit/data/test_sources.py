@@ -142,7 +142,7 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
 @pytest.fixture
 def no_hub(monkeypatch):
     """No path may be asked for at the hub."""
-    monkeypatch.setattr(sources, "_load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
+    monkeypatch.setattr(sources, "load_from_hub", lambda source, where: pytest.fail(f"{source.path} is no hub id"))
 
 
 @pytest.mark.parametrize("name", ["chats.docx", "data/chats.unheard", "data/train"])

@@ -143,7 +143,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
 def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
     lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_REFUSED_S", 0.2)
+    monkeypatch.setattr(machines, "REFUSED_S", 0.2)
 
     def leaves(reporter: Reporter) -> Verdict:
         until(lambda: time.sleep(0.3) is None)
@@ -197,7 +197,7 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machines, "ENDING_S", 0.3)
-    monkeypatch.setattr(machines, "_INFORM_S", 0.3)
+    monkeypatch.setattr(machines, "INFORM_S", 0.3)
     over = threading.Event()
 
     def fails(reporter: Reporter) -> Verdict:

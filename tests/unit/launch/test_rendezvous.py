@@ -26,7 +26,7 @@ LONG_S = 60  # for what comes in no time, unless the machine has other things to
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> MeetingPoint:
-    monkeypatch.setattr(rendezvous, "_POLL_S", 0.05)
+    monkeypatch.setattr(rendezvous, "POLL_S", 0.05)
     monkeypatch.delenv(SECRET, raising=False)
     return free_place()
 
@@ -219,7 +219,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(
 def test_a_machine_that_left_is_waited_for_again(place: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = Launchers()
     launchers.start(member(0, 3), place)
-    monkeypatch.setattr(rendezvous, "_ABSENT_S", 3)  # ten times what lies between two calls of one that is there
+    monkeypatch.setattr(rendezvous, "ABSENT_S", 3)  # ten times what lies between two calls of one that is there
     assert "wait" in join(place, member(1, 3))
     time.sleep(3.5)
     launchers.start(member(1, 3), place)
