@@ -90,7 +90,7 @@ FAULTS = {
     ),
     "answer_cut": (
         "the answer is cut before its end by data.max_length={max_length}, so the model learns to go on",
-        "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
+        "Raise data.max_length (inspect with data.max_length=null says what each would cut), or set data.overlong=drop.",
     ),
     "end_never_trained": (
         "no end of an answer ({ends}) is trained, so the model does not learn to stop",

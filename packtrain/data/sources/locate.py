@@ -83,10 +83,11 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind,
     if (local / "state.json").exists() or (local / "dataset_dict.json").exists():
         return _load_saved(local, source)
     if not (local.exists() or any(sign in path for sign in "*?[")):
-        forgotten = any(os.path.exists(f"{local}{suffix}") for suffix in SUFFIXES)
+        forgotten = next((f"{path}{suffix}" for suffix in SUFFIXES if os.path.exists(f"{local}{suffix}")), "")
         if not (looks_local(path) or forgotten):
             return load_from_hub(source, where)
-        fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
+        hint = f"Did you mean {forgotten}?" if forgotten else nearest(path)
+        fix = _READABLE if local.suffix and suffix_of(local) is None else f"{hint} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     files = _list_files(local)
     if not files:
