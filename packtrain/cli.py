@@ -289,11 +289,11 @@ def report(
     return report_runs(runs, output)
 
 
-def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *of_a_run: Any) -> int:
+def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
     """Launches the verb; what belongs to a run of the user's is given by the verbs that train."""
     from packtrain.launch.execute import execute
 
-    return execute(launch, run, partial(work, verb, run), *of_a_run)
+    return execute(launch, run, partial(work, verb, run), *more)
 
 
 def _report(folder: RunFolder) -> None:

@@ -22,7 +22,7 @@ import psutil
 
 from packtrain import fast_imports
 from packtrain.bench.bench_table import print_report
-from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search, trial_json
+from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, fastest_of, is_clear, search, trial_json
 from packtrain.config.rules import check_combinations
 from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, UserError
@@ -68,7 +68,7 @@ def run_bench(
             most=config.batch.examples_per_step,
             pairs=config.objective.traits.pairs,
         )
-        if best_of(trials) is None:
+        if fastest_of(trials) is None:
             raise UserError(trials[0].why, where="packtrain bench")
         print_report(runs.report(trials), given, as_json=as_json)
         return 0
@@ -177,7 +177,7 @@ class ShortRuns:
 
     def report(self, trials: list[Trial]) -> dict[str, Any]:
         """All results in plain values; the keys are a promise to users."""
-        config, about, best, configured = self.config, self.about, best_of(trials), trials[0]
+        config, about, best, configured = self.config, self.about, fastest_of(trials), trials[0]
         batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
         unit = config.objective.traits.unit
         return {

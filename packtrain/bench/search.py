@@ -212,7 +212,7 @@ def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tup
     return [kind for kind in kinds if kind != own]
 
 
-def best_of(trials: Sequence[Trial]) -> Trial | None:
+def fastest_of(trials: Sequence[Trial]) -> Trial | None:
     """The fastest of those that were compared to the end; None if nothing was measured."""
     rounds = max(len(trial.rounds) for trial in trials)
     last = [trial for trial in trials if trial.rounds and len(trial.rounds) == rounds]

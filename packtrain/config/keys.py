@@ -179,10 +179,10 @@ def advice_for(path: str) -> str:
         return advice
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."
-    of_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
+    in_group = [item.partition(".")[2] for item in known if item.startswith(f"{group}.")]
     meant = [item for item in known if item.rpartition(".")[2] == leaf]
     meant = meant or ([_OTHER_NAMES[leaf]] if leaf in _OTHER_NAMES else [])
-    meant = meant or [f"{group}.{name}" for name in near(rest, of_group) if rest] or near(path, [*known, *groups()])
+    meant = meant or [f"{group}.{name}" for name in near(rest, in_group) if rest] or near(path, [*known, *groups()])
     meant = meant or [
         item
         for name in near(leaf, [item.rpartition(".")[2] for item in known])
@@ -191,8 +191,8 @@ def advice_for(path: str) -> str:
     ]
     if meant:
         return f"Did you mean {' or '.join(meant)}?"
-    if of_group:
-        return f"The keys of {group} are {', '.join(of_group)}."
+    if in_group:
+        return f"The keys of {group} are {', '.join(in_group)}."
     return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
 
 

@@ -74,10 +74,8 @@ def find_config(name: str) -> Path:
     for candidate in (path, recipes / (path.relative_to("recipes") if path.parts[:1] == ("recipes",) else path)):
         if os.path.isfile(candidate):
             if candidate.suffix != SUFFIX:
-                if candidate.suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt"):
-                    fix = f"Name a config or recipe first: recipes/smollm2-sft.yaml data.train={name}."
-                    raise UserError("this is data, not a config", where=name, fix=fix)
-                raise UserError("a config file ends with .yaml", where=name, fix=f"Rename it to {path.stem}{SUFFIX}.")
+                fix = f"Rename it to {path.stem}{SUFFIX}. Data comes after a recipe: recipes/smollm2-sft.yaml data.train={name}."
+                raise UserError("a config file ends with .yaml", where=name, fix=fix)
             return candidate.absolute()
     if os.path.exists(path):
         raise UserError("this is a folder or no regular file", where=name, fix="Name a .yaml file.")

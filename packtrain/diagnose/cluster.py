@@ -99,7 +99,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
         while len(sent) < len(group.names) and time.monotonic() < end:
             time.sleep(0.1)
         document = compare(dict(sorted(sent.items())), group.names, place, processes.nodes)
-        code.set_result(exit_code_of(document))
+        code.set_result(exit_code_for(document))
         print(json.dumps(document, indent=2)) if as_json else print_comparison(document, processes.nodes)
         return code.result()
 
@@ -213,7 +213,7 @@ def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
     return sorted(checks.values(), key=lambda check: check["status"])
 
 
-def exit_code_of(document: Mapping[str, Any]) -> int:
+def exit_code_for(document: Mapping[str, Any]) -> int:
     """4 if a machine is missing, 3 if a check failed or facts differ that must not, else 0."""
     failed = any(item["status"] == "fail" for item in (*document["differences"], *document["checks"]))
     return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0

@@ -7,9 +7,8 @@ All ranks wait for the slowest one. A document of l tokens costs `l + attention_
 3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
    within it the costliest part goes to the rank that has done least.
 
-Documents are placed longest first, each into the cheapest part that it still fits into (Graham 1969: at most 4/3 of the best), or
-by best fit where that needs fewer parts. With padding or kept order, consecutive documents are cut so that the costliest part costs as
-little as possible.
+Documents are placed longest first, each into the cheapest part that it fits into (Graham 1969: at most 4/3 of the best), or by best
+fit where that needs fewer parts. With padding or kept order, consecutive documents are cut so that the costliest part is cheapest.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class AttentionChoice:
 class NotExact(CheckFailed):
     """The backend that was asked for by name is not exact: its `proof`, and the `leak` if a module mixes documents."""
 
-    def __init__(self, lack: str | Sequence[Problem], proof: Proof | None = None, leak: Leak | None = None) -> None:
-        super().__init__(lack, fix="set model.attention=auto")
+    def __init__(self, reason: str | Sequence[Problem], proof: Proof | None = None, leak: Leak | None = None) -> None:
+        super().__init__(reason, fix="set model.attention=auto")
         self.proof, self.leak = proof, leak
 
 
@@ -64,25 +64,27 @@ def choose_attention(
     named, rejected, proof, leak = wanted != "auto", [], None, None
     for name in (wanted,) if named else AUTO:
         if name != PER_DOCUMENT and not uses_attention_interface(model):
-            kernel, lack = "", OWN_CODE
+            kernel, reason = "", OWN_CODE
         else:
-            kernel, lack = flash.available(model, device, autocast) if name == "flash" else (name, "")
+            kernel, reason = flash.available(model, device, autocast) if name == "flash" else (name, "")
         if not kernel and named:
-            raise UserError(f"{name} attention is not available: {lack}", where="model.attention", fix="set it to auto")
+            raise UserError(
+                f"{name} attention is not available: {reason}", where="model.attention", fix="set it to auto"
+            )
         if named and not prove:
             return AttentionChoice(Backend(name, "asked for"), None)
         if kernel:
-            why_not_shared, why = None, "asked for" if named else lack
+            why_not_shared, why = None, "asked for" if named else reason
             if pairs:
                 why_not_shared, proof = prove_backend(name, model, autocast, TREE)
             if why_not_shared != "":
-                lack, proof = prove_backend(name, model, autocast)
-            if why_not_shared == "" or not lack:
-                why = "; ".join(f"no {other}: {reason}" for other, reason in rejected) or why
+                reason, proof = prove_backend(name, model, autocast)
+            if why_not_shared == "" or not reason:
+                why = "; ".join(f"no {other}: {lacking}" for other, lacking in rejected) or why
                 return AttentionChoice(Backend(name, why), proof, tuple(rejected), why_not_shared)
             if proof is not None and proof.verdict == "leaks" and (leak := find_leak(model, name)):
-                lack = f"{lack}: {leak.module}, a {leak.kind}, mixes them"
-        rejected.append((name, lack))
+                reason = f"{reason}: {leak.module}, a {leak.kind}, mixes them"
+        rejected.append((name, reason))
     if named:
         raise NotExact(rejected[0][1], proof, leak)
     raise CheckFailed(

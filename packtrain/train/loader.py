@@ -38,8 +38,7 @@ from packtrain.packing.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), examples. A filler counts 0 in all but
-    slots.
+    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), examples. A filler has slots alone.
 
     Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
     micro-batch of a step of kto also has the `mismatched` pairs of the whole step.

@@ -122,7 +122,7 @@ def spread_model(run: Prepared) -> None:
     run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
 
 
-def choose_attention(run: Prepared) -> None:
+def settle_attention(run: Prepared) -> None:
     """The attention of packed rows, chosen by proof. Raises UserError or CheckFailed where nothing runs them exactly."""
     base, prove = base_model(run.model), run.config.verify.preflight
     if run.config.packing.mode != "padding":

@@ -43,7 +43,7 @@ from packtrain.plan.origin import check_length, check_origin, length_of, origin_
 from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
-from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
+from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import memory_error
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.log import console
@@ -56,9 +56,9 @@ from packtrain.train.preparation import (
     Prepared,
     begin,
     check_model,
-    choose_attention,
     load,
     prepare_data,
+    settle_attention,
     settle_precision,
     spread_model,
 )
@@ -242,7 +242,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if checkpoint is not None:
         check_origin(checkpoint, origin)  # before proofs take time
     spread_model(prepared)
-    choose_attention(prepared)
+    settle_attention(prepared)
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = prepared.steps(data.train, **until, shuffle=config.data.shuffle)
     evaluation = prepared.steps(data.eval, evaluation=True) if data.eval else None
@@ -399,13 +399,13 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
         write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
-    for of_an_earlier_run in (folder.summary, folder.data):
-        of_an_earlier_run.unlink(missing_ok=True)
+    for stale in (folder.summary, folder.data):
+        stale.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
         run.log.warn(remark)
     if checkpoint:  # a kill may have come between the newest checkpoint and the removal of the oldest
         with suppress(OSError):
-            prune(folder.checkpoints, run.config.trainer.keep_checkpoints, best_of(checkpoint), origin)
+            prune(folder.checkpoints, run.config.trainer.keep_checkpoints, best_step_of(checkpoint), origin)
 
 
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
@@ -421,7 +421,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         "dtype": format_of(config.optim.bf16_rounding, base_model(run.prepared.model).dtype),
         "scores": config.objective.traits.scores,
     }
-    saved = results.save_final(
+    folders = results.save_final(
         folder, trainer, run.prepared.model, run.prepared.tokenizer, config.model, config.peft, **kept
     )
     if run.ranks.sharded and config.trainer.samples:
@@ -438,7 +438,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         chat=bool(run.prepared.tokenizer.chat_template),
         scores=config.objective.traits.scores,
     )
-    results.print_results(run.log, summary, folder, saved, commands)
+    results.print_results(run.log, summary, folder, folders, commands)
 
 
 def _describe_data(run: Run, data: PreparedData) -> None:

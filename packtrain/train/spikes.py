@@ -122,8 +122,7 @@ class SpikeJudge:
         self._skipped = 0
 
     def is_spike(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
-        """Whether `step` (from 1) gets no update: it is a spike, by this rank's `part` of its loss and the norm of its gradients, it was
-        given up before, or it has no examples."""
+        """Whether `step` (from 1) gets no update: by this rank's `part` of its loss and the norm it is a spike, or it is given up."""
         assert self.rules is not None
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])

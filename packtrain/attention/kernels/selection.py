@@ -1,6 +1,6 @@
 """Chooses the varlen kernel of a layer: the first of CANDIDATES that is CORRECT on this device, checked by running it.
 
-A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
+A successful import proves little: a package may reason code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken. It costs
 milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
@@ -92,13 +92,13 @@ def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
                 error = kernel_error(kernel, layer, device)
                 if error <= kernel_tolerance(layer.dtype):
                     return KernelChoice(kernel, tuple(lacks))
-                lack = f"wrong by {error:.2g}"
+                reason = f"wrong by {error:.2g}"
             except torch.OutOfMemoryError:  # says nothing of the kernel
                 raise
             except Exception as failure:  # packages and kernels raise exceptions of every type
-                lack = first_line(failure)
-            _check_alive(name, lack, device)
-            lacks.append((name, lack))
+                reason = first_line(failure)
+            _check_alive(name, reason, device)
+            lacks.append((name, reason))
     return KernelChoice(None, tuple(lacks))
 
 

@@ -100,8 +100,8 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data, traits = config.data, config.objective.traits
     what = "preference pairs" if traits.pairs else "answers with labels"
     if "data.loss_on" in given:
-        of_them = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
-        yield Fault(("data.loss_on",), of_them, "Remove the key.")
+        what_then = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
+        yield Fault(("data.loss_on",), what_then, "Remove the key.")
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"
         what = f"{cannot} cannot be split: the later parts would have no prompt"

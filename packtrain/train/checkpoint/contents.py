@@ -80,9 +80,9 @@ class _Plain:
         if isinstance(model, PeftModel):
             files = [self._folder / ADAPTER_SAFE_WEIGHTS_NAME]
             marks = {name: torch.empty(0) for name in model.state_dict()}
-            of_mark = {id(mark): name for name, mark in marks.items()}
+            name_of = {id(mark): name for name, mark in marks.items()}
             kept = get_peft_model_state_dict(model, marks, save_embedding_layers=False)
-            named = {saved: of_mark[id(mark)] for saved, mark in kept.items()}
+            named = {saved: name_of[id(mark)] for saved, mark in kept.items()}
         else:
             files, named = sorted(self._folder.glob("*.safetensors")), {}
         opened = [safe_open(file, "pt") for file in files]

@@ -58,7 +58,7 @@ def step_of(checkpoint: Path) -> int:
     return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
 
 
-def best_of(checkpoint: Path) -> int | None:
+def best_step_of(checkpoint: Path) -> int | None:
     """The step whose evaluation was the best by then, where that is watched."""
     return json.loads((checkpoint / TRAINER_STATE_NAME).read_text()).get("best_global_step")
 

@@ -89,8 +89,8 @@ def warnings_to(log: Log) -> None:
 
 def warn_of_compiler(log: Log, device: torch.device) -> None:
     """Warns, once, where kernels that Triton builds are wanted and cannot be built."""
-    if device.type == "cuda" and (lack := lack_of_compiler()):
-        log.warn(f"{lack}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
+    if device.type == "cuda" and (reason := lack_of_compiler()):
+        log.warn(f"{reason}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
 def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:

@@ -104,13 +104,15 @@ class PairObjective(TrainingObjective):
         if share is False:
             self.layout, self.why_not_shared = "flat", "packing.share_prefix=false"
             return choice
-        lack = choice.why_not_shared
-        if lack is None:  # not tried yet, since nothing was proved
-            lack, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
-        self.layout, self.why_not_shared = "flat" if lack else "shared", lack
+        reason = choice.why_not_shared
+        if reason is None:  # not tried yet, since nothing was proved
+            reason, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
+        self.layout, self.why_not_shared = "flat" if reason else "shared", reason
         same_everywhere(self.layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
-        if lack and share:
-            raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
+        if reason and share:
+            raise CheckFailed(
+                f"prompts cannot be shared: {reason}", where="packing.share_prefix", fix="set it to false"
+            )
         return choice
 
     def slots(self, data: PairDataset) -> np.ndarray:

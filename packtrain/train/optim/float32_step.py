@@ -107,28 +107,28 @@ class _Float32Step(Optimizer):
         if exact is weight:
             return
         state = self.state.pop(exact, {})
-        chance = None
+        generator = None
         if self.stochastic:
-            chance = _generator(weight, self.seed, number, rounded)
+            generator = _generator(weight, self.seed, number, rounded)
             state[ROUNDINGS] = rounded + 1
-        weight.copy_(round_to(exact, weight.dtype, chance))
+        weight.copy_(round_to(exact, weight.dtype, generator))
         if self.masters:
             state[MASTER] = exact
         else:
-            state |= {name: round_to(state[name], weight.dtype, chance) for name in _moments(state, weight)}
+            state |= {name: round_to(state[name], weight.dtype, generator) for name in _moments(state, weight)}
         if state:
             self.state[weight] = state
 
 
-def round_to(exact: torch.Tensor, dtype: torch.dtype, chance: torch.Generator | None = None) -> torch.Tensor:
-    """float32 `exact` in `dtype`: its nearest number, or with `chance` one of its two neighbours in bfloat16.
+def round_to(exact: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
+    """float32 `exact` in `dtype`: its nearest number, or with a `generator` one of its two neighbours in bfloat16.
 
     The further one is as likely as the nearer one is near: 16 random bits are added to the 16 that are cut off.
     """
     rounded = exact.to(dtype)
-    if chance is not None and dtype == torch.bfloat16:
+    if generator is not None and dtype == torch.bfloat16:
         whole = local(exact)
-        noise = torch.randint(0, 1 << 16, whole.shape, dtype=torch.int32, device=whole.device, generator=chance)
+        noise = torch.randint(0, 1 << 16, whole.shape, dtype=torch.int32, device=whole.device, generator=generator)
         bits = (whole.view(torch.int32) + noise) & -(1 << 16)
         local(rounded).copy_(torch.where(whole.isfinite(), bits.view(torch.float32), whole))
     return rounded

@@ -110,8 +110,8 @@ def _sample(flat: torch.Tensor) -> torch.Tensor | None:
     """The indices of `flat` to look at, the same in every step; None for all."""
     if len(flat) <= _SAMPLE:
         return None
-    chance = torch.Generator(flat.device).manual_seed(len(flat))
-    return torch.randint(0, len(flat), (_SAMPLE,), device=flat.device, generator=chance)
+    generator = torch.Generator(flat.device).manual_seed(len(flat))
+    return torch.randint(0, len(flat), (_SAMPLE,), device=flat.device, generator=generator)
 
 
 def _at(flat: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:

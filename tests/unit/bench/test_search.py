@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, best_of, is_clear, search
+from packtrain.bench.search import Candidate, Failure, RunFigures, Trial, fastest_of, is_clear, search
 from packtrain.config.schema import Batch, Packing
 
 STEP = 16_000
@@ -67,7 +67,7 @@ def test_rows_grow_or_shrink_as_long_as_that_is_faster(
     machine = Machine(speed, memory)
     trials = machine.trials(replace(CONFIGURED, tokens=configured), allowed=allowed)
     assert [trial.candidate.tokens for trial in trials if trial.candidate.mode == "packed"] == packed
-    fastest = best_of(trials)
+    fastest = fastest_of(trials)
     assert fastest and fastest.candidate.tokens == best
     others = {trial.candidate.mode: trial.candidate.tokens for trial in trials if trial.candidate.mode != "packed"}
     assert others == {"padding": best, "padding_free": best}
@@ -78,7 +78,7 @@ def test_rows_grow_or_shrink_as_long_as_that_is_faster(
 def test_the_best_are_compared_in_turn_until_the_time_ends() -> None:
     machine = Machine(lambda candidate: 40_000 + 10_000 * (candidate.mode == "packed") + (candidate.tokens or 0))
     trials = machine.trials()
-    best = best_of(trials)
+    best = fastest_of(trials)
     assert best and best.candidate.tokens == 16384 and len(best.rounds) == 6 and is_clear(best, trials[0])
     assert [trial.candidate.tokens for trial in trials if len(trial.rounds) > 1] == [4096, 8192, 16384]
     turns = machine.tried[-6:]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster import Traits, exit_code_of, find_differences, group_checks, traits_of
+from packtrain.diagnose.cluster import Traits, exit_code_for, find_differences, group_checks, traits_of
 from packtrain.diagnose.facts import Driver, Facts, Gpu, Host, Torch
 
 H100 = Gpu(0, "H100", memory=80 * 2**30)
@@ -85,4 +85,4 @@ def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
     ids=["well", "must-agree", "slow", "dead", "missing"],
 )
 def test_the_exit_code_says_the_worst(changes: dict[str, Any], code: int) -> None:
-    assert exit_code_of({"missing": [], "differences": [], "checks": [], **changes}) == code
+    assert exit_code_for({"missing": [], "differences": [], "checks": [], **changes}) == code
