@@ -74,7 +74,7 @@ def _verdict(best: dict[str, Any]) -> str:
         return f"the configured settings, {speed}"
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
-    unclear = "" if best["clear"] else "; not faster in each of several rounds (--seconds)"
+    unclear = "" if best["clear"] else "; not faster in every round (--seconds)"
     return f"{speed}, {best['ratio']:.2f} times as configured{unclear}"
 
 

@@ -119,9 +119,9 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     process = start(tmp_path, STOPPABLE, SMALL if number == signal.SIGINT else BY_TORCHRUN)
     other = tmp_path / "out/logs/rank-00001.log"
     assert process.stdout is not None
-    while "ready" not in process.stdout.readline():
+    while process.stdout.readline() != "ready\n":
         assert process.poll() is None
-    while not other.exists() or "ready" not in other.read_text():
+    while not other.exists() or "\nready\n" not in other.read_text():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
