@@ -22,7 +22,7 @@ from multiprocessing.synchronize import Barrier
 
 from torch.distributed import PrefixStore, TCPStore
 
-from packtrain.train.sync.checks import Peers
+from packtrain.train.sync import Peers
 
 PROCESSES = 4
 PER_NODE = 8

@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from packtrain import __version__, fast_imports, work
 from packtrain.errors import UserError
-from packtrain.launch.exit_status import exit_code_of, report_error
+from packtrain.exit_code import exit_code_of, report_error
 from packtrain.redact import CleanStream, clean, learn
 from packtrain.standard_streams import open_streams, outlive_terminal
 

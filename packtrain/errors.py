@@ -1,5 +1,5 @@
 """The three ways a run ends for a reason that is not our bug, and their exit codes. They are raised where the fault is found, and
-printed in one place (launch/exit_status.py)."""
+printed in one place (exit_code.py)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from packtrain.run_folder import write_json
 from packtrain.train.loop import StepTrainer
 from packtrain.train.results import Summary
 from packtrain.train.run import Run, train_in
-from packtrain.train.sync.checks import Peers
+from packtrain.train.sync import Peers
 
 
 def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from packtrain.errors import PeerFailed
-from packtrain.launch.exit_status import BUG, MOST_TELLING, MachineReport, Verdict, decide_exit
+from packtrain.exit_code import BUG
+from packtrain.launch.exit_status import MOST_TELLING, MachineReport, Verdict, decide_exit
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog

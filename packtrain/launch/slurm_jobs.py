@@ -25,8 +25,9 @@ from packtrain.config.schema import Topology
 from packtrain.config.yaml_files import shipped, shown
 from packtrain.durable import write_text
 from packtrain.errors import PeerFailed, UserError
+from packtrain.exit_code import listening
 from packtrain.launch.attempt import inputs, writing
-from packtrain.launch.exit_status import MOST_TELLING, listening
+from packtrain.launch.exit_status import MOST_TELLING
 from packtrain.monitor.channel import SECRET, new_secret
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings

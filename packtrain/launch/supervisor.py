@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packtrain.exit_code import Stopped, listening
 from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import Stopped, Verdict, is_failure, listening, tail_of
+from packtrain.launch.exit_status import Verdict, is_failure, tail_of
 from packtrain.launch.worker import read_exits
 from packtrain.monitor.processes import Life, ProcessState, crash_of, life_of, memory_kills
 from packtrain.time_limit import in_time

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from packtrain import fast_imports
 from packtrain.errors import LostPeers, PacktrainError
-from packtrain.launch.exit_status import exit_code_of
+from packtrain.exit_code import exit_code_of
 from packtrain.redact import clean
 from packtrain.standard_streams import outlive_terminal
 

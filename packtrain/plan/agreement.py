@@ -1,4 +1,4 @@
-"""Comparison of facts that must be the same on all machines (launch/rendezvous.py) and ranks (train/sync/checks.py). Pure.
+"""Comparison of facts that must be the same on all machines (launch/rendezvous.py) and ranks (train/sync.py). Pure.
 
 Values are compared as text; of those that may be secret a short digest, enough to see that two differ.
 """

@@ -29,13 +29,13 @@ from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.log.metrics import MetricsFile, StepFigures
+from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.lost_updates import MOST_LOST, LostUpdates
 from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import Judgement, SpikeJudge
-from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:

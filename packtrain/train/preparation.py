@@ -27,7 +27,7 @@ from packtrain.plan.known_model import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.sync.checks import Peers, agree_on_data, agree_on_model, preparing_s
+from packtrain.train.sync import Peers, agree_on_data, agree_on_model, preparing_s
 
 
 @dataclass(slots=True)

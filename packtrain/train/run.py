@@ -64,7 +64,7 @@ from packtrain.train.preparation import (
 )
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
-from packtrain.train.sync.checks import (
+from packtrain.train.sync import (
     Peers,
     agree_on_start,
     check_run_folder,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from packtrain.launch.exit_status import ENDING, exit_code_of
+from packtrain.exit_code import ENDING, exit_code_of
 from tests.cluster.small_launch import PRELOAD, ROOT, instead_of_torchrun, launch, start, start_arguments
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 

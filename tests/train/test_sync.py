@@ -19,7 +19,7 @@ from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, Disagreement, PacktrainError, PeerFailed
 from packtrain.model.load import weights_hash
 from packtrain.plan.agreement import shared_values
-from packtrain.train.sync.checks import Peers, agree_on_data, agree_on_start, connect
+from packtrain.train.sync import Peers, agree_on_data, agree_on_start, connect
 
 RANKS = 3
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 import packtrain
 from packtrain.boundary import TRACEBACK, boundary, explain
 from packtrain.errors import UserError
-from packtrain.launch.exit_status import BUG, exit_code_of
+from packtrain.exit_code import BUG, exit_code_of
 
 OURS, THEIRS = str(Path(packtrain.__file__)), "/site-packages/library/loading.py"
 

@@ -22,6 +22,7 @@ LAYERS = (
     ("redact",),
     ("durable", "errors", "standard_streams", "wording"),
     ("boundary", "time_limit"),
+    ("exit_code",),
     ("config",),
     ("run_folder",),
     ("monitor",),
@@ -42,7 +43,7 @@ LAYERS = (
 )
 """Each imports only what stands before it."""
 LAUNCH = {
-    *("boundary", "durable", "errors", "redact", "standard_streams", "time_limit", "wording"),
+    *("boundary", "durable", "errors", "exit_code", "redact", "standard_streams", "time_limit", "wording"),
     *("config", "run_folder", "monitor", "plan"),
 }
 """What `launch` imports: it starts training as processes, never by an import."""

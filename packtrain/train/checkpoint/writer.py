@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from packtrain.monitor.heartbeat import own_heartbeat, waiting
 from packtrain.monitor.processes import memory_free
 from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
-from packtrain.train.sync.checks import BACKGROUND
+from packtrain.train.sync import BACKGROUND
 
 _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""

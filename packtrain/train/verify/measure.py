@@ -38,7 +38,7 @@ from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import HeldObjective
 from packtrain.train.preflight import why_not_together
 from packtrain.train.preparation import Prepared, begin, load, settle_precision, spread_model
-from packtrain.train.sync.checks import Peers
+from packtrain.train.sync import Peers
 from packtrain.train.verify.command import finite
 from packtrain.train.verify.modes import (
     MODES,

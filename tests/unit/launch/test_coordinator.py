@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from packtrain.exit_code import BUG
 from packtrain.launch import coordinator as machines
 from packtrain.launch.coordinator import Coordinator, Orders, Reporter
-from packtrain.launch.exit_status import BUG, MachineReport, Verdict, decide_exit
+from packtrain.launch.exit_status import MachineReport, Verdict, decide_exit
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState

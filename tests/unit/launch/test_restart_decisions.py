@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from packtrain.exit_code import BUG
 from packtrain.launch.coordinator import Restarts, newest_step
-from packtrain.launch.exit_status import BUG, Verdict
+from packtrain.launch.exit_status import Verdict
 from packtrain.run_folder import RunFolder
 
 KILLED = Verdict(4, ["rank 1 was killed"])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
-from packtrain.train.sync.checks import limit_collectives
+from packtrain.train.sync import limit_collectives
 
 _MEASURED: dict[Phase, str] = {
     "forward": "forward_seconds",

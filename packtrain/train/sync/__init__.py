@@ -1,1 +1,0 @@
-"""Checks that all processes of a run agree, before and while they train."""
