@@ -1,8 +1,8 @@
-"""The boundary around what others wrote: a library at work on a user's file, or code that came with a model.
+"""The boundary around other people's code: a library that works on a user's file, or code that comes with a model.
 
-Whatever is raised there is for the user: a UserError with the file or config key, the library's own first line, and a fix. Bugs of
-packtrain stay bugs (exit code 1): they are recognised by the file that raised them. `explain` is the last boundary, for what no
-stage expected.
+What that code raises is reported to the user as a UserError with the file or config key, the first line of the error, and a fix.
+Bugs of packtrain stay bugs (exit code 1); the file that raised an error tells them apart. `explain` is the last boundary, for
+errors that no stage expected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _SITE_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 TRACEBACK = "PACKTRAIN_TRACEBACK"
-"""Where this variable is set, errors that are for the user are printed with their traceback, too."""
+"""Environment variable: if it is set, errors for the user are printed with their traceback."""
 _SHOWS = f"{TRACEBACK}=1 shows where it was raised."
 _LIMIT = "A limit is reached: see ulimit -a and free -h."
 _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
@@ -36,15 +36,15 @@ _FIXES = {
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "Name another place: its name is too long, or a link loops."),
     **dict.fromkeys(_UNREACHABLE, "The disk or the network behind it fails: see dmesg, and whether it is mounted."),
 }
-"""What the machine refuses, whoever asks: never a bug, and what to do about it."""
+"""Errors of the operating system, which are never a bug, and what to do about them."""
 Fix = str | Callable[[BaseException], str]
 
 
 @contextmanager
 def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
-    """Inside the block, what is raised (even SystemExit) becomes a UserError: `what`, and the error's own first line.
+    """Inside the block, any exception (even SystemExit) becomes a UserError: `what`, and the first line of the exception.
 
-    Only a PacktrainError, Ctrl-C and bugs of packtrain stay as they are. `fix` may depend on the error.
+    Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix` may depend on the error.
     """
     try:
         yield
@@ -58,19 +58,19 @@ def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether this is a bug of packtrain: of a kind that bugs have, with no code of others between us and Python's own.
+    """Whether this is a bug of packtrain: one of BUGS, raised by our own code, not by a library that we called.
 
-    A library that is called wrongly counts as the user's; its traceback is in the log.
+    An error inside a library that was called wrongly counts as the user's; its traceback is in the log.
     """
     built_in = isinstance(error, BUGS) and type(error).__module__ == "builtins"
     return built_in and raised_in(error).startswith(_OURS)
 
 
 def explain(error: BaseException) -> PacktrainError | None:
-    """What the user can mend of an error that no stage expected; None for what may be a bug of packtrain.
+    """An unexpected error as an error for the user; None if it may be a bug of packtrain.
 
-    The user's are what the machine refuses (permissions, space, limits, names), a package that cannot be imported, and a path or
-    text at which a library failed. A missing path and bytes that are no text are bugs where our own code came upon them.
+    For the user are refusals of the operating system (permissions, space, limits, names), packages that cannot be imported, and
+    paths or texts at which a library failed. A missing path or invalid UTF-8 that our own code met without a check is a bug.
     """
     if isinstance(error, BrokenPipeError):
         return None
@@ -81,14 +81,14 @@ def explain(error: BaseException) -> PacktrainError | None:
     place = raised_in(error)
     ours = place.startswith(_OURS)
     if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):
-        cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""  # of transformers, which imports late
+        cause = f" ({first_line(error.__cause__)})" if error.__cause__ else ""  # transformers imports lazily
         fix = f"Reinstall it, in a version that packtrain supports: pip check. {_SHOWS}"
         return UserError(f"a package cannot be used: {first_line(error)}{cause}", fix=fix)
     if isinstance(error, OSError) and (not ours or error.errno in _FIXES):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         fix = _FIXES.get(error.errno or 0, f"Check the path, and what is there. {_SHOWS}")
         return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # raised by os.getcwd
         return UserError("the current folder is gone", fix="Go to one that exists: cd.")
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     imported = any(code.co_name == "<module>" and code.co_filename == place for code in frames)
@@ -99,7 +99,7 @@ def explain(error: BaseException) -> PacktrainError | None:
 
 
 def raised_in(error: BaseException) -> str:
-    """The file that raised the error, be it by a call of Python's own library; "" if it is not known."""
+    """The file that raised the error, directly or in a call of the standard library; "" if unknown."""
     place = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -110,7 +110,7 @@ def raised_in(error: BaseException) -> str:
 
 @contextmanager
 def staying() -> Iterator[None]:
-    """Inside the block os._exit by others is a UserError in this process and thread: it could end a run, or a proof, with exit code 0."""
+    """Inside the block, os._exit called by other code raises UserError in this thread: it could end a run or a proof with exit code 0."""
     leave, process, thread = os._exit, os.getpid(), threading.get_ident()
 
     def stay(code: int) -> None:

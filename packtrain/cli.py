@@ -290,7 +290,7 @@ def report(
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
-    """Launches the verb; what belongs to a run of the user's is given by the verbs that train."""
+    """Launches `verb`; `more` are the optional arguments of `execute`, which only training verbs use."""
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *more)
@@ -306,20 +306,20 @@ def main() -> None:
     """The console command `packtrain`."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
+        sys.stdout.reconfigure(errors="replace")  # "≥" in the help must not fail on a latin-1 terminal
     try:
-        if os.path.expanduser("~") == "~":  # a user without an account, as in a container under a foreign number
+        if os.path.expanduser("~") == "~":  # a user id without an account, as in some containers
             os.environ["HOME"] = tempfile.gettempdir()
-        os.environ.setdefault("USER", str(os.getuid()))  # libraries ask for a name, and else look for the account
+        os.environ.setdefault("USER", str(os.getuid()))  # else libraries look up the account
         learn("\n".join(sys.argv[1:]), names=True)
         sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
         app()
-    except Exception as error:  # of what is before and around a verb
+    except Exception as error:  # raised outside any verb
         sys.exit(report_error(error))
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
-    """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
+    """The config that the arguments name, and its plan: for `verb`, by default the verb of the config."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
@@ -349,7 +349,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
 
 
 def _note(line: str) -> None:
-    """Says on stderr what was made of the config, once for all processes that another launcher has started."""
+    """Prints on stderr how the config was interpreted; on rank 0 only, if another launcher started several processes."""
     if os.environ.get("RANK", "0") == "0":
         print(clean(line), file=sys.stderr)
 
@@ -370,7 +370,7 @@ def _check_verb(run: RunConfig, verb: str) -> None:
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The config's path (the first argument, if it is given), and the overrides. Raises UserError where nothing is given."""
+    """The config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
     if not arguments:
         raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
     first = arguments[0]

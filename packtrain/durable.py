@@ -1,5 +1,5 @@
-"""Files and folders that a kill or a loss of power leaves whole or absent: written aside, synced, renamed, and their folder synced.
-Otherwise a renamed file can come back empty."""
+"""Atomic writes: after a kill or a power failure a file or folder is whole or absent. It is written under another name, synced and
+renamed, and its parent folder is synced; otherwise a renamed file can come back empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    """Waits until the bytes of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,22 +22,22 @@ def sync(path: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """Where a file or folder lies while it is written or removed."""
+    """The path of a file or folder while it is being written or removed."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file (UTF-8) that is the old one, or none, until it is this one whole."""
+    """Writes a file (UTF-8) atomically."""
     try:
         aside(path).write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:  # no room: nothing half stays, and the error names the file
+    except OSError as error:  # no space: removes the part that was written, and names the file
         aside(path).unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
     publish(aside(path), path)
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Syncs a file, or a folder with all that is in it, and renames it to `target`, beside it or not."""
+    """Syncs a file, or a folder with all its files, and renames it to `target`."""
     for folder, _, files in os.walk(staging):
         for name in files:
             sync(Path(folder, name))
@@ -49,7 +49,7 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, of which no part is ever seen under its name."""
+    """Removes a folder; it is renamed first, so that no part of it is ever seen under its name."""
     shutil.rmtree(aside(folder), ignore_errors=True)
     folder.rename(aside(folder))
     shutil.rmtree(aside(folder), ignore_errors=True)

@@ -1,5 +1,5 @@
-"""The three ways a run ends for a reason that is not our bug, and their exit codes. They are raised where the fault is found, and
-printed in one place (exit_code.py)."""
+"""The errors that are not bugs of packtrain, and their exit codes. They are raised where the fault is detected, and printed by
+exit_code.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Problem:
 
 
 class PacktrainError(Exception):
-    """Base of all errors that are for the user; `exit_code` is what the process ends with, `shown` whether it is printed then."""
+    """Base of all errors for the user; `exit_code` is that of the process, `shown` whether the error is printed."""
 
     exit_code = 1
     shown = True
@@ -35,7 +35,7 @@ class PacktrainError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
-    def __reduce__(self):  # exceptions cross process borders (data workers) by pickle
+    def __reduce__(self):  # exceptions of data workers are pickled
         return (type(self), (self.problems,))
 
     def to_json(self) -> dict[str, Any]:
@@ -50,13 +50,13 @@ class UserError(PacktrainError):
 
 
 class CheckFailed(PacktrainError):
-    """A check that guards the training (isolation, preflight, environment) did not pass."""
+    """A check before or during training failed: isolation, preflight, environment."""
 
     exit_code = 3
 
 
 class Disagreement(CheckFailed):
-    """The processes of a run differ. All of them raise it with the same words; only where `shown` are they printed."""
+    """The processes of a run disagree. All raise it with the same text, which is printed only where `shown`."""
 
     def __init__(self, problems: str | Problem | Sequence[Problem], *, shown: bool = True) -> None:
         super().__init__(problems)
@@ -74,14 +74,14 @@ class LostPeers(PeerFailed):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a foreign file. Raises UserError if it is anything else."""
-    what = "not a JSON object" if path.is_file() else "there is no such file"  # a pipe has no end
+    """The JSON object in a file of the user. Raises UserError if it is anything else."""
+    what = "not a JSON object" if path.is_file() else "there is no such file"  # reading a pipe could block
     try:
         if path.is_file() and isinstance(content := json.loads(path.read_bytes()), dict):
             return content
     except (OSError, ValueError, RecursionError) as error:
         what = f"not valid JSON: {error}"
-    raise UserError(what, where=str(path), fix="Mend it, or fetch it again.")
+    raise UserError(what, where=str(path), fix="Correct it, or download it again.")
 
 
 def error_from_json(content: Mapping[str, Any]) -> PacktrainError:

@@ -1,6 +1,6 @@
-"""How a process ends: its exit code, from the error or signal that ended its work, and what it prints about that.
+"""The exit code of a process, from the error or signal that ended its work, and what it prints about that.
 
-Whether a signal or an exception of one rank is the run's fault is decided by its launcher (launch/exit_status.py).
+A run of several processes has an exit code of its own (launch/exit_status.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def listening(listener: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM call `listener` with their number, which may raise; afterwards the old handlers return.
+    """Inside the block SIGINT and SIGTERM call `listener`, which may raise, with their number; then the old handlers are restored.
 
     Only for the main thread.
     """
@@ -44,10 +44,10 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 
 def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
-    """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed.
+    """Calls `work` and returns its exit code, or that of the error or signal that ended it, which is printed.
 
-    If this is one of many processes (not `alone`), an exception is not yet called a bug, nor a lost peer, and a signal is not
-    reported: the launcher does so, because it knows how the others ended, and may start them again.
+    In one of several processes (not `alone`) an exception is not called a bug and a signal is not reported: that is up to the
+    launcher, which knows how the others ended and may restart them.
     """
     received: list[int] = []
 
@@ -61,13 +61,13 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
             sys.stdout.flush()
             return code
     except SystemExit as exit_:
-        if isinstance(exit_.__context__, BrokenPipeError):  # as rich ends the process, with code 1
+        if isinstance(exit_.__context__, BrokenPipeError):  # rich ends the process so, with code 1
             return 128 + signal.SIGPIPE
         raise
     except (Exception, KeyboardInterrupt) as error:
         if not received:
             return report_error(error, alone=alone)
-        # whatever the error is: an interrupted import may raise its own
+        # whatever the type of the error: an interrupted import may raise another
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         if alone:
@@ -76,12 +76,12 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 
 
 def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
-    """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
+    """Prints an error, for the user or as a bug with its traceback; returns its exit code."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        outlive_terminal()  # it may be the terminal itself that cannot be written to
+        outlive_terminal()  # perhaps it is the terminal that cannot be written to
     known = error if isinstance(error, PacktrainError) else explain(error)
     if known is not error and not alone:
-        # a disk that has failed, perhaps that of one machine alone, is no mistake of the user's
+        # a failed disk, perhaps on one machine only, is no mistake of the user
         failed_disk = isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV)
         if failed_disk or not isinstance(known, UserError):
             known = None
@@ -93,7 +93,7 @@ def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) ->
         return known.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    if isinstance(error, BrokenPipeError):  # the reader of our output has left (`packtrain plan … | head`)
+    if isinstance(error, BrokenPipeError):  # the reader of our output has ended (`packtrain plan … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     _print_traceback(error)
@@ -110,7 +110,7 @@ def _print_problems(error: PacktrainError) -> None:
     number = len(error.problems)
     print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
     redactor = Redactor(os.environ)
-    # `where` has arguments and paths; values are quoted without secrets, and may be data
+    # `where` may hold command-line arguments; the other texts quote data, where only certain secrets are hidden
     for problem in error.problems:
         shown = redactor.certain(str(replace(problem, where=clean(problem.where))))
         print(f"  {visible(shown, whitespace=True)}", file=sys.stderr)

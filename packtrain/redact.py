@@ -1,9 +1,9 @@
-"""Nothing secret leaves: the one list of what a secret looks like, and what hides it in all that is printed or written.
+"""Redaction: what a secret looks like, and how it is hidden in everything that is printed or written.
 
-A text is `certain` to hold a secret by the form of a well-known token, a password in a URL, a signed query, a private key, or a
-value that was named as a secret: in the environment, or in what was read so far (`learn`). It is suspected by the name in front of
-a value, or by its length. A config is refused for certain ones alone; messages and reports hide both: a wrong suspicion costs a
-word in a report, a missed secret an account.
+A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key, or if it is
+the value of a secret variable of the environment or was learnt from earlier text (`learn`). It is suspected because of the name in
+front of a value, or its form. A config is refused only for certain secrets; messages and reports hide both kinds: a wrong suspicion
+costs a word in a report, a missed secret costs an account.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN = "***"
-_LEAST = 6  # letters of a value that is looked for everywhere; shorter ones would hit innocent text
-_TOKEN = re.compile(  # as strict as their makers are: hf_datasets and sk-en.jsonl are names of files
+_LEAST = 6  # characters of a value to be hidden everywhere; shorter ones would match innocent text
+_TOKEN = re.compile(  # strict, since hf_datasets and sk-en.jsonl are file names
     r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bsk-(?:[A-Za-z0-9]{20,}|(?:ant|lf|or|proj|svcacct)-[\w\-]{16,})"
     r"|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w\-]{16,}|\bxox[abeprs]-[\w\-]{10,}"
     r"|\bA[KS]IA[0-9A-Z]{12,}|\bAIza[\w\-]{30,}|\beyJ[\w\-]{8,}\.[\w\-.]+|\bpypi-Ag[\w\-]{16,}|\bnpm_[A-Za-z0-9]{30,}"
@@ -30,7 +30,7 @@ _BEARER = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
 _HEX = re.compile(
     r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
 )
-"""A key of wandb and others, or, by the word in front of it, a commit."""
+"""An API key of wandb and others; a commit hash, if such a word stands in front of it."""
 _ASSIGNMENT = re.compile(r"(?<![\w.\-])(-{0,2}[A-Za-z_][\w.\-]*)['\"]?\s*[=:]\s*")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s'\",;&]+")
 _OPTION = re.compile(r"(?<![\w\-])(--?[A-Za-z][\w\-]*)(\s+)([^\s\-]\S*)")
@@ -49,36 +49,36 @@ _INNOCENT_NAME = re.compile(
 _learnt: set[str] = set()
 
 
-@lru_cache(4096)  # every text of a config is held against every variable
+@lru_cache(4096)  # each text of a config is compared with each variable
 def speaks_of_secrets(name: str) -> bool:
     """Whether a variable, key or option of this name holds something to hide: HF_TOKEN does, MAX_TOKENS does not."""
     return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
 
 
 def learn(text: str, *, names: bool = False) -> None:
-    """Keeps the secrets of a text of the user's, to hide them wherever else they turn up; with `names` suspected ones, too."""
+    """Remembers the secrets in a text of the user, to hide them everywhere; with `names`, suspected ones, too."""
     _learnt.update(secret for secret in _within(text, names=names) if len(secret) >= 4)
 
 
 def is_certain(text: str) -> bool:
-    """Whether a text holds a secret, beyond doubt."""
+    """Whether a text certainly holds a secret."""
     return Redactor(os.environ).certain(text) != text
 
 
 def variable_of(text: str) -> str:
-    """The variable of the environment, secret by its name, whose value is in a text; "" if there is none."""
+    """The environment variable with a secret name whose value is in a text; "" if there is none."""
     named = (item for item in os.environ.items() if speaks_of_secrets(item[0]))
     return next((name for name, value in named if any(secret in text for secret in _secrets(name, value))), "")
 
 
 def clean(text: str) -> str:
-    """A message without secrets: those of the environment, learnt ones, and what looks like one."""
+    """A message without secrets: those of the environment, learnt ones, and suspected ones."""
     return Redactor(os.environ).text(text)
 
 
 class Redactor:
-    """Hides the secret values of `environments` (variables by name; no existing paths, nor less than _LEAST letters) and learnt ones
-    wherever they turn up, and what looks like a secret."""
+    """Hides the secret values of `environments` (values by variable, except existing paths and values shorter than _LEAST), learnt
+    secrets, and text that looks like a secret."""
 
     def __init__(self, *environments: Mapping[str, Any]) -> None:
         variables = [variable for environment in environments for variable in environment.items()]
@@ -86,7 +86,7 @@ class Redactor:
         self._known = sorted(secrets | _learnt, key=len, reverse=True)
 
     def certain(self, text: str) -> str:
-        """The text without what is a secret beyond doubt."""
+        """The text without certain secrets."""
         text = _PASSWORD.sub(rf"\g<1>{HIDDEN}", _TOKEN.sub(HIDDEN, text))
         text = _QUERY.sub(lambda match: f"{match[1]}{HIDDEN}" if speaks_of_secrets(match[2]) else match[0], text)
         for secret in self._known:
@@ -94,7 +94,7 @@ class Redactor:
         return text
 
     def text(self, text: str) -> str:
-        """The text without secrets, and without what may be one."""
+        """The text without certain and suspected secrets."""
         text = _HEX.sub(lambda match: match[0] if match[1] else HIDDEN, text)
         text = _without_assigned(_USER.sub(f"://{HIDDEN}@", _BEARER.sub(HIDDEN, self.certain(text))))
         return _OPTION.sub(
@@ -102,7 +102,7 @@ class Redactor:
         )
 
     def plain(self, value: Any, name: str = "", *, hide: bool = False) -> Any:
-        """Plain containers without secrets; `hide`: without any value, as below a key that is called a secret."""
+        """Plain containers without secrets; with `hide` all values are hidden, as those below a key with a secret name."""
         if isinstance(value, Mapping):
             items = [(str(key), inner) for key, inner in value.items()]
             return {key: self.plain(inner, key, hide=hide or speaks_of_secrets(key)) for key, inner in items}
@@ -116,13 +116,13 @@ class Redactor:
 
 
 class CleanStream:
-    """A stream that writes no secret beyond doubt; `unchanged` is the one below, for what has to be as it is."""
+    """A stream that hides certain secrets; `unchanged` is the stream below, for text that must stay as it is."""
 
     def __init__(self, stream: Any) -> None:
         self.unchanged, self._redactor, self._learnt = stream, Redactor(os.environ), len(_learnt)
 
     def write(self, text: str) -> int:
-        """Writes the text without secrets; returns its own length, as callers count what they gave."""
+        """Writes the text without certain secrets; returns the length of `text`, as callers expect."""
         if len(_learnt) != self._learnt:
             self._redactor, self._learnt = Redactor(os.environ), len(_learnt)
         self.unchanged.write(self._redactor.certain(text))
@@ -136,7 +136,7 @@ class CleanStream:
 
 
 def _within(text: str, *, names: bool) -> Iterable[str]:
-    """The secrets of a text, and the parts of a password that an error may quote alone."""
+    """The secrets in a text, with the parts of a password that an error message may quote."""
     yield from _TOKEN.findall(text)
     for match in _PASSWORD.finditer(text):
         user, password = match[1].removeprefix("://"), match[2]
@@ -159,7 +159,7 @@ def _secrets(name: str, value: str) -> Iterable[str]:
 
 
 def _without_assigned(text: str) -> str:
-    """Hides what stands behind `NAME=` and `NAME:` of a secret; the value of another name may be an assignment itself."""
+    """Hides the values behind `NAME=` and `NAME:` of secret names; the value of another name may itself be an assignment."""
     pieces, at = [], 0
     while name := _ASSIGNMENT.search(text, at):
         pieces.append(text[at : name.end()])

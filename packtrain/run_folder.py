@@ -1,10 +1,10 @@
-"""The run folder: what is in it, under which name, and how it is written (whole or not at all).
+"""The run folder: the names of its files, and how they are written (atomically).
 
 Most failures come before the first step and must not replace an earlier run: `open_attempt` makes only logs/, with config.yaml,
-plan.json and so on in logs/attempt/; `begin`, when training can start, moves an earlier run away and these files to their places.
+plan.json and so on in logs/attempt/. When training can start, `begin` moves an earlier run away and these files into place.
 
-Nothing of the user's is replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets in one
-that has nothing under packtrain's names. What gives way is moved, never removed.
+Files of the user are never replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets only
+if nothing else in the folder has one of packtrain's names. An earlier run is moved, never removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REPORTED = (
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file or folder of a run folder, by its name (a descriptor). A `result` is what a run makes that has begun to train."""
+    """A file or folder of a run folder, by its name (a descriptor). `result`: only runs that began to train write it."""
 
     name: str
     result: bool = False
@@ -77,17 +77,17 @@ class RunFolder:
 
     @classmethod
     def of(cls, trainer: Trainer) -> RunFolder:
-        """The run folder that a config names."""
+        """The run folder of a config."""
         return cls(Path(os.path.expanduser(trainer.output_dir)))
 
     @property
     def attempt(self) -> RunFolder:
-        """The folder of config.yaml, plan.json, env.json and so on of a run that has not begun to train."""
+        """The folder of config.yaml, plan.json, env.json and so on until training begins."""
         return RunFolder(self.logs / "attempt")
 
     @property
     def restarted(self) -> Path:
-        """The list of the run's restarts (trainer.restarts), where there were any."""
+        """The list of the run's restarts (trainer.restarts), if there were any."""
         return self.logs / "restarts.json"
 
     def log(self, rank: int) -> Path:
@@ -99,18 +99,18 @@ class RunFolder:
         return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:
-        """`status` of summary.json; None where no run ended here."""
+        """`status` of summary.json; None if no run has ended here."""
         status = object_of(self.summary).get("status")
         return status if isinstance(status, str) else None
 
     def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
-        """Raises UserError if a run would replace or move what packtrain did not make, or what it reads itself.
+        """Raises UserError if a run would replace or move files that packtrain did not make, or that the run reads.
 
-        `inputs` are the paths that it reads, each after the config key that names it.
+        `inputs` are the paths that it reads, as pairs of config key and path.
         """
         marked, where = os.path.exists(self.mark), f"trainer.output_dir ({self.root})"
         places = {os.path.realpath(entry): entry.name for entry in self.entries()}
-        if marked and os.path.exists(self.plan):  # then config.yaml is a run's: it may be run again, and is kept
+        if marked and os.path.exists(self.plan):  # then config.yaml is that of a run: it may be run again, and is kept
             places.pop(os.path.realpath(self.config), None)
         taken, fix = [], "Name another folder, or copy it elsewhere."
         for key, path in inputs:
@@ -119,7 +119,7 @@ class RunFolder:
                 taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
         if taken:
             raise UserError(taken)
-        # in a folder logs/ only what a run would replace
+        # in a foreign logs/ only files that a run would replace count
         logs = [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
         entries = [entry for entry in self.entries() if entry != self.logs or not self.logs.is_dir()]
         if not marked and (foreign := [entry for entry in (*entries, *logs) if _holds_something(entry)]):
@@ -133,8 +133,8 @@ class RunFolder:
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
 
-        A finished run gives way, and one without checkpoints, an unfinished one only to `never`; a folder that has the checkpoint
-        `resume` stays.
+        A finished run is moved, and one without checkpoints; an unfinished one only for `never`. The folder that holds the
+        checkpoint `resume` is kept.
         """
         if resume not in ("auto", "never"):
             return self._ran() and not self._has(Path(os.path.expanduser(resume)))
@@ -142,7 +142,7 @@ class RunFolder:
         return self._ran() and not goes_on
 
     def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
-        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError as `check_ours`, OSError also if `begin` would."""
+        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError like `check_ours`, and OSError if `begin` would."""
         self.check_ours(inputs)
         if self.root.exists() and not os.access(self.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
@@ -157,17 +157,17 @@ class RunFolder:
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
-        """Makes this the folder of the attempt, which goes on from `checkpoint`. Returns where it moved what it would replace (an
-        earlier run, or, where that goes on, its final model with a copy of its metrics): the first free `NAME.1`, `NAME.2`, …
+        """Moves the attempt's files into place, for a run that starts from `checkpoint`. Returns the folder to which it moved an earlier
+        run (of a run that is resumed: its final model and a copy of its metrics): the first free `NAME.1`, `NAME.2`, …
         """
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():
-                # its checkpoints first: whoever is killed here must not go on from them later
+                # its checkpoints first: after a kill here no run must resume from them
                 moved = self._move([self.checkpoints, *(set(self.entries()) - {self.logs, self.checkpoints})])
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
-            if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
+            if self.metrics.exists():  # the resumed run cuts off the lines after its checkpoint
                 shutil.copy2(self.metrics, moved)
         for file in list(self.attempt.root.iterdir()):
             place = self.root / file.name
@@ -178,7 +178,7 @@ class RunFolder:
         return moved
 
     def entries(self) -> list[Path]:
-        """What a run writes, replaces or moves, whether it is there or not."""
+        """All paths that a run writes, replaces or moves, existing or not."""
         others = {self.mark, self.verification}
         return [path for kind in _entries() if (path := self.root / kind.name) not in others]
 
@@ -186,20 +186,20 @@ class RunFolder:
         return any(_holds_something(self.root / kind.name) for kind in _entries() if kind.result)
 
     def _has(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is of the run in this folder, not of another one whose folder lies in this one."""
+        """Whether a checkpoint belongs to the run in this folder, not to a run in a subfolder."""
         real = os.path.realpath(checkpoint)
         inside = Path(real).is_relative_to(os.path.realpath(self.checkpoints))
         return inside or os.path.dirname(real) == os.path.realpath(self.root)
 
     def _set_mark(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        if not self.mark.exists():  # without it after a loss of power, the checkpoints would be nobody's
+        if not self.mark.exists():  # if a power failure lost it, the checkpoints would seem foreign
             write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
             sync(Path(os.path.realpath(self.root)).parent)
 
     def _move(self, entries: Iterable[Path]) -> Path:
-        """Moves what is there of `entries` into a new folder, and returns it: beside this one, or in it where nothing can be moved
-        there (a mounted volume, a parent folder of someone else)."""
+        """Moves those of `entries` that exist into a new folder and returns it. It is beside this folder, or inside it if nothing can be
+        moved there (a mounted volume, another user's parent folder)."""
         root, number = Path(os.path.realpath(self.root)), 1
         beside = os.access(root.parent, os.W_OK | os.X_OK) and root.parent.stat().st_dev == root.stat().st_dev
         while os.path.lexists(target := (root.parent if beside else root) / f"{root.name}.{number}"):
@@ -223,13 +223,13 @@ def as_type(value: Any, kind: Any) -> Any:
 
 @cache
 def _adapter_of(kind: Any) -> Any:
-    from pydantic import TypeAdapter  # only the processes that talk to others wait for it
+    from pydantic import TypeAdapter  # slow to import, and only needed between processes
 
     return TypeAdapter(kind)
 
 
 def read_as(file: Path, content: Any, kind: Any) -> Any:
-    """`as_type` of what a file of a run folder has, which anyone may have changed. Raises UserError if it is anything else."""
+    """`as_type` for the content of a file in a run folder, which may have been edited. Raises UserError if the type is wrong."""
     from pydantic import ValidationError
 
     try:
@@ -237,19 +237,19 @@ def read_as(file: Path, content: Any, kind: Any) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         what = ": ".join([*map(str, first["loc"]), first["msg"]])
-        fix = "It was changed, or is of another version of packtrain; moved away, it is not read."
+        fix = "It was edited, or another version of packtrain wrote it; move it away, and it is not read."
         raise UserError(f"this is not what packtrain writes: {what}", where=str(file), fix=fix) from error
 
 
 def text_of(file: Path) -> str:
-    """The text of a file of a run folder, "" if there is no regular one."""
+    """The text of a file in a run folder, "" if there is no regular file."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     return ""
 
 
 def object_of(file: Path, kind: type = dict) -> Any:
-    """The JSON object (or another `kind`) in a file of a run folder, an empty one if there is none."""
+    """The JSON object (or another `kind`) in a file of a run folder, an empty one if there is none or it is invalid."""
     with suppress(ValueError, RecursionError):
         if isinstance(content := json.loads(text_of(file)), kind):
             return content
@@ -257,14 +257,14 @@ def object_of(file: Path, kind: type = dict) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether there is a file, a link that leads nowhere, or a folder that is not empty."""
-    with suppress(OSError):  # no folder, or one that may not be read
+    """Whether there is a file, a broken link, or a folder that is not empty."""
+    with suppress(OSError):  # not a folder, or not readable
         return any(path.iterdir())
     return os.path.lexists(path)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON that is whole or absent, whatever happens."""
+    """Writes a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

@@ -1,6 +1,6 @@
-"""Standard streams that cannot end a training: its terminal may go away, or the disk that it is sent to fill up.
+"""Standard streams whose failure does not end a run: the terminal may close, or the disk behind a redirection may be full.
 
-`packtrain sft … | head -1`, `>&-` and `> /dev/full` cost what would have been printed, and nothing else: logs/ has it.
+`packtrain sft … | head -1`, `>&-` and `> /dev/full` only lose what would have been printed; logs/ has it, too.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _OUTPUTS = {"stdout": 1, "stderr": 2}
 
 
 def open_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed (else the next file takes its number, and all that is printed), and
-    makes writes block until they are read."""
+    """Opens /dev/null for each standard stream that is closed (else the next open file gets its number, and all output), and makes
+    writes blocking."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     for name, number in _OUTPUTS.items():
-        if getattr(sys, name) is None:  # as Python leaves those that were closed when it began
+        if getattr(sys, name) is None:  # Python sets it to None if it was closed at the start
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
         with suppress(OSError):
             os.set_blocking(number, True)
 
 
 def outlive_terminal() -> None:
-    """From now on what can no longer be printed is dropped. Called once, before a process trains or launches."""
+    """From now on, output that cannot be printed is dropped. Called once, before a process trains or launches."""
     open_streams()
     for name, number in _OUTPUTS.items():
         stream: Any = getattr(sys, name)
@@ -51,7 +51,7 @@ def outlive_terminal() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that becomes /dev/null when writing to it fails, and is waited for if another process made it non-blocking."""
+    """A descriptor that becomes /dev/null when a write fails; writes wait even if another process made it non-blocking."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,5 +1,5 @@
-"""Work that may never return: on a dead disk, a silent server, a broken driver. It is done in threads that do not outlive the process,
-since nobody can end a thread that is stuck in the kernel."""
+"""Time limits for calls that may never return: on a dead disk, a silent server, a broken driver. They run in daemon threads, since a
+thread that is stuck in the kernel cannot be ended."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TypeVar
 
 DISK_S = 3
 _disk, _disk_work = threading.Lock(), list[Future]()
-"""Held while `in_time` works, and what it has not done yet."""
+"""The lock under which `in_time` runs one call after another, and the calls that have not returned."""
 _Result = TypeVar("_Result")
 
 
 class Work(Future[_Result]):
-    """Work that has been begun."""
+    """A call that runs in a thread of its own."""
 
     def result(self, timeout: float | None = None) -> _Result:
-        """What the work returns. Raises what it raises, and TimeoutError after `timeout` seconds."""
+        """The result of the call. Raises what the call raises, and TimeoutError after `timeout` seconds."""
         try:
             return super().result(timeout)
         except NoAnswer as error:  # another class than Python's TimeoutError before Python 3.11
@@ -28,13 +28,13 @@ class Work(Future[_Result]):
 
 
 def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
-    """Begins `work`."""
+    """Calls `work` in a daemon thread."""
     future = Work[_Result]()
 
     def answer() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # is raised where the answer is asked for
+        except BaseException as error:  # raised again by `result`
             future.set_exception(error)
 
     threading.Thread(target=answer, name=name or None, daemon=True).start()
@@ -42,9 +42,9 @@ def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
 
 
 def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
-    """What `work` returns; `otherwise` if it raises OSError or takes longer than DISK_S, or an earlier call is still stuck.
+    """The result of `work`, or `otherwise` if it raises OSError, takes longer than DISK_S, or an earlier call is still stuck.
 
-    For diagnoses of a run that stands still, perhaps because of its disk. Later calls do their work after those that are stuck.
+    For the diagnosis of a run that stands still, perhaps because of its disk. Calls behind a stuck one run once it returns.
     """
 
     def in_order() -> _Result:

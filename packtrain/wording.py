@@ -1,4 +1,4 @@
-"""How messages are written: numbers and names in words, errors in one line, text that cannot act on the terminal."""
+"""Parts of messages: numbers and names in words, errors in one line, text without control characters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from itertools import groupby
 from packtrain.redact import clean
 
 BUGS = (TypeError, AttributeError, LookupError, NameError, AssertionError, ArithmeticError, NotImplementedError)
-"""The kinds of errors that bugs are."""
+"""Exception types that usually mean a bug."""
 _NAMELESS = (*BUGS, StopIteration, RecursionError)
-"""Their text says little without their type: KeyError: 'added_tokens'."""
+"""Exceptions whose text says little without their type: KeyError: 'added_tokens'."""
 _MOST_LETTERS = 400
 _MOST_NAMES = 6
-_MOST_DIGITS = 18  # more fit no counter, and of thousands Python makes no number
+_MOST_DIGITS = 18  # enough for any count; int() refuses thousands of digits
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line, with its type where that says more than the text."""
+    """An error in one line, with its type where the text alone says too little."""
     text = str(error).strip()
     if isinstance(error, SystemExit):
         return f"its code ended the process, by sys.exit({error.code!r})"
@@ -66,12 +66,12 @@ def in_millions(number: int) -> str:
 
 
 def whole(text: str) -> int | None:
-    """A whole number ≥ 0 in plain digits; None for all else, such as "²" and "1_0", which Python's own tests or int() take."""
+    """A whole number ≥ 0 in plain digits; None for anything else, such as "²" and "1_0", which str.isdigit or int() accept."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """`repr` of a foreign value, of which a message shows no more than `most` letters."""
+    """`repr` of a foreign value, cut to `most` characters."""
     text = clean(repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}…"
 
@@ -84,10 +84,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def visible(text: str, *, whitespace: bool = False) -> str:
-    """`text` with a symbol in place of each control character (a terminal obeys them), and of those that turn the direction of a
-    text or cannot be seen. Escaping for HTML and rich is up to the caller.
+    """`text` with symbols in place of control characters (which a terminal would obey), direction marks and invisible characters.
+    The caller escapes it for HTML and rich.
 
-    Line ends stay, each behind its symbol. With `whitespace` line ends, tabs and spaces of any kind stay as they are.
+    A line end is kept after its symbol. With `whitespace`, line ends, tabs and all kinds of spaces are kept as they are.
     """
     if text.isascii() and text.isprintable():
         return text
