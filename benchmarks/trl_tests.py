@@ -106,7 +106,7 @@ def _attach_when_made(trainer: Any) -> None:
             return train(self, *args, **kwargs)
         finally:
             if (handle := getattr(self, "_attached", None)) is not None:
-                _record(packed=handle.stats.calls, left_alone=dict(handle.stats.left_alone))
+                _record(packed=handle.stats.calls, unchanged=dict(handle.stats.unchanged))
 
     trainer.__init__, trainer.train = init_attached, train_counted
 
@@ -223,7 +223,7 @@ def table(without: list[dict[str, Any]], with_: list[dict[str, Any]], files: lis
         lines.append(f"| {file} | {' | '.join(map(str, [*counts, list(mine.values()).count('skipped')]))} |")
     lines += ["", *(f"- {test}: {' '.join(said.split())}" for test, said in lost.items())]
     packed = [one["packed"] for one in with_ if "packed" in one]
-    left = sum((Counter(one.get("left_alone", {})) for one in with_), Counter[str]())
+    left = sum((Counter(one.get("unchanged", {})) for one in with_), Counter[str]())
     refused = Counter(one["refused"] for one in with_ if "refused" in one)
     lines += [
         "",

@@ -322,12 +322,12 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
     """The config that the arguments name, and its plan: for `verb`, by default the verb of the config."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
-    from packtrain.plan.surroundings import look_around
+    from packtrain.plan.surroundings import detect_surroundings
 
     path, changes = split_arguments(arguments)
     run = load_config(path, [*_implied_by(verb), *changes], _note)
     _check_verb(run, verb or run.objective.kind)
-    return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
+    return run, plan_launch(run, detect_surroundings(), run.objective.kind, arguments or [])
 
 
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:

@@ -101,7 +101,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
 def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
     """`value` as the first of `kinds` that it fits, else _REFUSED; `faults` grows where something inside it is wrong."""
     for kind in kinds:
-        if (taken := _as_one(value, kind, path, faults)) is not _REFUSED:
+        if (taken := _as_kind(value, kind, path, faults)) is not _REFUSED:
             return taken
     if isinstance(value, str) and float in kinds and str not in kinds:  # "2e-5"
         with suppress(ValueError):
@@ -109,7 +109,7 @@ def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> A
     return _REFUSED
 
 
-def _as_one(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
+def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
     fits, outer = False, get_origin(kind)
     if kind in (bool, str, type(None)):
         fits = isinstance(value, kind) and not (isinstance(value, str) and "\0" in value)  # no path or name has a \0

@@ -51,7 +51,7 @@ VERSION = 17
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in about the time that workers take to start."""
 MOST_WORKERS = 16
-LOOK_AHEAD = 3
+PREFETCH = 3
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _Tokeniser:
         try:
             for chunk in chain(first, chunks):
                 waiting.append((chunk, pool.submit(_encode_in_worker, chunk, format)))
-                if len(waiting) >= LOOK_AHEAD * processes:
+                if len(waiting) >= PREFETCH * processes:
                     chunk, future = waiting.popleft()
                     yield chunk, future.result()
             while waiting:

@@ -33,7 +33,7 @@ from packtrain.monitor.channel import Refused
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.launchers import DEFAULT_PORT
-from packtrain.plan.surroundings import look_around
+from packtrain.plan.surroundings import detect_surroundings
 from packtrain.plan.topology import GPUS_PER_NODE, choose_processes
 from packtrain.redact import Redactor
 from packtrain.run_folder import environment
@@ -64,7 +64,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     if config is None:
         raise UserError("no config", where="--cluster", fix="Name the config whose machines are to be compared.")
     # without querying GPUs: a machine that has lost one must be compared, too
-    around = replace(look_around([]), driver=False)
+    around = replace(detect_surroundings([]), driver=False)
     processes = choose_processes(config.topology, around)
     if obstacles := [problem for problem in processes.obstacles if problem.where != GPUS_PER_NODE]:
         raise UserError(obstacles)

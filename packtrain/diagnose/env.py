@@ -26,7 +26,7 @@ from packtrain.diagnose.facts import MIB, Check, Driver, Facts, Folder, Load, Pl
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.network_settings import read_network
-from packtrain.plan.surroundings import Surroundings, look_around
+from packtrain.plan.surroundings import Surroundings, detect_surroundings
 from packtrain.redact import Redactor
 from packtrain.time_limit import start
 from packtrain.wording import size
@@ -83,7 +83,7 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
     if config:
         # a silent name server is not asked for the address of the first machine
         network = (lambda main: read_network(None)) if machine.silence else read_network
-        around = look_around([gpu.memory or 0 for gpu in driver.gpus])
+        around = detect_surroundings([gpu.memory or 0 for gpu in driver.gpus])
         run = plan_run(config, replace(around, network=network))
     torch = answer(asked, TORCH_S + 0.5, Torch)
     return Facts(machine, torch, driver, read_network(None), tuple(folders)), run
@@ -126,15 +126,15 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
     console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
-        found, fix = redactor.text(check.found), redactor.text(check.fix)
-        print_check(console, check.status, f"{check.name:<{width}}", found, fix)
+        result, fix = redactor.text(check.found), redactor.text(check.fix)
+        print_check(console, check.status, f"{check.name:<{width}}", result, fix)
     failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     console.print(f"\n{failed} failed, {warned} to look at, {len(checks) - failed - warned} ok")
 
 
-def print_check(console: Console, status: Status, name: str, found: str, fix: str) -> None:
+def print_check(console: Console, status: Status, name: str, result: str, fix: str) -> None:
     """A check in one line, and its fix in another."""
-    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {found}')}", emoji=False)
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {result}')}", emoji=False)
     if status != "ok" and fix:
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 

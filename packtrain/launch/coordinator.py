@@ -31,10 +31,10 @@ ENDING_S = 30
 _SILENCE_AFTER_FAILURE_S = 10  # after which a machine is lost, once something has failed
 REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
 INFORM_S = 10
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _RESTARTED = (1, PeerFailed.exit_code)  # exit codes after which a run is started again
 _FRUITLESS = 2  # restarts in a row without a new checkpoint after which the run is ended
-_LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # a longer time between two means that this process was suspended
+_LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # a longer time between two means that this process was suspended
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Orders:
 
 
 class Restarts:
-    """trainer.restarts: the decision on each failure of a run that may be started `most` times again, and its record.
+    """trainer.restarts: decides after each failure whether the run starts again, at most `most` times, and records each restart.
 
-    After a dead or hung rank, or the loss of another machine, the run starts again from its newest checkpoint; not after failures
-    that would recur (a wrong config, a failed check), nor after a signal. The record in the run folder is a list with, for each restart,
-    `when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in lines, and the `machines`
-    that go on. torchrun's elastic agent restarts whatever the exit code, and knows nothing of hung ranks or of checkpoints.
+    The run starts again from its newest checkpoint after a rank died or hung, or another machine was lost; not after a signal, nor
+    after a failure that would recur (a wrong config, a failed check). The run folder's record has for each restart: `when` (local
+    time), the `step` of its checkpoint (0: the beginning), `why` in lines, and the `machines` that go on. torchrun's elastic agent is
+    not used: it restarts whatever the exit code, and knows nothing of hung ranks or of checkpoints.
     """
 
     def __init__(self, most: int, folder: RunFolder) -> None:
@@ -130,7 +130,7 @@ class Coordinator:
         self._restarts = restarts
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._ends: dict[int, MachineReport] = {}  # the last report of each machine whose processes have ended
         self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that reported it
@@ -173,16 +173,15 @@ class Coordinator:
         """Records lost machines, and orders the end of a run that stands still."""
         with self._lock:
             now = time.monotonic()
-            passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+            passed, self._checked_at = min(now - self._checked_at, _LONGEST_POLL_S), now
             limit = self._silence_s if self._end is None else min(self._silence_s, _SILENCE_AFTER_FAILURE_S)
             for node in set(self._names) - set(self._ends) - {0}:
                 self._silent_s[node] += passed
                 if self._silent_s[node] > limit:
                     self._record(MachineReport(node, lost=f"silent for {self._silent_s[node]:.0f} s"))
                 elif self._end is not None and now - self._ended_at > ENDING_S:
-                    self._record(
-                        MachineReport(node, lost=f"its processes had not ended {ENDING_S} s after the failure")
-                    )
+                    lost = f"its processes had not ended {ENDING_S} s after the failure"
+                    self._record(MachineReport(node, lost=lost))
             goes_on = self._end is None and self._verdict is None
         if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
@@ -197,7 +196,7 @@ class Coordinator:
             with self._lock:
                 if self._informed.issuperset(node for node in self._living() if node):
                     return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _living(self) -> tuple[int, ...]:
         return tuple(node for node, report in sorted(self._ends.items()) if not report.lost)
@@ -283,7 +282,7 @@ class Reporter:
                 return decide_exit(
                     {0: MachineReport(0, lost=self.lost), node: self.report}, {0: self._main, node: host}, per_node
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return verdict
 
     def _serve(self) -> None:

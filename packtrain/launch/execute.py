@@ -39,7 +39,7 @@ from packtrain.monitor.processes import STACKS
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.surroundings import free_port, look_around
+from packtrain.plan.surroundings import detect_surroundings, free_port
 from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"
@@ -83,9 +83,7 @@ def execute(
             has_opened = True
 
         if not plan.in_process:
-            if (
-                plan.nodes == 1
-            ):  # before the port is tried; several machines meet first, so that all of them get the error
+            if plan.nodes == 1:  # several machines meet first, so that all of them get the error
                 check_free(folder.root)
             return _launch_and_restart(plan, config, folder, open_folder)
         if _is_first(plan):
@@ -102,8 +100,8 @@ def execute(
 def _launch_and_restart(
     plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_folder: Callable[[LaunchPlan, str], None]
 ) -> int:
-    """The launches of a run, and the exit code of the last one: the first, and as many more as it is started again
-    (trainer.restarts), each with the machines that are still there. Machine 0 opens the run folder by `open_folder`."""
+    """Launches a run, again after each failure that trainer.restarts allows, with the machines that are still up; returns the exit
+    code of the last launch. On machine 0 `open_folder` opens the run folder."""
     restarts = Restarts(plan.restarts, folder)
     me = Member(
         node=plan.node,
@@ -127,7 +125,7 @@ def _launch_and_restart(
     def plan_for(*machines: int) -> LaunchPlan:  # numbered from 0 in their order
         if machines == tuple(range(plan.nodes)):
             return plan
-        return plan_launch(config, look_around(), config.objective.kind, machines=machines)
+        return plan_launch(config, detect_surroundings(), config.objective.kind, machines=machines)
 
     def prepare(names: Mapping[int, str]) -> str:
         resume = restarts.resume(config.trainer.resume)

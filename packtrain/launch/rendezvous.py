@@ -29,8 +29,7 @@ from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
-LEFT_S = 15
-"""Seconds of silence after which machine 0 is taken to have left the rendezvous."""
+GONE_S = 15  # of silence, after which machine 0 is taken to have left the rendezvous
 POLL_S = 0.3
 ABSENT_S = 5  # a machine that is silent this long counts as not joined
 _FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
@@ -42,8 +41,8 @@ class MeetingPoint:
     """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
 
     `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
-    known beforehand. Those waited for are the numbers `expected` (all of them), and more until there are `least` (all); when the
-    time is over, `least` are enough.
+    known beforehand. The rendezvous waits for all machines in `expected` (None: for every machine); once `timeout_s` is over, it
+    goes on with `least` of them (None: it needs all).
     """
 
     address: str
@@ -219,7 +218,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
     while True:
         waited_s = time.monotonic() - begun
         try:
-            limit_s = max(min(LEFT_S, place.timeout_s - waited_s), 1)
+            limit_s = max(min(GONE_S, place.timeout_s - waited_s), 1)
             with socket.create_connection((place.address, place.port), timeout=limit_s) as connection:
                 # later calls do not ask the name server, which may be slow
                 client = Client(str(connection.getpeername()[0]), place.port)
@@ -237,7 +236,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
             if isinstance(error, NoAnswer):
                 reason = "something other than packtrain is listening there"
             words = f"waited {waited_s:.0f} s so far for {place.machine(0)} at {place.address}:{place.port}: {reason}"
-            if joined and time.monotonic() - heard >= LEFT_S:
+            if joined and time.monotonic() - heard >= GONE_S:
                 raise place.departed(reason) from error
             if not joined and time.monotonic() - begun >= place.timeout_s:
                 what = f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s"

@@ -164,7 +164,7 @@ def directive(value: str) -> str:
 
 
 def hand_over(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> int:
-    """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
+    """Plans the job, then submits its script (`submit`) or writes it (to `file`, else to stdout); returns 0.
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
     """

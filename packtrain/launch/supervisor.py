@@ -32,7 +32,7 @@ TORCHRUN_EXIT_S = 3
 """Seconds for torchrun to report how its workers ended, once they are gone."""
 EXIT_LIMIT_S = 600
 """Seconds that finished processes may take to exit: trackers upload their last files."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _TAIL_BYTES = 2**16
 
 
@@ -77,7 +77,7 @@ class Supervisor:
         """Returns when everything has ended."""
         while self._torchrun is not None and not self._torchrun_ended:
             with suppress(subprocess.TimeoutExpired):
-                self._torchrun.wait(_LOOK_S)
+                self._torchrun.wait(_POLL_S)
             if self._ending_since is None:  # later states only show how the launcher ended them
                 self._update_states()
             self._follow_orders()

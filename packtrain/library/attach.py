@@ -58,7 +58,7 @@ class Stats:
     """What was run packed since `attach`, in all attached models.
 
     `padded_slots` are B · L of the packed calls, `real_tokens` those of them that are no padding, `row_slots` what the model
-    ran on. `left_alone` counts the calls that ran as they came, by the reason; `unrolled` says why prompts cannot be shared.
+    ran on. `unchanged` counts the calls that ran as they came, by the reason; `unrolled` says why prompts cannot be shared.
     """
 
     calls: int = 0
@@ -66,7 +66,7 @@ class Stats:
     real_tokens: int = 0
     row_slots: int = 0
     shared_tokens: int = 0
-    left_alone: Counter[str] = field(default_factory=Counter)
+    unchanged: Counter[str] = field(default_factory=Counter)
     unrolled: str = ""
 
     def count(self, layout: Layout) -> None:
@@ -291,7 +291,7 @@ class _PackedModel:
             try:
                 layout = layout or self._layout(call)
             except LeftAlone as reason:
-                self.stats.left_alone[str(reason)] += 1
+                self.stats.unchanged[str(reason)] += 1
                 return inner(*args, **kwargs)
             self.stats.count(layout)
             return self._run(inner, call, layout, places)
@@ -321,7 +321,7 @@ class _PackedModel:
                 layout = self._layout({name: value for name, value in call.items() if name != "logits_to_keep"})
                 places = places_with_labels(labels, layout)
             except LeftAlone as reason:
-                self.stats.left_alone[str(reason)] += 1
+                self.stats.unchanged[str(reason)] += 1
                 with self._holding(passing=True):
                     return inner(*args, **kwargs)
             if not fused:

@@ -25,7 +25,7 @@ from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
 from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
 from packtrain.monitor.processes import ProcessState, life_of, memory_kills
-from packtrain.monitor.watchdog import LOOK_S, Watchdog
+from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 SETTLE_S = 2
 """Seconds between the first death and the diagnosis, so that ranks which die of it are seen, too."""
@@ -148,7 +148,7 @@ class _WatchedRank:
 
     def _watch(self) -> None:
         """The body of the thread that every rank has."""
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             if not self._by_hand and os.getppid() != self._parent:
                 _end(f"the launcher on {_HOST} is gone: ending its processes")
             if self._watchdog is not None and (lines := self._find_end(self._watchdog)):

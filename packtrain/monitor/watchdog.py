@@ -26,7 +26,7 @@ from packtrain.time_limit import in_time
 DIAGNOSIS = "diagnosis.txt"
 RANKS = "ranks.json"
 """In logs/, after the run: the last state of every rank, with its exit code."""
-LOOK_S = 1.0
+POLL_S = 1.0
 STOPPED_S = 5
 """Seconds that a process may be stopped (SIGSTOP) before the run is ended."""
 _ANSWER_S = 7  # for ranks to send their stacks
@@ -78,7 +78,7 @@ class Watchdog:
 
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
         self._machines, self._limits, self._logs = machines, limits, logs
-        self._looked = now = time.monotonic()
+        self._checked_at = now = time.monotonic()
         self._ranks = {
             rank: _Rank(node, RankState(rank, host), now)
             for node, (host, ranks) in enumerate(machines)
@@ -158,11 +158,11 @@ class Watchdog:
 
         None also once a rank has ended with an error or died: the end of the run then has that cause (`diagnose_deaths`).
         """
-        pause_s, self._looked = time.monotonic() - self._looked, time.monotonic()
+        pause_s, self._checked_at = time.monotonic() - self._checked_at, time.monotonic()
         if pause_s > _LONGEST_PAUSE_S:
             with self._lock:
                 for rank in self._ranks.values():
-                    rank.since, rank.heard = self._looked, rank.heard and self._looked
+                    rank.since, rank.heard = self._checked_at, rank.heard and self._checked_at
         states = self.states()
         if self._diagnosis or any(state.dead or state.failed or state.process.lost for state in states):
             return self._diagnosis

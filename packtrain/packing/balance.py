@@ -172,9 +172,8 @@ def _cut_evenly(
     order = np.arange(len(lengths)) if keep_order else np.argsort(-lengths, kind="stable")
     ordered = lengths[order].tolist()
     cost = costs(lengths[order], attention_cost).tolist()
-    ends = cast(
-        list[int], _cut_by_cost(ordered, cost, padded, limits, math.inf, len(lengths))
-    )  # one document per part always fits
+    # one document per part always fits
+    ends = cast(list[int], _cut_by_cost(ordered, cost, padded, limits, math.inf, len(lengths)))
     part_count = math.ceil(len(ends) / world_size) * world_size
     least = max(max(cost), sum(cost) / part_count)
     most = part_costs(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()

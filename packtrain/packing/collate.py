@@ -155,10 +155,9 @@ def collate_scored(
     places = torch.full_like(ids, -1)
     places[row.rows, row.columns] = torch.arange(len(row.rows))
     document = torch.arange(len(ids))
-    ends, of_chosen = places[document, last], places[document % len(pairs), last]
-    layout = replace(
-        row, ends=torch.where(ends < 0, of_chosen, ends)
-    )  # a shared prompt is at the places of the chosen document
+    ends, chosen_ends = places[document, last], places[document % len(pairs), last]
+    # a shared prompt is at the places of the chosen document
+    layout = replace(row, ends=torch.where(ends < 0, chosen_ends, ends))
     flat = ids[row.rows, row.columns][None]
     return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 

@@ -20,7 +20,7 @@ from packtrain.wording import listed
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 GPUS_PER_NODE = "topology.gpus_per_node"
-_LOOK = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+_CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 # Keys that may differ between machines: number, name of the main machine, cache folder, devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
@@ -112,7 +112,7 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
     if short := [item for item in members if 0 < item.gpus < item.per_node]:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
-        fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_LOOK}."
+        fix = f"Set {GPUS_PER_NODE}={min(item.gpus for item in short)} on every machine, and {_CHECK_GPUS}."
         return CheckFailed(what, where=GPUS_PER_NODE, fix=fix)
     facts_of = {
         item.node: {
@@ -124,8 +124,8 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
     }
     fixes = {
         "topology.nodes": "Start every machine with the same topology.nodes.",
-        GPUS_PER_NODE: f"Set it to the smallest of them on every machine, and {_LOOK}.",
-        "GPUs": f"{_LOOK} there",
+        GPUS_PER_NODE: f"Set it to the smallest of them on every machine, and {_CHECK_GPUS}.",
+        "GPUs": f"{_CHECK_GPUS} there",
     }
     return _compare(members, facts_of, fixes)
 

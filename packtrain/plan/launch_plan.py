@@ -213,9 +213,8 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
     threads = {**added, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
     if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
         added["OMP_WAIT_POLICY"] = "passive"
-    if (
-        processes.num_processes == 1 and surroundings.gpus > 1
-    ):  # transformers would spread it over all of them (DataParallel)
+    # transformers would spread one process over all of the GPUs (DataParallel)
+    if processes.num_processes == 1 and surroundings.gpus > 1:
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
     added = {name: value for name, value in added.items() if name not in surroundings.env}
     return {**added, **asked, **own}

@@ -47,9 +47,8 @@ SHARDED = {  # what a strategy shards over the processes
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-_REDUCED = (
-    5 * 10**8
-)  # gradients that ZeRO-1 reduces at once of bfloat16 weights (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+# elements that ZeRO-1 reduces at once of bfloat16 gradients (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+_REDUCED = 5 * 10**8
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27

@@ -23,7 +23,7 @@ from packtrain.time_limit import start
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
-LOOK_UP_S = 1.0
+RESOLVE_S = 1.0
 """Seconds after which a name server counts as silent."""
 FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
@@ -211,19 +211,19 @@ def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[
 
 
 def silence_for(address: str) -> str:
-    """The message that no name server answers for `address`; "" if one does within LOOK_UP_S.
+    """The message that no name server answers for `address`; "" if one does within RESOLVE_S.
 
     torch's store, gloo and torchrun look up the name of each address that they connect to, only for their logs, but they wait
     for it: with the usual settings of glibc a start silently takes 20 s longer.
     """
 
-    def look_up() -> None:
+    def resolve() -> None:
         resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
         socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
 
     try:
-        start(look_up).result(LOOK_UP_S)
+        start(resolve).result(RESOLVE_S)
     except TimeoutError:
         return f"the name server does not answer for {address}"
     except OSError:  # an unknown name is an answer, and reported elsewhere

@@ -1,6 +1,6 @@
 """GPUs, cores, compilers and other facts of this machine, as values, so that every decision of plan/ and launch/ can be tested on any.
 
-`look_around` reads them once, before the plan; only the network is read later, when the plan knows the first machine's address.
+`detect_surroundings` reads them once, before the plan; only the network is read later, when the plan knows the first machine's address.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from packtrain.plan.network_settings import HostNetwork, read_network
 from packtrain.wording import whole
 
 _SMI_TIMEOUT_S = 20
-_FIRST_PORT, _PORTS = (
-    20_000,
-    10_000,
-)  # these and Slurm's (launchers.py) are below Linux's range for outgoing connections
+# like Slurm's (launchers.py), below Linux's range for outgoing connections
+_FIRST_PORT, _PORTS = 20_000, 10_000
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
 )
@@ -54,7 +52,7 @@ class Surroundings:
     network: Callable[[str | None], HostNetwork] | None = None
 
 
-def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
+def detect_surroundings(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
     """The surroundings of this process. Takes a few milliseconds without GPUs, nvidia-smi's time with them.
 
     `gpus_of_machine` are the bytes of memory of each GPU, 0 if not known, if the caller has them already.

@@ -75,7 +75,7 @@ class Steps(Dataset):
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
-    left_out: Mapping[int, int] = field(default_factory=dict, kw_only=True)
+    skipped_from: Mapping[int, int] = field(default_factory=dict, kw_only=True)
     """Examples, and from which step on they are left out (train/spikes.py)."""
     given_up: frozenset[int] = frozenset()
     """Steps that train on nothing."""
@@ -85,13 +85,13 @@ class Steps(Dataset):
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         parts = self.schedule.micro_batches(step, self.rank, self.world_size)
-        if self.left_out or self.given_up:
+        if self.skipped_from or self.given_up:
             parts = [np.array([number for number in part if self.trains_on(int(number), step)], int) for part in parts]
         return [self.collate(numbers) for numbers in parts]
 
     def trains_on(self, number: int, step: int) -> bool:
         """Whether an example of `step` is trained on."""
-        return step not in self.given_up and self.left_out.get(number, step + 1) > step
+        return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """int [n] tokens of every document of a step over all ranks, and int [n / 2] that each two consecutive ones share (None: nothing)."""

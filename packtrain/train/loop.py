@@ -355,9 +355,8 @@ class StepTrainer:
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
         if step is not None and self.accelerator.is_main_process:
-            resumed_from = (
-                self._resumed_from if step == self.settings.first_step else None
-            )  # it may be in another run folder
+            # the checkpoint that the run resumed from may be in another run folder
+            resumed_from = self._resumed_from if step == self.settings.first_step else None
             places = (folder_of(self.settings.checkpoints, step), resumed_from)
             folder = next((place for place in places if place is not None and place.is_dir()), None)
         with waiting("rank 0 to find the checkpoint"):

@@ -171,7 +171,7 @@ def _train_from(
             run_steps(trainer, checkpoint)
             trainer.clock.enter("checkpoint")
     except RuntimeError as error:
-        if known := _lack_of_memory(error, run, trainer):
+        if known := _explain_memory_error(error, run, trainer):
             raise known from error
         raise
     finally:
@@ -320,7 +320,7 @@ def _spike_rules(run: Run, data: PreparedData) -> SpikeRules:
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
 
 
-def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
+def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
     """The message for out of memory in a micro-batch; None for other errors."""
     config, spikes = run.config, trainer.settings.spikes
     return memory_error(

@@ -215,7 +215,7 @@ class SpikeJudge:
                 given_up.update(range(line["from"], line["step"]))
                 for number in steps.schedule.documents(line["step"] - 1).tolist():
                     out[number] = min(line["from"], out.get(number, line["from"]))
-        return replace(steps, left_out=out, given_up=frozenset(given_up)) if out else steps
+        return replace(steps, skipped_from=out, given_up=frozenset(given_up)) if out else steps
 
     def _write(self, line: dict[str, Any], losses: Sequence[tuple[int, float | None]]) -> None:
         """Adds a line to spikes.jsonl, on the main process."""

@@ -75,8 +75,8 @@ class Peers:
                 came = self.rank == 0 or _wait_for_keys(store, ["verdict"], timeout_s + _GRACE_S)
                 verdict = json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
                 if verdict["problems"] or verdict["missing"]:
-                    # rank 0 may hold the store: the others must read the verdict before it ends. It alone prints: as torchrun ends
-                    # all when one has ended, they come after it
+                    # rank 0 may serve the store, so it ends after the others have read the verdict; but it alone prints, and torchrun
+                    # ends all ranks once one has ended, so the others wait longer
                     time.sleep(_READ_S if self.rank == 0 else _READ_S + 2 * _LONGEST_PAUSE_S)
         except DistError as error:
             what = f"rank {self.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
@@ -84,8 +84,7 @@ class Peers:
         if verdict["missing"]:
             raise PeerFailed(
                 f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s",
-                fix="their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are "
-                "how long is waited",
+                fix="their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are the limits",
             )
         if verdict["problems"]:
             shown = self.rank == 0 or LOG_DIR in os.environ  # other ranks report in their logs only

@@ -51,14 +51,14 @@ def attachment_of(model_type: str) -> Attachment:
     except CheckFailed as refusal:
         return Attachment(REFUSED, without_figures(refusal.problems[0].what))
     found = {"left and right": outputs_and_gradients(model, calls["left and right"])}
-    if handle.stats.left_alone:
+    if handle.stats.unchanged:
         found["right"] = outputs_and_gradients(model, calls["right"])
     path, why = PACKED if handle.stats.unrolled else SHARED, []
     if handle.stats.unrolled and handle.backends != (PER_DOCUMENT,):
         why.append(without_figures(handle.stats.unrolled))
-    if handle.stats.left_alone:
+    if handle.stats.unchanged:
         path = AS_IT_COMES if not handle.stats.calls else path
-        why += [f"{reason}: as it comes" if handle.stats.calls else reason for reason in handle.stats.left_alone]
+        why += [f"{reason}: as it comes" if handle.stats.calls else reason for reason in handle.stats.unchanged]
     handle.detach()
     differences = {"left and right": off(found["left and right"], truth)}
     if "right" in found:

@@ -36,10 +36,10 @@ from packtrain.config.compose import load_config
 from packtrain.exit_code import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
+from packtrain.plan.surroundings import detect_surroundings
 
 config = load_config("run.yaml", sys.argv[1:])
-plan = plan_launch(config, replace(look_around(), gpus=0))
+plan = plan_launch(config, replace(detect_surroundings(), gpus=0))
 (command,) = plan.commands
 argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
 sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
@@ -89,10 +89,10 @@ def launch(overrides: list[str]) -> int:
     from packtrain.config.compose import load_config
     from packtrain.launch.execute import execute
     from packtrain.plan.launch_plan import plan_launch
-    from packtrain.plan.surroundings import look_around
+    from packtrain.plan.surroundings import detect_surroundings
 
     config = load_config("run.yaml", overrides)
-    return execute(plan_launch(config, look_around()), config, lambda: 0)
+    return execute(plan_launch(config, detect_surroundings()), config, lambda: 0)
 
 
 def start(log: str, nodes: str, node: str, per_node: str, address: str, port: str, *arguments: str) -> int:

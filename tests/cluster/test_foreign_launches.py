@@ -28,7 +28,7 @@ from packtrain.errors import LostPeers, UserError
 from packtrain.exit_code import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
+from packtrain.plan.surroundings import detect_surroundings
 from tests.cluster.small_group import Group
 
 fault = os.environ["FAULT"]
@@ -60,7 +60,7 @@ def work():
 
 def launched():
     config = load_config("run.yaml", [])
-    return execute(plan_launch(config, look_around()), config, work)
+    return execute(plan_launch(config, detect_surroundings()), config, work)
 
 sys.exit(exit_code_of(launched))
 """

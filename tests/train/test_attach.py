@@ -72,9 +72,9 @@ def test_a_padded_call_is_the_same_packed(family: str, side: str) -> None:
     assert ((found[-1] - expected[-1]).norm() / expected[-1].norm()).item() < 1e-4
     assert handle is not None
     if family == "gpt2" and side != "right":  # whose positions count the padding
-        assert handle.stats.calls == 0 and handle.stats.left_alone.total() == 2
+        assert handle.stats.calls == 0 and handle.stats.unchanged.total() == 2
         return
-    assert not handle.stats.left_alone
+    assert not handle.stats.unchanged
     assert handle.stats.calls == 2 and handle.stats.padded_slots == 480 and handle.stats.real_tokens == 282
     assert 0 < handle.stats.row_slots < 282 and handle.stats.shared_tokens == 282 - handle.stats.row_slots
 
@@ -95,7 +95,7 @@ def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit(
     own = [model.forward, model.model.forward, model.config._attn_implementation]
     handle = attach(model)
     assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)
-    assert handle.stats.calls == 0 and list(handle.stats.left_alone) == ["generation with a cache"]
+    assert handle.stats.calls == 0 and list(handle.stats.unchanged) == ["generation with a cache"]
     holes = batch["attention_mask"].clone()
     holes[0, 20] = 0
     for reason, call in {
@@ -106,7 +106,7 @@ def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit(
         "position_ids of their own": {**batch, "position_ids": torch.arange(40)[None] * 2},
     }.items():
         model(**call, use_cache=False)
-        assert handle.stats.left_alone[reason] == 1, reason
+        assert handle.stats.unchanged[reason] == 1, reason
     assert handle.stats.calls == 0
     model(**batch, use_cache=False)
     assert handle.stats.calls == 1
@@ -124,9 +124,9 @@ def test_a_label_that_padding_would_have_to_predict_leaves_the_call_alone(fused:
     before = model(**batch, labels=labels, fused_lm_head=fused).loss
     handle = attach(model)
     assert model(**batch, labels=labels, fused_lm_head=fused).loss == before
-    assert handle.stats.left_alone == {"a label after padding": 1}
+    assert handle.stats.unchanged == {"a label after padding": 1}
     model(**batch, labels=labels[:, -8:], logits_to_keep=8)
-    assert handle.stats.left_alone["labels of another shape"] == 1 and handle.stats.calls == 0
+    assert handle.stats.unchanged["labels of another shape"] == 1 and handle.stats.calls == 0
 
 
 def test_the_loss_of_the_model_itself_over_the_items_of_a_step_is_the_same_packed() -> None:
@@ -136,7 +136,7 @@ def test_the_loss_of_the_model_itself_over_the_items_of_a_step_is_the_same_packe
     before = model(**batch, **given).loss
     handle = attach(model)
     assert model(**batch, **given).loss.item() == pytest.approx(before.item(), rel=1e-5)
-    assert handle.stats.calls == 1 and not handle.stats.left_alone
+    assert handle.stats.calls == 1 and not handle.stats.unchanged
 
 
 def test_a_deep_copy_has_its_own_weights_and_is_not_attached() -> None:

@@ -62,7 +62,7 @@ def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
         trainer = make("grpo", folder, **settings, **STRATEGIES[strategy])
         result = ran(trainer, attached=attached)
         stats = result.handle and result.handle.stats
-        results.append((result.losses, result.weights, stats and (stats.calls, stats.shared_tokens, stats.left_alone)))
+        results.append((result.losses, result.weights, stats and (stats.calls, stats.shared_tokens, stats.unchanged)))
     assert trainer.accelerator.num_processes == 2 and trainer.accelerator.distributed_type.name == KINDS[strategy]
     sharded = [isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()]
     assert all(sharded) == any(sharded) == (strategy in ("zero3", "fsdp2"))
@@ -85,5 +85,5 @@ def test_two_processes(strategy: str, tmp_path: Path) -> None:
         (losses, weights, _), (ours, found, stats) = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert ours == pytest.approx(losses, abs=1e-5)
         assert ((found - weights).norm() / weights.norm()).item() < 1e-6
-        calls, shared, left_alone = stats
-        assert calls >= 2 * len(losses) and shared > 0 and not left_alone
+        calls, shared, unchanged = stats
+        assert calls >= 2 * len(losses) and shared > 0 and not unchanged

@@ -29,7 +29,7 @@ def compared(kind: str, folder: Path, **given: Any) -> Ran:
     expected = ran(make(kind, folder, **given), attached=False)
     found = ran(make(kind, folder, **given), attached=True)
     same(expected, found)
-    assert found.handle is not None and found.handle.stats.calls >= STEPS and not found.handle.stats.left_alone
+    assert found.handle is not None and found.handle.stats.calls >= STEPS and not found.handle.stats.unchanged
     return found
 
 
@@ -85,7 +85,7 @@ def test_adapters_mixed_precision_and_real_rollouts(tmp_path: Path) -> None:
     runs = [ran(with_adapters(), attached=attached) for attached in (False, True)]
     same(*runs)
     stats = runs[1].handle.stats
-    assert list(stats.left_alone) == ["generation with a cache"] and stats.calls >= STEPS
+    assert list(stats.unchanged) == ["generation with a cache"] and stats.calls >= STEPS
     expected, found = (ran(make("grpo", tmp_path, bf16=True, **both), attached=one) for one in (False, True))
     assert found.losses == pytest.approx(expected.losses, abs=1e-2)
     for theirs, ours in zip(expected.gradients[:2], found.gradients[:2], strict=True):

@@ -82,7 +82,7 @@ class _Plain:
             marks = {name: torch.empty(0) for name in model.state_dict()}
             name_of = {id(mark): name for name, mark in marks.items()}
             kept = get_peft_model_state_dict(model, marks, save_embedding_layers=False)
-            named = {saved: name_of[id(mark)] for saved, mark in kept.items()}
+            named = {key: name_of[id(mark)] for key, mark in kept.items()}
         else:
             files, named = sorted(self._folder.glob("*.safetensors")), {}
         opened = [safe_open(file, "pt") for file in files]

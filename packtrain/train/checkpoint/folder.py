@@ -160,9 +160,8 @@ def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[st
     _sweep(checkpoints)
     if keep is None:
         return
-    for old in [checkpoint for checkpoint in list_checkpoints(checkpoints).values() if _of_run(checkpoint, origin)][
-        :-keep
-    ]:
+    ours = [checkpoint for checkpoint in list_checkpoints(checkpoints).values() if _belongs_to(checkpoint, origin)]
+    for old in ours[:-keep]:
         if best is None or old != folder_of(checkpoints, best):
             remove(old)
 
@@ -172,7 +171,7 @@ def _sweep(checkpoints: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
+def _belongs_to(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
         files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
         written = written_into(checkpoint)

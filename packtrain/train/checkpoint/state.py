@@ -85,7 +85,7 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             try:
-                reason = _lack_of_space(staging, self._checkpoint_bytes())
+                reason = _shortage_of_space(staging, self._checkpoint_bytes())
                 if not reason:
                     staging.mkdir(parents=True)
             except OSError as error:
@@ -94,15 +94,14 @@ class Checkpoints:
             return cast(list, broadcast_object_list([reason]))[0]
 
     def warning_of_space(self, every: int | None) -> str:
-        """A warning if the disk has no room for final/ and the most checkpoints that are there at a time, "" if it has."""
+        """A warning if the disk is too small for final/ and as many checkpoints as the run keeps at a time, else ""."""
         settings, final = self._settings, self._weights_bytes()
-        number = (
-            math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
-        )  # the last step has one too
+        # the last step has one too
+        number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
         keep, there = settings.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
         most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
         each = self._checkpoint_bytes() if most else 0
-        reason = _lack_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
+        reason = _shortage_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
         what = f"{most} checkpoints of {size(each)} and final/ of {size(final)}"
         return f"no room for {what}: {reason} (trainer.output_dir, keep_checkpoints)" if reason else ""
 
@@ -112,8 +111,10 @@ class Checkpoints:
             if files := written_into(newest):
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
-        of_run, bytes_each = (self._settings.optim, self._settings.strategy), trained[0].itemsize if trained else 0
-        return self._weights_bytes() + optimizer_bytes(*of_run, sum(map(elements, trained)), bytes_each) + _SMALL_FILES
+        settings, bytes_each = (self._settings.optim, self._settings.strategy), trained[0].itemsize if trained else 0
+        return (
+            self._weights_bytes() + optimizer_bytes(*settings, sum(map(elements, trained)), bytes_each) + _SMALL_FILES
+        )
 
     def _weights_bytes(self) -> int:
         """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
@@ -173,10 +174,8 @@ class Checkpoints:
         buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
         contents = read_contents(checkpoint, strategy, model)
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
-        same = same and contents.order in (
-            None,
-            engine.order,
-        )  # other versions of libraries may order weights differently
+        # other versions of libraries may order weights differently
+        same = same and contents.order in (None, engine.order)
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
@@ -251,7 +250,7 @@ class Checkpoints:
             self._trl._save(str(folder), state_dict=weights)
 
 
-def _lack_of_space(folder: Path, needed: int) -> str:
+def _shortage_of_space(folder: Path, needed: int) -> str:
     """Why `needed` bytes do not fit on the disk of `folder`, "" if they do."""
     while not folder.exists():
         folder = folder.parent

@@ -35,7 +35,7 @@ _SHARE = 0.8
 _LONGEST = timedelta(days=1)
 """The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
 _Jobs = list[Callable[[], object]]
-_NO_ROOM = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
+_NO_MEMORY = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._early: Exception | None = None
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
-        self._room, self._kept = True, False
+        self._fits_in_memory, self._kept = True, False
         self._group: Any = None
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()
@@ -80,14 +80,14 @@ class CheckpointWriter:
         Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
         """
         try:
-            if self._room and (self._kept or _fits(state, 1 if alone else _ranks_of_machine())):
+            if self._fits_in_memory and (self._kept or _fits(state, 1 if alone else _ranks_of_machine())):
                 return self._staged(state)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-        if self._room:
-            self._room = False
-            self._say(_NO_ROOM)
+        if self._fits_in_memory:
+            self._fits_in_memory = False
+            self._say(_NO_MEMORY)
         return state
 
     def _staged(self, state: Any) -> Any:
@@ -128,11 +128,11 @@ class CheckpointWriter:
             with waiting("the other ranks to begin a checkpoint"):
                 self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
         early = [_raising(self._early)] if self._early else []
-        self._kept = self._room
+        self._kept = self._fits_in_memory
         parts = early, self._jobs, [seal] if seal else []
         self._jobs, self._early = [], None
         self._thread = _thread("checkpoint", lambda: self._write(step, staging, *parts))
-        if not self._room:
+        if not self._fits_in_memory:
             self.wait()
 
     @property

@@ -186,7 +186,7 @@ class TerminalProgress(TrainerCallback):
         """Shows the step's figures."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{_of_preferences(logs)}")
+            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{_preference_words(logs)}")
         elif "loss" in logs:
             figures = (
                 f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
@@ -198,7 +198,7 @@ class TerminalProgress(TrainerCallback):
             write(f"{place}  {figures}")
 
 
-def _of_preferences(logs: dict[str, Any]) -> str:
+def _preference_words(logs: dict[str, Any]) -> str:
     """The share of held-out pairs that are ranked right, if any are: at a zero margin none is."""
     accuracy = logs.get("eval_accuracy")  # of a reward model
     if accuracy is None and logs.get("eval_rewards/margins"):

@@ -33,7 +33,7 @@ class Tracker:
     """A tracker of transformers as a callback of its Trainer; `say` tells the user why it is left out, where it fails."""
 
     def __init__(self, name: str, tracker: Any, say: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._say, self._left_out = name, tracker, say, False
+        self._name, self._tracker, self._say, self._disabled = name, tracker, say, False
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
@@ -56,7 +56,7 @@ class Tracker:
         self._within(limit_s, partial(getattr(self._tracker, event), *given, **named))
 
     def _within(self, limit_s: float, call: Callable[[], Any]) -> None:
-        if self._left_out:
+        if self._disabled:
             return
         answer: Future[None] = Future()
         self._calls.put((call, answer))
@@ -65,7 +65,7 @@ class Tracker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._left_out, why = True, first_line(error)
+            self._disabled, why = True, first_line(error)
             if not answer.done():
                 why = f"no answer within {limit_s:g} s"
                 _STUCK.append(self._name)

@@ -75,7 +75,7 @@ class DPOLoss(HeldLoss):
         """Has TRL average over the micro-batch."""
         self.trl.loss_weights = self._weights
 
-    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+    def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """That of the sigmoid loss alone."""
         plain = self._weights == [1.0] and not self.trl.use_weighting
         return math.log(2) if self.trl.loss_types == ["sigmoid"] and plain else None

@@ -90,7 +90,7 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     training = model.training
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         model.eval()  # dropout would make two calls differ
-        zero_margin = loss.of_zero_margin(batch)
+        zero_margin = loss.zero_margin_loss(batch)
         if zero_margin is None:
             zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
         model.train()

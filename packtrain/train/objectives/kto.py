@@ -103,7 +103,7 @@ class KTOLoss(HeldLoss):
         )
         return loss * (batch.examples / counts[3])
 
-    def of_zero_margin(self, batch: MicroBatch) -> float:
+    def zero_margin_loss(self, batch: MicroBatch) -> float:
         """Half of the mean weight of the answers."""
         desirable = batch.inputs["label"].double().mean().item()
         return 0.5 * (desirable * self.trl.desirable_weight + (1 - desirable) * self.trl.undesirable_weight)

@@ -141,7 +141,7 @@ class HeldLoss(ExampleLoss):
     """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
     adapters named `ref`), or log-probabilities that come with the batches.
 
-    A subclass defines `logps`, `with_reference` and `of_zero_margin`.
+    A subclass defines `logps`, `with_reference` and `zero_margin_loss`.
     """
 
     answers: tuple[str, ...]
@@ -180,7 +180,7 @@ class HeldLoss(ExampleLoss):
         """`inputs` with the log-probabilities of the reference, if they do not come with them."""
         raise NotImplementedError
 
-    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+    def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """What the loss of a micro-batch at a zero margin is by its formula; None where none is known here."""
         raise NotImplementedError
 

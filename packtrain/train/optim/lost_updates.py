@@ -38,7 +38,7 @@ class LostUpdates:
         self._counts: torch.Tensor | None = None
         self._sampled: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
         self._measuring, self.measured = False, 0
-        self._found = self._untaken = False
+        self._has_measured = self._untaken = False
 
     def watch(self, optimizer: Any) -> None:
         """Measures the steps of the optimizer that accelerate's or DeepSpeed's wrapper holds."""
@@ -51,8 +51,8 @@ class LostUpdates:
 
     def open_step(self, step: int) -> None:
         """Decides whether `step`, counted from 1, is measured."""
-        self.measured += self._found
-        self._measuring, self._found = self.measured < FIRST or step % EVERY == 0, False
+        self.measured += self._has_measured
+        self._measuring, self._has_measured = self.measured < FIRST or step % EVERY == 0, False
 
     def leave_out(self) -> None:
         """Says that the step makes no update: it is not measured."""
@@ -67,7 +67,7 @@ class LostUpdates:
             rate = float(group["lr"])
             if rate == 0 or rate < _LEAST_RATE * float(group.get("initial_lr", rate)):
                 continue
-            self._found = self._untaken = True
+            self._has_measured = self._untaken = True
             for weight in group["params"]:
                 if weight.grad is not None and (here := _flat(weight)).numel():
                     at = _sample(here)

@@ -24,7 +24,7 @@ from packtrain import fast_imports
 from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.surroundings import look_around
+from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, listed
 
@@ -74,7 +74,7 @@ def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as
 
 def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
     """The plan of `verb`; of a run on several machines with the processes of this one alone, as all of them do the same."""
-    surroundings = look_around()
+    surroundings = detect_surroundings()
     launch = plan_launch(config, surroundings, verb)
     if launch.nodes == 1 or launch.in_process:
         return launch
