@@ -1,7 +1,7 @@
 """`packtrain bench` on the command line: makes a short run for each candidate in a temporary folder, and shows what they measured.
 
-Each run is launched as the verb of the config launches it, by a process of its own: whatever becomes of it (it may run out of
-memory, or be killed for that) ends nothing else. This file imports torch only for the runs' sake.
+Each run is launched as its verb would launch it, from a process of its own, so that a run that is killed because memory runs out
+ends nothing else. This file imports torch only where runs are forked from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from packtrain.train.verify.command import on_this_machine
 
 LEAST_S, MOST_S = 5, 86_400
 MEMORY_SHARE = 0.7
-"""Of the machine's free memory that may be filled by training on CPUs: beyond, Linux ends processes."""
+"""The share of the machine's free memory that training on CPUs may fill: above it, Linux may kill processes."""
 _STEPS_IN_TIME, _RUNS_IN_TIME = 24, 30
 _FEWEST_STEPS, _MOST_STEPS = 2, 50
 _OUT_OF_MEMORY = re.compile(r"out of memory on [\w:]+|not enough memory")
@@ -54,7 +54,7 @@ def run_bench(
         fix = f"Give {LEAST_S} to {MOST_S}."
         raise UserError(f"{seconds:g} s is no time to measure in", where="--seconds", fix=fix)
     with tempfile.TemporaryDirectory(prefix="packtrain-bench-", ignore_cleanup_errors=True) as folder:
-        runs = ShortRuns(_without_keeping(config, Path(folder)), execute, Path(folder))
+        runs = ShortRuns(_keep_nothing(config, Path(folder)), execute, Path(folder))
         print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
         configured = Candidate.of(config.packing, config.batch)
         if (failure := runs.choose_length(configured, seconds)) and failure.code != CheckFailed.exit_code:
@@ -74,8 +74,8 @@ def run_bench(
         return 0
 
 
-def _without_keeping(config: RunConfig, folder: Path) -> RunConfig:
-    """The config without anything that is kept, evaluated or answered."""
+def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
+    """The config without checkpoints, evaluations, answers to samples and trackers."""
     nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], **nothing)
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
@@ -109,9 +109,9 @@ class ShortRuns:
                 import_module(f"packtrain.train.objectives.{self.config.objective.kind}")
 
     def choose_length(self, configured: Candidate, seconds: float) -> Failure | None:
-        """Finds what part of a step there is time for, from a small one upwards, and how many steps; returns why it cannot be found.
+        """Finds how large a part of a step fits into the time, beginning small, and how many steps; returns the failure of a run.
 
-        Where memory is lacking, steps stay whole, and their number the smallest.
+        Where memory runs out, steps stay whole, and there are as few as possible.
         """
         batch, world = self.config.batch, self.launch.num_processes
         rows = (configured.tokens or 1) / (batch.tokens_per_step or 1)
@@ -132,13 +132,13 @@ class ShortRuns:
         return None
 
     def measure(self, candidate: Candidate) -> RunFigures | Failure:
-        """Makes a run with a candidate's settings, and says what it measured."""
-        outcome = self._outcome(candidate)
+        """Makes a run with a candidate's settings, and prints what it measured."""
+        outcome = self._make_run(candidate)
         said = outcome.why if isinstance(outcome, Failure) else f"{outcome.tokens_per_second:,.0f} tokens/s"
         print(f"{' '.join(candidate.overrides())}: {said}", file=sys.stderr, flush=True)
         return outcome
 
-    def _outcome(self, candidate: Candidate) -> RunFigures | Failure:
+    def _make_run(self, candidate: Candidate) -> RunFigures | Failure:
         self._number += 1
         root, length = self.folder / f"{self._number}", self.steps + 1
         trainer = replace(self.config.trainer, output_dir=str(root / "run"), max_steps=length, log_every=length)
@@ -147,8 +147,8 @@ class ShortRuns:
         batch = replace(self.config.batch, **limits)
         config = replace(self.config, trainer=trainer, packing=packing, batch=batch)
         try:
-            on_this_machine(config, "bench")  # refuses what does not divide
-            config = replace(config, batch=_cut(batch, self.part, self.launch.num_processes))
+            on_this_machine(config, "bench")  # raises UserError for sizes that do not divide
+            config = replace(config, batch=_shrink_step(batch, self.part, self.launch.num_processes))
             for fault in check_combinations(config, set()):
                 return Failure(fault.what)
             launch = on_this_machine(config, "bench")
@@ -198,8 +198,8 @@ class ShortRuns:
         }
 
 
-def _cut(batch: Batch, part: float, processes: int) -> Batch:
-    """A step of only a `part` of the documents, but of one for each process, or of whole rows."""
+def _shrink_step(batch: Batch, part: float, processes: int) -> Batch:
+    """The batch with steps of a `part` of their size: at least a document for each process, or whole rows."""
     if part < 1 and batch.examples_per_step:
         least = min(processes, batch.examples_per_step)
         return replace(batch, examples_per_step=max(round(part * batch.examples_per_step), least))
@@ -210,7 +210,7 @@ def _cut(batch: Batch, part: float, processes: int) -> Batch:
 
 
 def _run(execute: Callable[[LaunchPlan, RunConfig], int], launch: LaunchPlan, config: RunConfig, output: Path) -> None:
-    """The main function of the process that launches a run, or is it."""
+    """The main function of a process that launches a run, or trains itself."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -218,7 +218,7 @@ def _run(execute: Callable[[LaunchPlan, RunConfig], int], launch: LaunchPlan, co
 
 
 def _failure_of(code: int, output: str) -> Failure:
-    """What a run that ended with exit code `code` (negative: by a signal) wrote about it."""
+    """Why a run ended with exit code `code` (negative: by a signal), from its output."""
     lines = output.splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
     text = lines[starts[-1] :] if starts else lines[-20:]

@@ -1,4 +1,4 @@
-"""A short run in one of its processes (`measure_in`): trained as any run is, with figures in place of a trained model at its end."""
+"""One process of a short run (`measure_in`): it trains as in any run, and at the end writes figures in place of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     first, rest = (line for line in trainer.state.log_history if "loss" in line)
     seconds = (rest["tokens"] - first["tokens"]) / rest["tokens_per_second"]
     measured = range(1, trainer.state.global_step)
-    # of the documents, whatever was computed once for two of them
+    # of whole documents, even where a prompt was computed once for two of them
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
     figures: dict[str, Any] = {

@@ -13,7 +13,7 @@ from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingM
 ROUNDS, FEWEST_ROUNDS = 6, 3
 MOST_COMPARED = 4
 RISE, NEAR = 1.02, 0.85
-"""Shares of the best speed: a size must reach the first to be worth going on from; what reaches the second runs again."""
+"""Shares of the best speed: beyond a size that exceeds the first, the next is tried; what reaches the second is compared."""
 EXPLORING = 0.5
 """The share of the time after which no further sizes are tried."""
 
@@ -75,7 +75,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ended early, its exit code, and what it said; `memory`: for want of memory."""
+    """Why a run ended early, its exit code and its message; `memory`: it ran out of memory."""
 
     why: str
     code: int = 2
@@ -85,7 +85,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate and its measurements by round; `why` there are none, or no more of them."""
+    """A candidate and its measurements by round; `why` explains that there are none, or no more."""
 
     candidate: Candidate
     why: str = ""
@@ -121,8 +121,8 @@ def search(
     1. Micro-batches of the configured mode are doubled as long as that is faster; where it never is, halved.
     2. The other modes (of pairs also with shared prompts and without) run once, at the best size; if one of them is faster, its
        size is tried, too.
-    3. The configured settings and all that come near the best run again in turn, on the same documents, so that a moment's other
-       work on the machine hits all of them, and its size is seen.
+    3. The configured settings and all that come near the best run again in turn, on the same documents, so that other work on
+       the machine disturbs all of them alike, and its effect shows.
     """
     state = _Search(measure, why_not_larger, seconds)
     first = state.attempt(configured)
@@ -174,7 +174,7 @@ class _Search:
                     break
             trial = self.attempt(candidate)
             if trial.rounds and best.rounds and trial.rounds[0].micro_batches == best.rounds[0].micro_batches:
-                del self.trials[candidate]  # the same layout
+                del self.trials[candidate]  # the same micro-batches as before
             elif trial.speed > RISE * best.speed:
                 best = trial
             elif best.rounds or "memory" not in trial.why:
@@ -193,7 +193,7 @@ class _Search:
             compared = [trial for trial in compared if not trial.why]
             if len(compared) < 2 or self.spent + sum(trial.rounds[0].seconds for trial in compared) > self.seconds:
                 break
-            # to start the runs may take longer than to train
+            # starting the runs may take longer than training
             if number >= FEWEST_ROUNDS and time.monotonic() - self.began > self.seconds:
                 break
             for trial in compared if number % 2 else compared[::-1]:
@@ -203,7 +203,7 @@ class _Search:
 def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tuple[PackingMode, bool | None]]:
     """All modes but the configured one; of pairs, those of flat rows with share_prefix as configured and without it (or with it)."""
     other = configured.shared is False
-    unshared = any(run.shared is False for run in first.rounds.values()) and not other  # it cannot be had
+    unshared = any(run.shared is False for run in first.rounds.values()) and not other  # sharing is not possible
     shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
     flat: tuple[PackingMode, ...] = ("padding_free", "packed")
     kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]

@@ -1,8 +1,8 @@
 """YAML + command line → `RunConfig`, with all problems at once and the place of each; or one for each point of a sweep.
 
 Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
-it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
-(validate.py): that is what allows more than one error per start.
+the place of each key is known. A user's own files of a group win over ours. Types are checked after composition (validate.py),
+so that all errors are shown at once.
 
 A key of a file that has nothing to act on any more, because the command line sets another one, is dropped: `data.eval=null` takes
 `trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
@@ -188,7 +188,7 @@ class _Composition:
         return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix)
 
     def _where(self, key: str) -> str:
-        """The place of `key`: of the key itself, else of what it is in or holds, else of the user's file as a whole."""
+        """The place of `key`, else of what it holds or is in, else of the user's file as a whole."""
         cuts = [at for at, letter in enumerate(key) if letter in ".["]
         inner = [item for item in self._places if item.startswith(f"{key}.")]
         outer = [key[:at] for at in reversed(cuts)]
@@ -268,7 +268,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 
 
 def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Fault]]:
-    """The typed config and everything that is wrong with it, each key blamed once; groups that are `spoilt` are not."""
+    """The typed config and everything that is wrong with it, each key named once; `spoilt` groups are not named again."""
     values, faults = plain_values(composed)
     made, wrong_values = build(values)
     config = RunConfig(**made)
@@ -284,7 +284,7 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
 
 
 def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fault]:
-    """The faults of which no key, nor what it is in or holds, is `known` to be wrong."""
+    """The faults that name no key that is `known` to be wrong, nor one inside or around it."""
     bad = {*spoilt, *(key for fault in known for key in fault.keys)}
 
     def close(key: str, item: str) -> bool:

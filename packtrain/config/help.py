@@ -43,7 +43,7 @@ This page is generated: `python -m packtrain.config.help > docs/config.md`.
 
 
 def help_text(width: int, asked: Sequence[str] = ()) -> str:
-    """All keys with their defaults for a terminal of `width` columns; of groups and keys that are `asked` for every sentence."""
+    """All keys with their defaults for a terminal of `width` columns; for groups and keys that are `asked` for, every sentence."""
     lead = "Config keys by group, with their defaults; group=choice selects a file of configs/."
     lead += " packtrain sft -h GROUP or -h GROUP.KEY explains them, and docs/config.md all."
     lines = [] if asked else textwrap.wrap(lead, width)
@@ -94,7 +94,7 @@ def _default(value: Any) -> str:
 
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
-    """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
+    """What the first argument may be: a YAML file, a recipe, or (if none fits) an override. (word, help) each."""
     files = {f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")}
     files = {name for name in files if name.startswith(incomplete)} | set(
         glob.glob(f"{glob.escape(incomplete)}*{SUFFIX}")

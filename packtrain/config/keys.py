@@ -1,7 +1,7 @@
 """The dataclasses of schema.py as a flat list of keys: their types in words, which key was meant, which may change on resuming.
 
-From a key that does not exist to the one that was meant there are these ways: keys that packtrain once had, the same name in another
-group, a few names of other trainers, and close spelling.
+For a key that does not exist, the one that was meant is searched among the keys that packtrain once had, the same name in other
+groups, names that other trainers use, and similar spellings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REMOVED = {
     "trainer.save_dtype": "It is now optim.bf16_rounding=never (final/ in float32) or final (in bfloat16).",
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
-"""The path of a removed key → what to write in its place."""
+"""Removed key → what to write in its place."""
 _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not lead to ours
     "base_model": "model.path",
     "batch_size": "batch.examples_per_step",
@@ -70,10 +70,10 @@ _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not le
     "sequence_len": "data.max_length",
 }
 RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
-"""The groups that a checkpoint records. A key of theirs that is changed is decisive unless it is free or fixed: one that is forgotten
-here is refused on resuming, and no run takes another course without a word."""
+"""The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or listed in resume_despite and not
+fixed: so a key that is forgotten here is refused, and no run silently takes another course."""
 WEIGHTS = ("model", "model.weights")
-"""What a checkpoint records of the model that are no keys."""
+"""What a checkpoint records of the model beside its keys."""
 _FREE = re.compile(
     r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$).*|packing\.(mode|share_prefix)"
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"

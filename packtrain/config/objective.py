@@ -74,7 +74,7 @@ class Option:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """Whether it is a finite number, and not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -165,7 +165,7 @@ class Objective:
 
     @property
     def token_loss(self) -> TokenLoss:
-        """What a model's head computes of each token; of all kinds but sft the negative log-likelihood."""
+        """What the output head computes for each token: the negative log-likelihood for all kinds but sft."""
         return self.losses[0] if self.kind == "sft" else "nll"
 
     def option(self, name: str) -> Any:
@@ -174,5 +174,5 @@ class Objective:
 
     @property
     def sorting_losses(self) -> list[str]:
-        """Those that sort all pairs of a step: it has to be one micro-batch of one process."""
+        """The losses that sort all pairs of a step, which therefore is one micro-batch of one process."""
         return [name for name in self.losses if name in SORTING_LOSSES]

@@ -1,8 +1,8 @@
 """Composed values → the groups of a config, and everything about them that the types and bounds of schema.py forbid.
 
 Interpolations see the defaults of schema.py too; what cannot be resolved becomes a fault, so that one broken value does not hide the
-next. Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as "2e-5" is
-a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
+next. Types are strict: "yes" is not a number, and 1 is not a boolean. There are two exceptions, both for YAML 1.1: text such as
+"2e-5" is a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """All-reduces between the machines of a run, over the backend that it would use, and what their times show about the network.
 
-One process on each machine (`python -m packtrain.diagnose.all_reduce`) reduces in pairs, one after another, so that no figure is of
-two streams; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that fails ends no other.
-Every result is printed at once, each JSON line in place of the one before, so a process that hangs has reported what came before.
+One process on each machine (`python -m packtrain.diagnose.all_reduce`) reduces in pairs, one pair after another, so that none
+disturbs another; at the end all reduce together, unless a pair has failed. Each pair is a process group of its own, so that its
+failure ends no other. Every result is printed at once, as a JSON line that replaces the one before: a process that hangs has reported.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
     store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=limit)
 
     def begins(what: str, wanted: bool) -> bool:
-        """Rank 0's `wanted`, on all ranks: all begin the operation, or none."""
+        """Rank 0's `wanted`, on all ranks, so that all of them begin the operation, or none."""
         if rank == 0:
             store.set(f"begin {what}", str(wanted))
         return store.get(f"begin {what}") == b"True"

@@ -1,7 +1,7 @@
 """What only the GPU driver and torch know, and checks of it.
 
 The driver is asked by nvidia-smi, torch by `python -m packtrain.diagnose.devices DTYPE`: importing torch may crash, and the first call
-of CUDA may hang; a report is wanted just then, so each fact is a line of JSON on stdout as soon as it is known.
+of CUDA may hang. A report is needed most in those cases, so each fact is a line of JSON on stdout as soon as it is known.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
 
 
 def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """The backend that model.attention comes to for most models, and why; the loaded model decides."""
+    """The backend that model.attention selects for most models, and why; the loaded model decides."""
     kernel, why = flash_kernel(facts, run)
     asked, mode = run.config.model.attention, run.config.packing.mode
     if mode == "padding" or asked not in ("auto", "flash"):

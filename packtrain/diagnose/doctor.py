@@ -65,7 +65,7 @@ def show_run(place: str, *, ask: bool, as_json: bool) -> int:
 
 def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Finding:
     """What this machine can know of a run; `over`: its own process, which still has the lock, says that it has
-    ended. Raises UserError where no run is."""
+    ended. Raises UserError where there is no run."""
     channel = folder.logs / PUBLISHED
     logs = [folder.logs / name for name in (RANKS, DIAGNOSIS, PUBLISHED)]
     begun = [folder.summary, folder.config, folder.attempt.config, *logs]
@@ -124,7 +124,7 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> Iterator[str]:
 
 
 def _examine_ended(folder: RunFolder) -> Finding:
-    """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
+    """The finding for a run that has ended: from its diagnosis, else from its ranks' exit codes, else from its status."""
     file, report, attempt = folder.logs / RANKS, folder.logs / DIAGNOSIS, folder.attempt.config
     ranks: Sequence[RankState] = read_as(file, object_of(file).get("ranks", []), tuple[RankState, ...])
     if attempt.exists() and (not file.exists() or attempt.stat().st_mtime > file.stat().st_mtime):

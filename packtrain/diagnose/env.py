@@ -1,7 +1,7 @@
 """`packtrain env [CONFIG]`: what this machine is and has, as a list to paste into a bug report, and whether that will do.
 
-Everything is asked at once and answered within ten seconds; what does not answer is a line of the report. Nothing is started
-that stays, and nothing secret is shown (packtrain/redact.py).
+All questions are asked at once, and answered within ten seconds; what does not answer is a line of the report. No process stays
+behind, and nothing secret is shown (packtrain/redact.py).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
     console.print("\nCopy-paste the following information when reporting an issue:\n")
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
     known = {**asdict(facts), "network settings": settings}
-    text = yaml.safe_dump(_known(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)
+    text = yaml.safe_dump(_drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)
     console.print(escape(redactor.text(text)), emoji=False)
     console.print("Checks:\n")
     width = max((len(check.name) for check in checks), default=0)
@@ -139,10 +139,12 @@ def print_check(console: Console, status: Status, name: str, result: str, fix: s
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
-def _known(value: Any) -> Any:
-    """What is known of plain containers, large numbers as sizes."""
+def _drop_unknown(value: Any) -> Any:
+    """Plain containers without what is not known, and large numbers as sizes."""
     if isinstance(value, dict):
-        return {name: known for name, inner in value.items() if (known := _known(inner)) not in (None, "", [], {})}
+        return {
+            name: known for name, inner in value.items() if (known := _drop_unknown(inner)) not in (None, "", [], {})
+        }
     if isinstance(value, list):
-        return [_known(inner) for inner in value]
+        return [_drop_unknown(inner) for inner in value]
     return size(value) if isinstance(value, int) and value > MIB else value

@@ -1,7 +1,7 @@
 """What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
 
-Nothing here reads a text: the fates of rows say what was odd when they were tokenised (data/tokens/cache.py), and tokens show the
-rest (scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
+Nothing here reads texts: the fates of rows record what was odd when they were tokenised (data/tokens/cache.py), and tokens show
+the rest (scan.py). A finding that makes training pointless is `bad`, a likely fault `warn`, what may be intended `note`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ FAULTS = {
         "Take the tokenizer of the model, or one that knows these characters.",
     ),
 }
-"""What the faults of rows are, and what to do."""
+"""The faults of rows: what is wrong, and what to do."""
 REPEATS = {
     "exact_duplicates": (
         "the same tokens as an earlier one: it counts twice",
@@ -120,7 +120,7 @@ REPEATS = {
         "Keep one of the two: else the eval loss is too low by what was memorised.",
     ),
 }
-"""The same of examples: of those that are trained, then of those that are held out."""
+"""Repeated examples, likewise: those that are trained, then those that are held out."""
 FATAL = ("no_trained_token", "end_never_trained")
 """Faults that make training pointless where many rows have them."""
 
@@ -167,7 +167,7 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
         yield AuditFinding(name, rows, total, what, fix, unit, severity, twins)
 
 
-def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
+def warn_of_pointless_training(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
     """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run,
     from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
     documents = data.documents if isinstance(data, PairDataset) else data

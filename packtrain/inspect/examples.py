@@ -19,7 +19,7 @@ from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
 MOST_TOKENS = 20_000
-"""Tokens of a part that are shown."""
+"""Tokens of a part that are shown at most."""
 
 
 def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The data on a terminal (by rich) and as HTML (by jinja2): examples as coloured text, and the summary as tables.
 
-Texts of the data become rich's `Text`, never markup, and are escaped in HTML; characters that act are symbols already
+Texts of the data become rich's `Text`, never markup, and are escaped in HTML; control characters are symbols already
 (examples.py). Where a terminal has no colours, trained text stands in ⟦ ⟧. The HTML has no script.
 """
 
@@ -72,7 +72,7 @@ def tabulate(data: dict[str, Any]) -> list[DataTable]:
 
 
 def remark_on_modes(data: dict[str, Any]) -> list[str]:
-    """What else is to be said about them."""
+    """Remarks on what the modes cost."""
     modes = data["modes"]
     remarks = [f"{name} is not possible here: {visible(mode['why'])}" for name, mode in modes.items() if "why" in mode]
     if (fill := modes["packed"].get("fill")) is not None:
@@ -114,7 +114,7 @@ class DataTerminal:
         self.coloured = self.console.is_terminal and self.console.color_system is not None and not self.console.no_color
 
     def say(self, text: str = "", style: str = "") -> None:
-        """A line of text; no markup in it counts."""
+        """Prints a line of text, without interpreting markup in it."""
         self.console.print(Text(text, style))
 
     def legend(self) -> None:
@@ -149,7 +149,7 @@ class DataTerminal:
                     self.say(f"… and {counted(more, unit)} more")
 
     def summary(self, data: dict[str, Any]) -> None:
-        """Statistics, cost of the modes, and the audit last, where the eye is."""
+        """Statistics, the cost of the modes, and the audit last, where it is seen first."""
         self._facts(data)
         self._lengths(data)
         for table in tabulate(data):

@@ -31,7 +31,7 @@ def show_data(
 ) -> int:
     """Shows the data of `config`, laid out for `processes`, by the options of the verb; returns the exit code.
 
-    On the terminal, examples that are asked for come alone, and at once: only else are all tokens read.
+    On the terminal, examples that are asked for are shown alone, and at once; all tokens are read only for the summary.
     """
     if source is not None and (step is not None or rows is not None):
         raise UserError("it shows one row, so it does not go with --rows or --step", where="--source")
@@ -70,7 +70,7 @@ def show_data(
 
 
 def _check_page(file: Path) -> None:
-    """Raises UserError for a page that has no folder, and a name that may be that of a config or data."""
+    """Raises UserError for a page whose folder is missing, or whose name may be that of a config or of data."""
     where = f"--html {shown(file)}"
     if not file.parent.is_dir():
         raise UserError("there is no such folder", where=where, fix="Make it first.")

@@ -15,7 +15,7 @@ from packtrain.inspect.scan import scan
 
 SHOWN = 3
 _AMONG = 200
-"""Documents from the start of the data among which those that are shown are chosen."""
+"""The examples that are shown are chosen among so many from the start of the data."""
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
@@ -84,8 +84,8 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
-    """What data.max_length would cut, for lengths of 512 tokens and more up to the first that cuts nothing, or to the current one: of
-    documents that are longer no more is known, and of those that were dropped not even how many tokens."""
+    """What data.max_length would cut, for lengths from 512 tokens up to the first that cuts nothing, or to the current one: of longer
+    documents no more is known, and of those that were dropped not even the number of tokens."""
     lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report
     dropped = report.dropped.get(TOO_LONG, 0) * corpus.traits.documents
     limits = {limit for limit in LIMITS if limit < 2 * int(lengths.max())} or {LIMITS[0]}

@@ -31,7 +31,7 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
     TAKEN,
     Layout,
-    LeftAlone,
+    NotPacked,
     at_places,
     check_call,
     layout_of_call,
@@ -55,10 +55,10 @@ _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
 
 @dataclass(slots=True)
 class Stats:
-    """What was run packed since `attach`, in all attached models.
+    """What has run packed since `attach`, in all attached models.
 
-    `padded_slots` are B · L of the packed calls, `real_tokens` those of them that are no padding, `row_slots` what the model
-    ran on. `unchanged` counts the calls that ran as they came, by the reason; `unrolled` says why prompts cannot be shared.
+    `padded_slots` are B · L of the packed calls, `real_tokens` those that are not padding, `row_slots` the tokens that the model
+    ran on. `unchanged` counts the calls that ran as they came, by reason; `unrolled` says why prompts cannot be shared.
     """
 
     calls: int = 0
@@ -103,14 +103,14 @@ def attach(
     share_prefix: Share = "auto",
     proof: bool = True,
 ) -> Attached:
-    """Has padded forward passes of a trainer (its model, reference and teacher), or of a model, run packed from now on.
+    """Packs the padded forward passes of a trainer (its model, reference and teacher), or of a model, from now on.
 
     `tokens_per_row` limits the rows that a call is run as, one after the other; by default a call is one row. What documents
     begin with in common is computed once; `share_prefix="auto"` does so unless dropout is active, False never. `proof` measures on
     the loaded model that documents of a row cannot see each other, and chooses the fastest attention for which that holds.
 
-    Raises CheckFailed where no attention is exact for the model, UserError for what is no model or trainer, or attached
-    already. Under FSDP and DeepSpeed the trained model is measured, and packed, from when training begins.
+    Raises CheckFailed where no attention is exact for the model, UserError for anything but a model or trainer, or one that
+    is attached already. Under FSDP and DeepSpeed the trained model is measured, and packed, from when training begins.
 
         attach(trainer)
         trainer.train()
@@ -174,8 +174,8 @@ class _WhenTrainingBegins(TrainerCallback):
 class _PackedModel:
     """A model whose padded calls run packed, once its `backend` is chosen; `share`, `proof` … as of `attach`.
 
-    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run as they come. `_row`: that a call
-    brings itself, since the model's code may not pass it on, as bloom's.
+    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run as they come. `_row`: the
+    segments of the call, for models whose code does not pass them on (bloom).
     """
 
     model: PreTrainedModel
@@ -256,7 +256,7 @@ class _PackedModel:
             raise CheckFailed(f"{type(self.model).__name__}: {what}", fix=fix)
 
     def _takes_left_padding(self) -> bool:
-        """Whether a padded call without positions gives behind padding what it gives without, as measured."""
+        """Whether padding on the left leaves the outputs of a call without positions as they are, by measuring."""
         ids = torch.from_numpy(random_ids(self.model, Segments((12,)))[:1]).to(self.model.device)
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
@@ -290,7 +290,7 @@ class _PackedModel:
             layout, places = self._planned or (None, None)
             try:
                 layout = layout or self._layout(call)
-            except LeftAlone as reason:
+            except NotPacked as reason:
                 self.stats.unchanged[str(reason)] += 1
                 return inner(*args, **kwargs)
             self.stats.count(layout)
@@ -320,7 +320,7 @@ class _PackedModel:
             try:
                 layout = self._layout({name: value for name, value in call.items() if name != "logits_to_keep"})
                 places = places_with_labels(labels, layout)
-            except LeftAlone as reason:
+            except NotPacked as reason:
                 self.stats.unchanged[str(reason)] += 1
                 with self._holding(passing=True):
                     return inner(*args, **kwargs)
@@ -335,15 +335,15 @@ class _PackedModel:
             scored = labels[:, 1:].flatten()[at][None]
             with self._holding(planned=(layout, labelled.clip(max=layout.tokens - 1))):
                 outputs = inner(**call, shift_labels=scored, fused_lm_head=True, num_items_in_batch=count)
-            return _scattered(outputs, at, shape)
+            return _scatter(outputs, at, shape)
 
         return forward
 
     def _layout(self, call: Mapping[str, Any]) -> Layout:
         check_call(call)
         if self.backend == PER_DOCUMENT and (call.get("output_hidden_states") or call.get("output_router_logits")):
-            raise LeftAlone("hidden states of all layers, of a model that runs document by document")
-        noise = self.share == "auto" and self.model.training and any(map(_drops, self.model.modules()))
+            raise NotPacked("hidden states of all layers, of a model that runs document by document")
+        noise = self.share == "auto" and self.model.training and any(map(_has_dropout, self.model.modules()))
         shares = bool(self.share) and not noise
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
@@ -353,7 +353,7 @@ class _PackedModel:
         rest = {name: value for name, value in call.items() if name not in TAKEN}
         with self._holding(passing=True):
             outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
-        joined = _joined(outputs, layout, places)
+        joined = _join_rows(outputs, layout, places)
         return joined.to_tuple() if as_tuple else joined
 
     @contextmanager
@@ -386,12 +386,12 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
 
 
 def _row_of(call: Mapping[str, Any]) -> Segments | None:
-    """The row that a call is by itself, None for a padded one."""
+    """The segments of a call that is a packed row already, None for a padded call."""
     return call.get("segments") or row_of_positions(call)
 
 
 def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
-    """The call of a row of the user's own, with its positions. Raises UserError for other tokens than the row has."""
+    """The call of a row that the user packed, with its positions. Raises UserError where it has not as many tokens as its segments."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
@@ -407,14 +407,14 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     """Whether `module` draws random numbers while training."""
     if isinstance(module, _DropoutNd):
         return module.p > 0 and module.training
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
-def _joined(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
+def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
     """The rows' outputs as one: what is per token ([1, T, …] or [T, …]) at its places in the batch; nothing else is kept."""
     tokens = layout.rows[0][0].tokens
 
@@ -437,7 +437,7 @@ def _joined(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> An
     return type(outputs[0])(**{name: value for name, value in kept.items() if value is not None})
 
 
-def _scattered(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
+def _scatter(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
     """TRL's per-token figures [1, n] at `places` of [B, L - 1], zero elsewhere; scalars stay."""
 
     def put(value: torch.Tensor) -> torch.Tensor:

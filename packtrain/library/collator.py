@@ -29,7 +29,7 @@ def pack(
     """Rows of documents by their numbers: each document is in one row, whole, and no row has more than `tokens_per_row` tokens.
 
     `lengths` are tokens. `best_fit` makes the fewest rows, whose order and neighbours change with `seed`; `in_order` keeps the
-    order given. What comes out is a `batch_sampler` of torch's DataLoader.
+    order given. The result serves as `batch_sampler` of torch's DataLoader.
 
     Raises ValueError for a document that is longer than a row, or has no token.
 
@@ -56,14 +56,13 @@ class PackedCollator:
     """A data collator that makes one row [1, T] of documents, which a model after `attach` keeps apart exactly.
 
     A feature has `input_ids` and, optionally, what is trained: `labels` (-100 where nothing is), or a `completion_mask` or
-    `assistant_masks` of zeros and ones; by default every token is. An `attention_mask` leaves padding away. A feature may be
+    `assistant_masks` of zeros and ones; by default every token is. What an `attention_mask` hides is left out. A feature may be
     several documents: with `seq_lengths`, as TRL packs them, or as a list of features.
 
     A batch is `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
-    stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx`
-    for state-space kernels; without `return_segments` models take the batch that do not know of Segments.
-
-    Raises ValueError for features that have no tokens, or as many labels as they should not.
+    stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds
+    `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels; without `return_segments` the
+    batch suits models that do not take Segments. Raises ValueError for features without tokens, or with a wrong number of labels.
 
     >>> from packtrain import PackedCollator
     >>> collate = PackedCollator()
@@ -122,7 +121,7 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
-    """int64 [length], a copy: the labels of a feature, or those that its masks leave."""
+    """int64 [length], a copy: the labels of a feature, or its token ids where its masks are 1."""
     if (given := feature.get("labels")) is not None:
         return _numbers(given, like=ids, name="labels").copy()
     labels = ids.copy()

@@ -18,11 +18,11 @@ from packtrain.packing.prefixes import rows_of
 from packtrain.packing.segments import Segments
 
 TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
-"""What of a call is not handed on to the rows; `margin` is of TRL's reward loss, which reads it from the model's batch."""
+"""Arguments of a call that are not passed on to the rows; `margin` belongs to TRL's reward loss, which finds it in the batch."""
 
 
-class LeftAlone(Exception):
-    """Why a call is not packed, in a few words; it then runs as it came."""
+class NotPacked(Exception):
+    """Why a call is not packed, in a few words; it runs as it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,24 @@ def layout_of_call(
     share: bool,
     tokens_per_row: int | None,
 ) -> Layout:
-    """The rows of a padded call, given by its keyword arguments. Raises LeftAlone for a call that is none, or gains nothing.
+    """The rows of a padded call, given by its keyword arguments. Raises NotPacked where that is not possible, or saves nothing.
 
-    `left_padding`: the model gives the same outputs behind padding as without. Waits for the device of ids and mask.
+    `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
     columns = np.arange(real.shape[1])
     if (real != ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).any():
-        raise LeftAlone("an attention mask with holes")
+        raise NotPacked("an attention mask with holes")
     if not lengths.any():
-        raise LeftAlone("no tokens")
+        raise NotPacked("no tokens")
     rows = np.flatnonzero(lengths)
     if (given := call.get("position_ids")) is not None:
         if given.dim() != 2 or (given.cpu().numpy() != columns - starts[:, None])[real].any():
-            raise LeftAlone("position_ids of their own")
+            raise NotPacked("position_ids of their own")
     elif starts[rows].any() and not left_padding:
-        raise LeftAlone("padding on the left, with which the model gives other outputs")
+        raise NotPacked("padding on the left, with which the model gives other outputs")
     tokens = ids.cpu().numpy()
     documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
     packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
@@ -86,30 +86,30 @@ def layout_of_call(
         laid_rows.append((row.segments, np.concatenate(places)[row.sources]))
         before += row.segments.tokens
     if before == real.size:
-        raise LeftAlone("nothing padded and nothing shared")
+        raise NotPacked("nothing padded and nothing shared")
     return Layout(tuple(laid_rows), slots.ravel(), ids.shape, int(lengths.sum()))
 
 
 def check_call(call: Mapping[str, Any]) -> None:
-    """Raises LeftAlone unless the keyword arguments are those of a padded batch of texts, outside of generation."""
+    """Raises NotPacked unless the keyword arguments are those of a padded batch of texts, outside of generation."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise LeftAlone("no batch of input_ids")
+        raise NotPacked("no batch of input_ids")
     if call.get("past_key_values") is not None or call.get("use_cache"):
-        raise LeftAlone("generation with a cache")
+        raise NotPacked("generation with a cache")
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        raise LeftAlone("no attention mask of the shape of input_ids")
+        raise NotPacked("no attention mask of the shape of input_ids")
     if call.get("output_attentions"):
-        raise LeftAlone("output_attentions")
+        raise NotPacked("output_attentions")
     for name, value in call.items():
         number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
         if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
-            raise LeftAlone(name)
+            raise NotPacked(name)
 
 
 def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
-    """The row of a call whose positions begin again with each of several documents, as padding-free collators of others make
-    them; None for another call. Reads the positions on the CPU, so it waits for their device."""
+    """The row of a call whose positions restart with each of several documents, as other libraries' padding-free collators
+    write them; None for other calls. Reads the positions on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
     if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
         return None
@@ -124,14 +124,14 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
-    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label. Raises LeftAlone where there is not a label for
-    each token, or one of the places is padding: what a model says there depends on how it treats padding."""
+    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label. Raises NotPacked where there is not a label for
+    each token, or one of the places is padding: what a model computes there depends on how it treats padding."""
     if labels.shape != layout.shape:
-        raise LeftAlone("labels of another shape")
+        raise NotPacked("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE
     padding = layout.slots.reshape(layout.shape)[:, :-1] == layout.tokens
     if (labelled & padding).any():
-        raise LeftAlone("a label after padding")
+        raise NotPacked("a label after padding")
     return np.flatnonzero(labelled)
 
 

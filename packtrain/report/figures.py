@@ -12,7 +12,7 @@ from packtrain.report.run_record import Metrics, RunRecord, harmless
 
 POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
-"""Both at most; each point takes some 15 bytes of the page."""
+"""Upper limits; a point takes about 15 bytes of the page."""
 HELD_OUT = "eval_"
 X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
 PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
@@ -62,7 +62,7 @@ _KNOWN = (
 
 
 class Curve(NamedTuple):
-    """A key of a run in a figure. `base` numbers the keys of the figure; `held_out` ones have the number of theirs."""
+    """A key of a run in a figure. `base` is its number in the figure; a `held_out` key has the number of its training key."""
 
     run: int
     key: str
@@ -127,7 +127,7 @@ def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _places(metrics: Metrics) -> dict[str, np.ndarray]:
-    """Where each line is on every axis, float64 [lines]; a line without tokens has those of the lines around it."""
+    """The place of each line on every axis, float64 [lines]; a line without tokens gets them by interpolation."""
     places = {"step": metrics.steps.astype(np.float64)}
     for name in ("tokens", "seconds"):
         lines, values = metrics.points(name)

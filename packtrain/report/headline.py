@@ -15,7 +15,7 @@ from packtrain.inspect.rendering import percent
 from packtrain.report.run_record import RunRecord
 
 SLOW = 1.2
-"""A rank is slow whose forward passes and loading of data take so many times the median."""
+"""A rank is slow if its forward passes and loading of data take more than this many times the median."""
 _TELLING_LINES = 8
 _NONE = "–"
 
@@ -43,7 +43,7 @@ def duration(seconds: float | None) -> str:
 
 
 class Tile(NamedTuple):
-    """A figure with what it is, and what else belongs to it."""
+    """A figure with its label and a remark."""
 
     label: str
     value: str
@@ -96,7 +96,7 @@ def _change(run: RunRecord, label: str, key: str) -> list[Tile]:
 
 
 def telling(lines: Sequence[str]) -> list[str]:
-    """What to show first of what packtrain doctor says: a diagnosis up to its advice, or the end of a log."""
+    """The most telling lines of packtrain doctor: a diagnosis up to its advice, or the end of a log."""
     if advice := [at for at, line in enumerate(lines) if line.startswith("  → ")]:
         return [*lines[: advice[0] + 1]]
     return [*lines] if len(lines) <= _TELLING_LINES else [lines[0], "    …", *lines[-_TELLING_LINES:]]
@@ -115,7 +115,7 @@ def seconds_of(run: RunRecord) -> float | None:
 
 
 def cost_s(run: RunRecord) -> float | None:
-    """What a million tokens costs: seconds of the whole run."""
+    """Seconds of the whole run for a million tokens."""
     tokens, seconds = run.metrics.last("tokens"), seconds_of(run)
     return 1e6 * seconds / tokens if tokens and seconds is not None else None
 

@@ -1,5 +1,5 @@
-"""`packtrain report`: one HTML file that needs no network, on request and at the end of every run. Its texts are made by jinja2
-(escaped), its curves by plotly.js, which is in it compressed."""
+"""`packtrain report`: one HTML file that needs no network, written on request and at the end of every run. jinja2 makes its texts
+(escaped); plotly.js, compressed inside the file, draws its curves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def report_runs(places: Sequence[str], output: Path | None) -> int:
-    """Writes the report of the runs in these folders, prints where it is, returns the exit code. Raises UserError where it cannot be.
+    """Writes the report of the runs in these folders, prints its path, returns the exit code. Raises UserError where it cannot be written.
 
     By default the report of one run is in its folder, that of several in the current one.
     """
@@ -54,7 +54,7 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
 
 
 def report_at_end(folder: RunFolder) -> None:
-    """The report of a run that has just ended, in its folder; a failure is printed, and changes nothing else."""
+    """Writes the report of a run that has just ended into its folder; a failure is printed, and changes nothing else."""
     if folder.attempt.root.is_dir() and folder.metrics.exists():
         return  # it ended before its first step, and what is in the folder is an earlier run's
     try:
@@ -64,7 +64,7 @@ def report_at_end(folder: RunFolder) -> None:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The HTML of one run, or of several over each other."""
+    """The HTML of one run, or of several with their curves in the same figures."""
     from plotly.offline import get_plotlyjs
 
     points = points_of(runs)
@@ -137,11 +137,11 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content security policy calls a script."""
+    """The name of a script in a content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _inline(values: Any) -> Markup:
-    """JSON that can stand in a script element whatever texts are in it."""
+    """JSON that is safe inside a script element, whatever texts it holds."""
     text = json.dumps(values, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

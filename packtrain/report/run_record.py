@@ -1,4 +1,4 @@
-"""A run folder as plain values, whatever state it is in: done, stopped, failed, going on, or with half of its files.
+"""A run folder as plain values, whatever state it is in: done, stopped, failed, running, or with half of its files.
 
 Texts come without secrets and with their control characters shown (`harmless`).
 """
@@ -53,8 +53,8 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. `status` is done, stopped, failed, stalled, running or unknown; `why` says it in lines, `later` does of a later
-    attempt that did not begin to train. `started` is local time; `facts` are what it logged before step 1, by name; `settings` are
+    """One run. `status` is done, stopped, failed, stalled, running or unknown; `why` explains it in lines, `later` a later
+    attempt that ended before training. `started` is local time; `facts` are what it logged before step 1, by name; `settings` are
     value and default of each config key, equal where it was not changed; `results` are name and bytes of checkpoints and models; a
     restart has `when`, `step`, `machines` and `why` (lines)."""
 
@@ -120,7 +120,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
 
 
 def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
-    """Plain containers with `text` of their texts, in which control characters are symbols: none is obeyed."""
+    """Plain containers with `text` applied to their texts, and control characters as symbols, which no terminal obeys."""
     if isinstance(value, str):
         return visible(text(value), whitespace=True)
     if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def _results(folder: RunFolder) -> list[tuple[str, int]]:
 
 
 def _size(place: Path) -> int:
-    """Bytes of all files below a folder, 0 where it changes meanwhile."""
+    """Bytes of all files below a folder, 0 if it changes meanwhile."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     return 0
@@ -171,7 +171,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics of a run, whatever a kill or a full disk has made of the file; empty where there is none."""
+    """The metrics of a run, even from a file that a kill or a full disk has torn; empty where there is none."""
     columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
     count, torn = 0, 0
     with path.open("rb") if path.is_file() else open(os.devnull, "rb") as file:
@@ -197,7 +197,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _in_order(steps: np.ndarray, columns: dict[str, np.ndarray], torn: int) -> Metrics:
-    """The lines that have a step, without those whose step a later line begins again: a run went on from before them."""
+    """The lines that have a step, without those that a resumed run has written again."""
     known = np.flatnonzero(np.isfinite(steps) & (steps >= 0) & (steps < 2**53))
     lines = steps[known]
     begun_again = np.where(np.diff(lines, prepend=-1) < 0, lines, np.inf)

@@ -28,7 +28,7 @@ from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
-from packtrain.inspect.audit import pointless
+from packtrain.inspect.audit import warn_of_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
@@ -201,7 +201,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepared = run.prepared = begin(config, ranks, peers)
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
-    for remark in pointless(data.train, tokenizer, config.data.max_length) if ranks.main else ():
+    for remark in warn_of_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
         log.warn(remark)
 
     load(prepared)

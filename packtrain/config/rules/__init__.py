@@ -121,7 +121,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
     known, where = SCHEDULE_OPTIONS.get(optim.schedule, ()), ("optim.schedule_options", "optim.schedule")
     for name, value in optim.schedule_options.items():
         path = (f"optim.schedule_options.{name}",)
-        # beyond its limits a rate is trained with that nobody means
+        # a rate beyond its limits would be used, although nobody means it
         most = optim.learning_rate if name in _RATES else 1
         if name not in known:
             fix = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
@@ -220,7 +220,7 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
     elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
-        what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
+        what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would differ"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
     if name != "ddp" and config.model.dtype == "float16":
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."

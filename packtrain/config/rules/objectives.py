@@ -1,4 +1,4 @@
-"""What is certain to go wrong with an objective: losses and options that TRL refuses or gets wrong, keys of other objectives."""
+"""What cannot work with an objective: losses and options that TRL refuses or gets wrong, and keys of other objectives."""
 
 from __future__ import annotations
 

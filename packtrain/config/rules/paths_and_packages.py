@@ -1,4 +1,4 @@
-"""Files, folders and packages that a config needs and that are not there: better found now than after loading."""
+"""Files, folders and packages that a config needs and that do not exist: better refused now than after loading."""
 
 from __future__ import annotations
 

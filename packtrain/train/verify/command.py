@@ -28,7 +28,7 @@ from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, listed
 
-_OF_ISOLATION = {
+_ISOLATION_FIGURES = {
     "documents before a changed one move by": "max_abs_diff_before",
     "documents after a changed one move by": "max_abs_diff_after",
     "a document in a row and alone differ by": "max_abs_diff_alone",
@@ -138,9 +138,9 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterator[Row]:
-    """The rows of the table that are of the proof of isolation, or of that of pairs."""
+    """The table's rows for the proof of isolation, or for that of pairs."""
     figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
-    for what, name in _OF_ISOLATION.items():
+    for what, name in _ISOLATION_FIGURES.items():
         yield what + of, figures[name], figures["tolerance"]
     for leak in report.get("leaks", ()):
         yield f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], figures["tolerance"]
@@ -165,7 +165,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for what JSON has no number for."""
+    """`value` with null in place of nan and inf, for which JSON has no number."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """`packtrain verify --collator`: the proof of isolation on a collator and a model that are not packtrain's.
 
-Three documents of random tokens go through the collator, and the model is called, as it is, with what comes out: what is proved,
-by proof/isolation.py, is that the documents do not see each other in there, and that none is trained to predict another.
+Three documents of random tokens go through the collator, and the unchanged model is called with the batch. proof/isolation.py
+proves that the documents do not see each other in it; their labels show whether one is trained to predict another.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Collated:
         return "not given" if not documents else "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
-        """Documents, from 1, whose first token is a label: what is before it in the row is trained to predict it."""
+        """The documents (from 1) whose first token is a label: the document before it in the row is trained to predict it."""
         trained = [bool(own[0] != IGNORE) for own in self.like_ids("labels")]
         behind = [any(row == other and at > start for other, start in self.places) for row, at in self.places]
         return [number for number, across in enumerate(map(all, zip(trained, behind, strict=False)), 1) if across]
@@ -77,7 +77,7 @@ def verify_collator(
     """The exit code (0 exact, 3 not) and the report of the collator that `spec` names, on the model of a config.
 
     `attention` is transformers' name of an implementation, its own choice if None; `attached`: after `packtrain.attach(model)`.
-    Raises UserError for a collator that cannot be had, called or understood.
+    Raises UserError for a collator that cannot be imported, called or understood.
     """
     thing, tokenizer = _import(spec), load_tokenizer(model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -97,7 +97,7 @@ def verify_collator(
         "device": str(device),
         "backend": backend,
         "collator": spec,
-        **_measured(base, spec, collator, _ids(base, tokenizer), autocast),
+        **_measure_isolation(base, spec, collator, _ids(base, tokenizer), autocast),
     }
     return 0 if report["verdict"] == "exact" else CheckFailed.exit_code, report
 
@@ -153,7 +153,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
     return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
 
 
-def _measured(
+def _measure_isolation(
     model: PreTrainedModel, spec: str, collator: Callable[..., Any], ids: np.ndarray, autocast: torch.dtype | None
 ) -> dict[str, Any]:
     """The figures and the verdict."""
@@ -164,8 +164,8 @@ def _measured(
         return made.split(_logits(model, made.batch, spec))
 
     with evaluating(model, autocast):
-        alone = [_logits(model, _plain(model, [document]))[0] for document in own]
-        control = list(_logits(model, _plain(model, own))[0].split(LENGTHS))
+        alone = [_logits(model, _plain_row(model, [document]))[0] for document in own]
+        control = list(_logits(model, _plain_row(model, own))[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
         proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast, in_order=False)
     place, rows = collated.places, list(collated.batch["input_ids"].shape)
@@ -216,7 +216,7 @@ def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
 
 
 def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
-    """What the collator makes of documents, and where they are in it. Raises UserError if they are not."""
+    """The collator's batch of documents, with their places. Raises UserError where one is not in it as a whole."""
     lists = [document.tolist() for document in documents]
     features = [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in lists]
     with _blaming(spec, "cannot collate", f"It is given features of {_FEATURES}."):
@@ -238,8 +238,8 @@ def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray
     return Collated(dict(made), tuple(places))
 
 
-def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
-    """One row [1, T] of documents that nothing separates; of a single one, as it is alone."""
+def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
+    """One row [1, T] of documents with nothing between them; for a single one, the call that defines its outputs."""
     ids = torch.from_numpy(np.concatenate(documents))[None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
