@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from packtrain.monitor.channel import ADDRESS, SECRET, Server
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.monitor.watchdog import LOOK_S, Watchdog
+from packtrain.monitor.watchdog import POLL_S, Watchdog
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, StepClock
 
 STEPS = 5000
@@ -102,7 +102,7 @@ def main() -> None:
         begun, started = time.monotonic(), time.process_time()
         while any(one.is_alive() for one in ranks):
             assert watchdog.look() is None
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         server_us = 1e6 * (time.process_time() - started) / (time.monotonic() - begun)
         found = [results.get() for _ in ranks]
         server.close()

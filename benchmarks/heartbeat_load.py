@@ -22,7 +22,7 @@ from packtrain.monitor import processes
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.diagnosis import diagnose
 from packtrain.monitor.heartbeat import Heartbeat, TimeLimits
-from packtrain.monitor.watchdog import LOOK_S, Watchdog
+from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 PER_NODE = 8
 PROCESSES = 4
@@ -65,7 +65,7 @@ def _well(watchdog: Watchdog, heard: list[int]) -> None:
     before, cpu, begun = heard[0], time.process_time(), time.perf_counter()
     while time.perf_counter() - begun < WELL_S:
         assert watchdog.look() is None
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     print(f"all is well: {(heard[0] - before) / wall:.0f} beats heard a second; {100 * cpu / wall:.1f} % of a core")
 
