@@ -27,6 +27,7 @@ _PASSWORD = re.compile(r"(://[^\s'\"/:@$]*:)((?!\$)[^\s'\"@]{1,500})(?=@)")
 _QUERY = re.compile(r"([?&]([A-Za-z_][\w.\-]*)=)((?!\$)[^\s&'\"#]+)")
 _USER = re.compile(r"://([^\s'\"/:@]*(?::[^\s'\"]{0,2000})?)@")  # a password may have a slash, or an @
 _BEARER = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
+_SCHEME = re.compile(r"^['\" ]*((Bearer|Basic) +)?", re.IGNORECASE)  # which is no secret itself
 _HEX = re.compile(
     r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
 )
@@ -146,7 +147,7 @@ def _within(text: str, *, names: bool) -> Iterable[str]:
         named = [(match[1], text[match.end() :]) for match in _ASSIGNMENT.finditer(text)]
         named += [(match[1], match[3]) for match in _OPTION.finditer(text)]
         for rest in (rest for name, rest in named if speaks_of_secrets(name)):
-            value = next(iter(rest.lstrip("'\" ").split(maxsplit=1)), "")
+            value = next(iter(_SCHEME.sub("", rest).split(maxsplit=1)), "")
             yield from (part for part in re.split(r"[,;&'\"\[\]{}]+", value) if len(part) >= _LEAST)
 
 

@@ -303,7 +303,7 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
         "hf auth login --token hf_abcabcabc",
         "wandb login 0123456789abcabcabc0123456789abcabcabcab",
         "git clone https://me:abcabc@example.org/x",
-        'curl -H "Authorization: Bearer abcabc" x',
+        'curl -H "Authorization: Bearer qrsqrs" x',  # a secret that no case before has taught this process
     ],
 )
 def test_what_the_user_writes_into_setup_stays_in_the_script_and_nowhere_else(line: str, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_what_the_user_writes_into_setup_stays_in_the_script_and_nowhere_else(li
     assert "note: topology.setup[0]: it has a secret, which is in the script as it is" in done.stderr
     assert line in done.stdout.splitlines()
     made_by = next(one for one in done.stdout.splitlines() if one.startswith("# Made by"))
-    assert "abc" not in made_by + done.stderr
+    assert "abc" not in made_by + done.stderr and "qrs" not in made_by + done.stderr
 
 
 def test_variables_that_are_named_or_read_from_a_file_are_no_secrets() -> None:
