@@ -38,7 +38,7 @@ from gpu_parts import Part
 
 HEADING = "## On GPUs"
 MODES = ("packed", "padding_free", "padding")
-LEAST_S = 5
+MIN_S = 5
 """Less time than this is none."""
 WARM = (
     "attention",
@@ -54,7 +54,7 @@ _STARTING = threading.Lock()
 
 def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     """All parts, the most telling first: those that no time is left for are listed as such."""
-    train, by_trl = gpu_parts.train, gpu_parts.train_by_trl
+    train, compute_with_trl = gpu_parts.train, gpu_parts.train_by_trl
     parts = [Part("tests/gpu", gpu_parts.gpu_tests, limit_s=180)]
     for task in gpu_parts.TASKS:
         for mode in MODES if task != "LoRA 8B" else ("packed", "padding"):
@@ -62,9 +62,11 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
             limit = 150 if task == "LoRA 8B" else 100  # its merged model is 16 GB to write, after two losses in float32
             parts.append(Part(f"{task}, {mode}", train, given, limit_s=limit, group=task))
         given = {"task": task}
-        parts.append(Part(f"{task}, TRL padding", by_trl, given, group=task))
+        parts.append(Part(f"{task}, TRL padding", compute_with_trl, given, group=task))
         if task.startswith("sft"):
-            parts.append(Part(f"{task}, TRL padding_free", by_trl, {**given, "padding_free": True}, group=task))
+            parts.append(
+                Part(f"{task}, TRL padding_free", compute_with_trl, {**given, "padding_free": True}, group=task)
+            )
     ranks = 2 if tiny else gpus
     parts.append(Part("kernels", gpu_parts.kernels))
     compiled = {"task": "sft 0.6B", "changes": ["packing.mode=packed", "trainer.torch_compile=true"]}
@@ -166,7 +168,7 @@ def run(
     part: Part, folder: Path, logs: Path, context: Any, until: float, device: AbstractContextManager[Any], *, tiny: bool
 ) -> Any:
     """The result of a part, which has the `device` to itself. Raises Failed with the reason if there is none."""
-    if until - time.monotonic() < LEAST_S:  # also looked at when it is its turn
+    if until - time.monotonic() < MIN_S:  # also looked at when it is its turn
         raise Failed("not run: no time was left")
     if part.needs and gpu_parts.lacks(part.needs):
         raise Failed(f"not run: {part.needs} is not installed")
@@ -183,7 +185,7 @@ def run(
         started = time.monotonic()
         limit = min(part.limit_s, until - started)
         try:
-            if limit < LEAST_S and limit < part.limit_s:
+            if limit < MIN_S and limit < part.limit_s:
                 raise Failed("not run: no time was left")
             go.set()
             for process in processes:

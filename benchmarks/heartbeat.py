@@ -42,7 +42,7 @@ def rank_main(rank: int, processes: int, micro_batches: int, port: int, results:
         clock.enter("data", step=step)
         clock.enter("counts")
         with waiting("the counts of all ranks"):
-            torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if step % EXCHANGE_EVERY == 0 else [])])
+            torch.tensor([1, 2, 3, 4, 0, 0, *(clock.reduction_values() if step % EXCHANGE_EVERY == 0 else [])])
         for micro in range(micro_batches):
             clock.enter("forward", micro=micro)
             clock.enter("backward", micro=micro)
@@ -73,7 +73,7 @@ def extra_of_reduction(clock: StepClock) -> float:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(2 * REDUCTIONS):
         longer = bool(number % 2)
-        counts = torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if longer else [])])
+        counts = torch.tensor([1, 2, 3, 4, 0, 0, *(clock.reduction_values() if longer else [])])
         started = time.perf_counter()
         dist.all_reduce(counts)
         seconds[longer].append(time.perf_counter() - started)

@@ -19,7 +19,7 @@ import numpy as np
 from packtrain.packing.bins import Rows, best_fit, in_order
 
 CAPACITIES = (4096, 32768)
-MOST_FOR_PLAIN = 1_000_000
+MAX_FOR_PLAIN = 1_000_000
 
 
 def timed(make: Callable[[], Rows], repeats: int = 3) -> tuple[Rows, float, float]:
@@ -64,7 +64,7 @@ def main() -> None:
             for name, make in planners.items():
                 rows, first, best = timed(make)
                 full = 100 * lengths.sum(dtype=np.int64) / (len(rows) * capacity)
-                compare = plain(lengths, capacity) if name == "best_fit" and documents <= MOST_FOR_PLAIN else None
+                compare = plain(lengths, capacity) if name == "best_fit" and documents <= MAX_FOR_PLAIN else None
                 beside = f"{compare[0]:11,} {compare[1]:8.1f}" if compare else f"{'-':>11} {'-':>8}"
                 line = f"{documents:10,} {capacity:6} {name:>9} {first:8.3f} {best:7.3f} {len(rows):9,} {full:8.4f}"
                 print(line, beside, flush=True)

@@ -257,10 +257,10 @@ def sbatch(
     as_json: AsJson = False,
 ) -> int:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
-    from packtrain.launch.slurm_jobs import hand_over
+    from packtrain.launch.slurm_jobs import submit_or_write
 
     job = _job(verb, arguments, sweep)
-    return hand_over(job, submit=submit, file=output, as_json=as_json)
+    return submit_or_write(job, submit=submit, file=output, as_json=as_json)
 
 
 @_verb()

@@ -13,9 +13,9 @@ BUGS = (TypeError, AttributeError, LookupError, NameError, AssertionError, Arith
 """Exception types that usually mean a bug."""
 _NAMELESS = (*BUGS, StopIteration, RecursionError)
 """Exceptions whose text says little without their type: KeyError: 'added_tokens'."""
-_MOST_LETTERS = 400
-_MOST_NAMES = 6
-_MOST_DIGITS = 18  # enough for any count; int() refuses thousands of digits
+_MAX_LETTERS = 400
+_MAX_NAMES = 6
+_MAX_DIGITS = 18  # enough for any count; int() refuses thousands of digits
 
 
 def first_line(error: BaseException) -> str:
@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
         text = f"{error.strerror}: {os.fsdecode(error.filename)}" if named else error.strerror
     if isinstance(error, ImportError) or type(error).__name__.startswith("StrictDataclass"):
         text = " ".join(text.split())  # names the package or the field only further down
-    line = visible(text.partition("\n")[0][:_MOST_LETTERS], whitespace=True)
+    line = visible(text.partition("\n")[0][:_MAX_LETTERS], whitespace=True)
     return f"{type(error).__name__}: {line}".rstrip(": ") if isinstance(error, _NAMELESS) or not line else line
 
 
@@ -67,7 +67,7 @@ def in_millions(number: int) -> str:
 
 def whole(text: str) -> int | None:
     """A whole number ≥ 0 in plain digits; None for anything else, such as "²" and "1_0", which str.isdigit or int() accept."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def shortened(value: object, most: int = 60) -> str:
@@ -78,8 +78,8 @@ def shortened(value: object, most: int = 60) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """ "n1, n2 and n3"; of many only the first."""
-    if len(names) > _MOST_NAMES:
-        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    if len(names) > _MAX_NAMES:
+        return f"{', '.join(names[:_MAX_NAMES])} and {len(names) - _MAX_NAMES} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -37,7 +37,7 @@ def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool)
             line = f"not measured: {name}: {trial['why']}"
             console.print(f"[yellow]{escape(line)}[/]")
     command = shlex.join(["packtrain", report["objective"], *given, *([] if best["configured"] else best["overrides"])])
-    console.print(f"[bold]{'best':<10}[/]{escape(_verdict(best))}")
+    console.print(f"[bold]{'best':<10}[/]{escape(_describe_best(best))}")
     console.print(f"[bold]{'run':<10}[/][green]{escape(command)}[/]")
 
 
@@ -68,14 +68,14 @@ def _table(trials: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
     return table
 
 
-def _verdict(best: dict[str, Any]) -> str:
+def _describe_best(best: dict[str, Any]) -> str:
     speed = f"{best['tokens_per_second']:,.0f} tokens/s"
     if best["configured"]:
         return f"the configured settings, {speed}"
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
-    unclear = "" if best["clear"] else "; not faster in every round (--seconds)"
-    return f"{speed}, {best['ratio']:.2f} times as configured{unclear}"
+    unclear = "" if best["clear"] else "; not faster in every round: try more --seconds"
+    return f"{speed}, {best['ratio']:.2f} times the configured speed{unclear}"
 
 
 def _mode(trial: dict[str, Any]) -> str:

@@ -30,11 +30,11 @@ from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
 from packtrain.train.verify.command import on_this_machine
 
-LEAST_S, MOST_S = 5, 86_400
+MIN_S, MAX_S = 5, 86_400
 MEMORY_SHARE = 0.7
 """The share of the machine's free memory that training on CPUs may fill: above it, Linux may kill processes."""
-_STEPS_IN_TIME, _RUNS_IN_TIME = 24, 30
-_FEWEST_STEPS, _MOST_STEPS = 2, 50
+_STEPS_IN_TIME, _RUNS_IN_TIME = 24, 30  # a step may take 1/24 of the time, a run about 1/30
+_MIN_STEPS, _MAX_STEPS = 2, 50
 _OUT_OF_MEMORY = re.compile(r"out of memory on [\w:]+|not enough memory")
 
 
@@ -50,9 +50,9 @@ def run_bench(
 
     Returns the exit code. `execute` carries out a plan and returns its exit code; `given` named the config.
     """
-    if not LEAST_S <= seconds <= MOST_S:  # nan is neither
-        fix = f"Give {LEAST_S} to {MOST_S}."
-        raise UserError(f"{seconds:g} s is no time to measure in", where="--seconds", fix=fix)
+    if not MIN_S <= seconds <= MAX_S:  # nan is neither
+        fix = f"Give {MIN_S} to {MAX_S}."
+        raise UserError(f"bench cannot measure in {seconds:g} s", where="--seconds", fix=fix)
     with tempfile.TemporaryDirectory(prefix="packtrain-bench-", ignore_cleanup_errors=True) as folder:
         runs = ShortRuns(_keep_nothing(config, Path(folder)), execute, Path(folder))
         print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
@@ -65,7 +65,7 @@ def run_bench(
             runs.measure,
             runs.why_not_larger,
             seconds=seconds,
-            most=config.batch.examples_per_step,
+            examples=config.batch.examples_per_step,
             pairs=config.objective.traits.pairs,
         )
         if fastest_of(trials) is None:
@@ -84,14 +84,14 @@ def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
 @dataclass(slots=True)
 class ShortRuns:
     """Makes short runs of a config: `steps` measured ones after the first, each on a `part` (0 to 1) of a step's documents;
-    `about` is what the last of them wrote (measured_run.py)."""
+    `last_summary` is what the last of them wrote (measured_run.py)."""
 
     config: RunConfig
     execute: Callable[[LaunchPlan, RunConfig], int]
     folder: Path
     part: float = 1.0
-    steps: int = _FEWEST_STEPS
-    about: dict[str, Any] = field(default_factory=dict)
+    steps: int = _MIN_STEPS
+    last_summary: dict[str, Any] = field(default_factory=dict)
     launch: LaunchPlan = field(init=False)
     _number: int = 0
 
@@ -122,13 +122,13 @@ class ShortRuns:
             if isinstance(outcome, Failure):
                 self.part = 1.0
                 return None if outcome.memory else outcome
-            whole_s = max(self.about["step_seconds"], 1e-6) / self.part
+            whole_s = max(self.last_summary["step_seconds"], 1e-6) / self.part
             part = min(1.0, most_s / whole_s)
             if part < 1.5 * self.part or part == 1:
                 break
         self.part = max(part, self.part)
         steps = round(seconds / _RUNS_IN_TIME / (whole_s * self.part))
-        self.steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)
+        self.steps = min(max(steps, _MIN_STEPS), _MAX_STEPS)
         return None
 
     def measure(self, candidate: Candidate) -> RunFigures | Failure:
@@ -164,12 +164,12 @@ class ShortRuns:
             process.kill()
         if process.exitcode:
             return _failure_of(process.exitcode, (root / "output").read_text(errors="replace"))
-        before, self.about = self.about.get("attention"), object_of(RunFolder.of(config.trainer).summary)
-        self.about["attention"] = self.about["attention"] or before  # padded batches have none
-        return RunFigures(**self.about["figures"])
+        before, self.last_summary = self.last_summary.get("attention"), object_of(RunFolder.of(config.trainer).summary)
+        self.last_summary["attention"] = self.last_summary["attention"] or before  # padded batches have none
+        return RunFigures(**self.last_summary["figures"])
 
     def why_not_larger(self, measured: RunFigures) -> str:
-        """As search.py's WhyNot: on CPUs the peak may double."""
+        """Why sizes above `measured` must not be tried: on CPUs, doubling one may double the peak."""
         free = int(MEMORY_SHARE * psutil.virtual_memory().available / self.launch.num_processes)
         if self.launch.gpus or 2 * measured.peak_memory <= free:
             return ""
@@ -177,7 +177,7 @@ class ShortRuns:
 
     def report(self, trials: list[Trial]) -> dict[str, Any]:
         """All results in plain values; the keys are a promise to users."""
-        config, about, best, configured = self.config, self.about, fastest_of(trials), trials[0]
+        config, about, best, configured = self.config, self.last_summary, fastest_of(trials), trials[0]
         batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
         unit = config.objective.traits.unit
         return {

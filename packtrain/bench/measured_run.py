@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from packtrain.config.schema import RunConfig
-from packtrain.model.spread import Ranks, most_of_all
+from packtrain.model.spread import Ranks, max_over_ranks
 from packtrain.run_folder import write_json
 from packtrain.train.loop import StepTrainer
 from packtrain.train.results import Summary
@@ -26,7 +26,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     device, steps, data = run.ranks.device, trainer.steps, summary.data.train
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process; KiB on Linux
     own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-    peak = most_of_all(own, device)
+    peak = max_over_ranks(own, device)
     if not run.ranks.main:
         return
     first, rest = (line for line in trainer.state.log_history if "loss" in line)

@@ -10,10 +10,10 @@ from typing import Any
 
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingMode
 
-ROUNDS, FEWEST_ROUNDS = 6, 3
-MOST_COMPARED = 4
+ROUNDS, MIN_ROUNDS = 6, 3
+MAX_COMPARED = 4
 RISE, NEAR = 1.02, 0.85
-"""Shares of the best speed: beyond a size that exceeds the first, the next is tried; what reaches the second is compared."""
+"""Ratios of speeds: a size is kept if RISE times as fast as the best so far; trials of NEAR times the best or more run again."""
 EXPLORING = 0.5
 """The share of the time after which no further sizes are tried."""
 
@@ -114,9 +114,9 @@ WhyNot = Callable[[RunFigures], str]
 
 
 def search(
-    configured: Candidate, measure: Measure, why_not_larger: WhyNot, *, seconds: float, most: int | None, pairs: bool
+    configured: Candidate, measure: Measure, why_not: WhyNot, *, seconds: float, examples: int | None, pairs: bool
 ) -> list[Trial]:
-    """All trials, the configured one first, after training for about `seconds`; `most` are the examples of a step.
+    """All trials, the configured one first, after training for about `seconds`; a step has at most `examples`.
 
     1. Micro-batches of the configured mode are doubled as long as that is faster; where it never is, halved.
     2. The other modes (of pairs also with shared prompts and without) run once, at the best size; if one of them is faster, its
@@ -124,11 +124,11 @@ def search(
     3. The configured settings and all that come near the best run again in turn, on the same documents, so that other work on
        the machine disturbs all of them alike, and its effect shows.
     """
-    state = _Search(measure, why_not_larger, seconds)
+    state = _Search(measure, why_not, seconds)
     first = state.attempt(configured)
     best = state.best_size(first)
     for mode, shared in other_modes(configured, first, pairs=pairs):
-        state.attempt(best.candidate.in_mode(mode, shared, most))
+        state.attempt(best.candidate.in_mode(mode, shared, examples))
     best = max(state.trials.values(), key=lambda trial: trial.speed)
     if best.rounds and best.candidate.mode != configured.mode:
         state.best_size(best)
@@ -141,7 +141,7 @@ class _Search:
     """The trials so far, and the seconds that they have `spent` training."""
 
     measure: Measure
-    why_not_larger: WhyNot
+    why_not: WhyNot
     seconds: float
     trials: dict[Candidate, Trial] = field(default_factory=dict)
     spent: float = 0.0
@@ -169,7 +169,7 @@ class _Search:
             if factor > 1:
                 if not best.rounds or best.rounds[0].micro_batches <= 1:  # a micro-batch holds the whole step
                     break
-                if why := self.why_not_larger(best.rounds[0]):
+                if why := self.why_not(best.rounds[0]):
                     self.trials[candidate] = Trial(candidate, why)
                     break
             trial = self.attempt(candidate)
@@ -186,7 +186,7 @@ class _Search:
         """Makes further rounds of what matters, as long as there is time."""
         fastest = max(trial.speed for trial in self.trials.values())
         near = [trial for trial in self.trials.values() if trial.rounds and trial.speed >= NEAR * fastest]
-        compared = sorted(near, key=lambda trial: -trial.speed)[:MOST_COMPARED]
+        compared = sorted(near, key=lambda trial: -trial.speed)[:MAX_COMPARED]
         if configured.rounds and configured not in compared:
             compared.append(configured)
         for number in range(1, ROUNDS):
@@ -194,7 +194,7 @@ class _Search:
             if len(compared) < 2 or self.spent + sum(trial.rounds[0].seconds for trial in compared) > self.seconds:
                 break
             # starting the runs may take longer than training
-            if number >= FEWEST_ROUNDS and time.monotonic() - self.began > self.seconds:
+            if number >= MIN_ROUNDS and time.monotonic() - self.began > self.seconds:
                 break
             for trial in compared if number % 2 else compared[::-1]:
                 self.attempt(trial.candidate, number)
@@ -220,10 +220,10 @@ def fastest_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 def is_clear(best: Trial, configured: Trial) -> bool:
-    """Whether the best was faster than the configured settings in each of FEWEST_ROUNDS or more: of two equal ones, that happens by
+    """Whether the best was faster than the configured settings in each of MIN_ROUNDS or more: of two equal ones, that happens by
     chance once in eight."""
     ratios = best.ratios(configured)
-    return best is not configured and len(ratios) >= FEWEST_ROUNDS and min(ratios) > 1
+    return best is not configured and len(ratios) >= MIN_ROUNDS and min(ratios) > 1
 
 
 def trial_json(trial: Trial, configured: Trial) -> dict[str, Any]:

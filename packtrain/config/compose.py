@@ -4,8 +4,7 @@ Files are composed by Hydra's rules (defaults lists, groups, interpolation) and 
 the place of each key is known. A user's own files of a group win over ours. Types are checked after composition (validate.py),
 so that all errors are shown at once.
 
-A key of a file that has nothing to act on any more, because the command line sets another one, is dropped: `data.eval=null` takes
-`trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
+A file's key that the command line leaves with nothing to act on is dropped: `data.eval=null` takes `trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
 from packtrain.errors import Problem, UserError
 
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 _LONGEST_NAME = 150  # characters; file systems allow 255 bytes
 _SELF = "_self_"  # in a defaults list: the keys of the file itself
 _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
@@ -59,11 +58,11 @@ def load_config(
     for argument in arguments:
         if argument.choice is None:
             problems += composed.change(argument)
-    config, faults = _checked(composed.values, composed.spoilt)
-    while idle := [fault for fault in faults if composed.made_idle(fault)]:
+    config, faults = _check(composed.values, composed.invalid_groups)
+    while idle := [fault for fault in faults if composed.leaves_idle(fault)]:
         for fault in idle:
             say(composed.drop(fault))
-        config, faults = _checked(composed.values, composed.spoilt)
+        config, faults = _check(composed.values, composed.invalid_groups)
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
@@ -83,25 +82,25 @@ class Point:
 def load_points(
     config_path: str | None,
     overrides: list[str],
-    first: Sequence[str] = (),
+    leading: Sequence[str] = (),
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[list[Point], list[str]]:
     """The points of the sweep (`-m key=a,b`) that `overrides` describe, and the overrides that all of them share.
 
     The grammar is Hydra's, and the last key varies fastest, as in its own sweeper. Every point gets a run folder of its own.
-    `first` are overrides that come before them in every point. `say` is given each line of load_config once.
+    `leading` overrides come before the others in every point. `say` is given each line of load_config once.
 
     Raises UserError where no override has several values, and with the problems of the first point that has any.
     """
-    swept = {text: values for text in overrides if (values := values_of_sweep(text, MOST_POINTS)) is not None}
+    swept = {text: values for text in overrides if (values := values_of_sweep(text, MAX_POINTS)) is not None}
     shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
-    if not swept or number > MOST_POINTS:
-        what = f"more than {MOST_POINTS:,} runs" if swept else "there is nothing to sweep: no key has several values"
-        fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit mostly is 1,000 (MaxArraySize)."
+    if not swept or number > MAX_POINTS:
+        what = f"more than {MAX_POINTS:,} runs" if swept else "there is nothing to sweep: no key has several values"
+        fix = "Write key=a,b or key=range(1,4) for at least one key; Slurm's own limit is usually 1,000 (MaxArraySize)."
         raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
     notes: dict[str, None] = {}  # in order
     points = [
-        Point(load_config(config_path, [*first, *shared, *chosen], notes.setdefault), chosen)
+        Point(load_config(config_path, [*leading, *shared, *chosen], notes.setdefault), chosen)
         for chosen in itertools.product(*swept.values())
     ]
     for line in notes:
@@ -142,7 +141,7 @@ class _Composition:
         OmegaConf.register_new_resolver("now", datetime.now().strftime, use_cache=True, replace=True)  # as in Hydra
         self.values: DictConfig = OmegaConf.create({})
         self.problems: list[Problem] = []
-        self.spoilt: list[str] = []
+        self.invalid_groups: list[str] = []
         self._file, self._beside = file, file.parent if file else None
         self._chosen = {key: (str(item.choice), item.where) for key, item in chosen.items()}
         self._places: dict[str, str] = {}
@@ -168,7 +167,7 @@ class _Composition:
             self._places[argument.key] = COMMAND_LINE
         return [problem] if problem else []
 
-    def made_idle(self, fault: Fault) -> bool:
+    def leaves_idle(self, fault: Fault) -> bool:
         """Whether a key that a file sets has nothing to act on, because the command line sets another one."""
         place = self._places.get(fault.keys[0], COMMAND_LINE)
         by_command = fault.because.partition(".")[0] in self._chosen
@@ -188,7 +187,7 @@ class _Composition:
         return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix)
 
     def _where(self, key: str) -> str:
-        """The place of `key`, else of what it holds or is in, else of the user's file as a whole."""
+        """Where `key` was set; else a key inside it, else one around it, else the user's file."""
         cuts = [at for at, letter in enumerate(key) if letter in ".["]
         inner = [item for item in self._places if item.startswith(f"{key}.")]
         outer = [key[:at] for at in reversed(cuts)]
@@ -222,7 +221,7 @@ class _Composition:
             self._add(read_config(path), group, place if shipped("configs") in path.parents else "")
         elif group:
             self.problems.append(no_choice(group, choice, options(group, self._beside), f"{place}, {group}"))
-            self.spoilt.append(group)
+            self.invalid_groups.append(group)
         else:
             what, fix = f"{choice!r} does not exist", f"There is no {choice}.yaml beside this file."
             raise UserError(what, where=place, fix=fix)
@@ -255,7 +254,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
         if choice is None:  # no choice for this group
             continue
         if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
-            what = f"{entry!r} is no entry of a defaults list (which takes no interpolation, override or optional)"
+            what = f"{entry!r} is not a valid entry of a defaults list (interpolation, override and optional are not supported)"
             raise UserError(what, where=where, fix=_DEFAULTS_FORM)
         if not name and choice != _SELF:
             name, _, choice = str(choice).rpartition("/")
@@ -267,12 +266,12 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
     return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
 
 
-def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Fault]]:
-    """The typed config and everything that is wrong with it, each key named once; `spoilt` groups are not named again."""
+def _check(composed: DictConfig, invalid_groups: list[str]) -> tuple[RunConfig, list[Fault]]:
+    """The typed config and everything that is wrong with it, each key named once; `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
     made, wrong_values = build(values)
     config = RunConfig(**made)
-    faults += _new(wrong_values, faults, spoilt)
+    faults += _not_yet_reported(wrong_values, faults, invalid_groups)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
         *rules.check_combinations(config, given),
@@ -280,17 +279,17 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
         *slurm.check_secrets(asdict(config)),
         *paths_and_packages.check_paths_and_packages(config),
     ]
-    return config, faults + _new(impossible, faults, spoilt)
+    return config, faults + _not_yet_reported(impossible, faults, invalid_groups)
 
 
-def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fault]:
+def _not_yet_reported(faults: list[Fault], known: list[Fault], invalid_groups: list[str]) -> list[Fault]:
     """The faults that name no key that is `known` to be wrong, nor one inside or around it."""
-    bad = {*spoilt, *(key for fault in known for key in fault.keys)}
+    bad = {*invalid_groups, *(key for fault in known for key in fault.keys)}
 
-    def close(key: str, item: str) -> bool:
+    def overlap(key: str, item: str) -> bool:
         return key == item or item.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{item}.")
 
-    return [fault for fault in faults if not any(close(key, item) for key in fault.keys for item in bad)]
+    return [fault for fault in faults if not any(overlap(key, item) for key in fault.keys for item in bad)]
 
 
 def _text(values: DictConfig, name: str) -> str | None:

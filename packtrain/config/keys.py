@@ -70,8 +70,8 @@ _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not le
     "sequence_len": "data.max_length",
 }
 RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
-"""The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or listed in resume_despite and not
-fixed: so a key that is forgotten here is refused, and no run silently takes another course."""
+"""The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or named in resume_despite and not
+fixed. A new key of objective, optim or peft is neither free nor fixed; one of model, data or trainer is free unless _FREE excludes it."""
 WEIGHTS = ("model", "model.weights")
 """What a checkpoint records of the model beside its keys."""
 _FREE = re.compile(

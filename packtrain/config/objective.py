@@ -21,8 +21,7 @@ def key(
     objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (),
 ) -> Any:
     """A config field: default, a sentence, bounds (`>= minimum`, `> above`, `< below`, `<= maximum`), the `objective`s that it is for
-    (all if none is named).
-    """
+    (all if none is named)."""
     bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
     objectives = (objective,) if isinstance(objective, str) else objective
     metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}

@@ -20,7 +20,7 @@ from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted
 
-LEAST_PROMPT = 2
+MIN_PROMPT = 2
 """Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
 
 
@@ -119,7 +119,7 @@ class TokenDataset:
 class Preference:
     """One pair. Both documents begin with the same `prompt` tokens, and their targets are all that follows it.
 
-    `prompt` is 0 where it has fewer than LEAST_PROMPT tokens.
+    `prompt` is 0 where it has fewer than MIN_PROMPT tokens.
     """
 
     chosen: Document
@@ -143,7 +143,7 @@ class PairDataset:
         before = (lengths - trained)[:, 0]
         self.lengths: np.ndarray = lengths.sum(1, dtype=np.int32)
         self.trained: np.ndarray = trained.sum(1, dtype=np.int32)
-        self.prompts: np.ndarray = np.where(before >= LEAST_PROMPT, before, 0)
+        self.prompts: np.ndarray = np.where(before >= MIN_PROMPT, before, 0)
         self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
         share = 2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64))
         figures = PairFigures(len(before), round(share, 4), int(np.count_nonzero(self.prompts)))

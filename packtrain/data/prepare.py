@@ -37,7 +37,7 @@ from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import EncodedChunk, StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import MOST_PROBLEMS, Encoder
+from packtrain.data.tokens.encode import MAX_PROBLEMS, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -50,7 +50,7 @@ VERSION = 17
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in about the time that workers take to start."""
-MOST_WORKERS = 16
+MAX_WORKERS = 16
 PREFETCH = 3
 
 
@@ -226,7 +226,7 @@ class _Tokeniser:
 
 def _refuse_rows(problems: list[Problem]) -> UserError:
     """The error of the first rows that cannot be used."""
-    *others, last = problems[:MOST_PROBLEMS]
+    *others, last = problems[:MAX_PROBLEMS]
     return UserError([*others, replace(last, fix=f"{last.fix} Later rows may have the same problem.")])
 
 
@@ -249,6 +249,6 @@ def _encode_in_worker(chunk: Chunk, format: Format) -> EncodedChunk:
 
 
 def count_tokenising_processes() -> int:
-    """One for each CPU core that this process may use, up to MOST_WORKERS."""
+    """One for each CPU core that this process may use, up to MAX_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return min(cores, MAX_WORKERS)

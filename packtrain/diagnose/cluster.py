@@ -29,7 +29,7 @@ from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
-from packtrain.monitor.channel import Refused
+from packtrain.monitor.channel import Rejected
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.launchers import DEFAULT_PORT
@@ -125,7 +125,7 @@ def _send(group: Group, own: Mapping[str, Any]) -> int:
         try:
             return int(group.client.call("report", {**own}, timeout_s=REPORT_S + 2 * REDUCE_S)["code"])
         except OSError as error:
-            if not (isinstance(error, Refused) and error.unknown):  # else machine 0 registers this handler soon
+            if not (isinstance(error, Rejected) and error.unknown):  # else machine 0 registers this handler soon
                 what = f"machine 0 ended before the comparison was done: {error}"
                 raise PeerFailed(what, where="--cluster", fix="Its terminal or log says why.") from error
             time.sleep(0.1)

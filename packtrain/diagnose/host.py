@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.diagnose.facts import GIB, Check, Facts, Folder, Host, PlannedRun
-from packtrain.monitor.processes import memory_free
+from packtrain.monitor.processes import free_memory
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.network_settings import FIX, LOOPBACK, silence_for
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
@@ -46,7 +46,7 @@ def read_host() -> Host:
         nofile=-1 if files == resource.RLIM_INFINITY else files,
         shm=psutil.disk_usage(str(shm)).total if shm.is_dir() else None,
         memory=psutil.virtual_memory().total,
-        memory_free=memory_free(),
+        memory_free=free_memory(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         environment=reported_variables(os.environ),
         uncompiled=lack_of_compiler(),

@@ -27,7 +27,7 @@ _SAMPLE = 128
 
 @dataclass(frozen=True, eq=False)
 class AuditFinding:
-    """A fault of the `rows` int[n], of `total` of the `unit`, in a sentence, and what to do; `twins` are the rows that they repeat."""
+    """A fault of `rows` int[n], out of `total` of the `unit`: `what` is wrong, how to `fix` it; `twins` are the rows that these repeat."""
 
     name: str
     rows: np.ndarray
@@ -40,7 +40,7 @@ class AuditFinding:
 
     @property
     def share(self) -> float:
-        """Of all of the unit."""
+        """The fraction of `total` with this fault."""
         return len(self.rows) / max(1, self.total)
 
 
@@ -89,12 +89,12 @@ FAULTS = {
         "Set data.chat_template to one that has system prompts, or put them into the first question.",
     ),
     "answer_cut": (
-        "the answer is cut before its end by data.max_length={max_length}, so the model learns to go on",
+        "the answer is cut before its end by data.max_length={max_length}, so the model learns not to stop",
         "Raise data.max_length (inspect with data.max_length=null says what each would cut), or set data.overlong=drop.",
     ),
     "end_never_trained": (
         "no end of an answer ({ends}) is trained, so the model does not learn to stop",
-        "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
+        "In tokenised rows, add EOS with a label; otherwise check the tokenizer's eos_token and data.chat_template.",
     ),
     "end_trained_twice": (
         "the end of an answer ({ends}) is trained twice in a row",
@@ -106,18 +106,18 @@ FAULTS = {
     ),
     "unknown_tokens": (
         "the tokenizer has no token for part of the text, which becomes its token for unknown text",
-        "Take the tokenizer of the model, or one that knows these characters.",
+        "Use the model's own tokenizer, or one that knows these characters.",
     ),
 }
 """The faults of rows: what is wrong, and what to do."""
 REPEATS = {
     "exact_duplicates": (
-        "the same tokens as an earlier one: it counts twice",
-        "Take them out, or say it on purpose with weight.",
+        "the same tokens as an earlier example, so it counts twice",
+        "Remove them, or use weight if the repetition is intended.",
     ),
     "eval_in_train": (
-        "held-out examples that are trained, token by token",
-        "Keep one of the two: else the eval loss is too low by what was memorised.",
+        "held-out examples that are also trained on, token for token",
+        "Remove one copy: memorised examples make the eval loss too low.",
     ),
 }
 """Repeated examples, likewise: those that are trained, then those that are held out."""
@@ -167,7 +167,7 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
         yield AuditFinding(name, rows, total, what, fix, unit, severity, twins)
 
 
-def warn_of_pointless_training(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
+def find_pointless_training(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
     """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run,
     from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
     documents = data.documents if isinstance(data, PairDataset) else data

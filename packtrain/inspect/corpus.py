@@ -56,8 +56,8 @@ class Corpus:
 
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
-        config, roles = self.config, get_args(Split)
-        splits = [(source, role) for role in roles for source in sources(getattr(config.data, role), role)]
+        config, split_names = self.config, get_args(Split)
+        splits = [(source, role) for role in split_names for source in sources(getattr(config.data, role), role)]
         return locate(*splits[store], config.trainer.seed, config.objective.kind, config.data.split_text)
 
     @cached_property

@@ -18,7 +18,7 @@ from packtrain.inspect.corpus import Corpus, find_places
 from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
-MOST_TOKENS = 20_000
+MAX_TOKENS = 20_000
 """Tokens of a part that are shown at most."""
 
 
@@ -26,7 +26,7 @@ def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
     """The first `number` examples in the order of the data. Raises UserError if there are not as many."""
     documents = np.flatnonzero(corpus.in_train)[:: corpus.traits.documents]
     if not 0 <= number <= len(documents):
-        what = f"{number:,} of {counted(len(documents), corpus.traits.unit)}"
+        what = f"{number:,}, but there are {counted(len(documents), corpus.traits.unit)}"
         raise UserError(what, where="--rows", fix=f"Give a number from 0 to {len(documents)}.")
     chosen = documents[:number].tolist()
     places = find_places(corpus, set(corpus.row_of[chosen].tolist()))
@@ -48,10 +48,8 @@ def _find_row(corpus: Corpus, place: str) -> int:
     """The number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
     file, colon, line = place.rpartition(":")
     if not colon or whole(line) is None or not file:
-        what = f"{shortened(place)} is no place of a row"
-        raise UserError(
-            what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table or a list FILE:ROW)."
-        )
+        what = f"{shortened(place)} is not of the form FILE:LINE"
+        raise UserError(what, where="--source", fix="Write it as in chats.jsonl:12 (FILE:ROW for a table or a list).")
     given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
@@ -142,8 +140,8 @@ def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -
     """The text of the tokens from `first` on, in spans of one style, a turn on a line of its own."""
     special = np.isin(ids, list(corpus.tokenizer.special_ids))
     rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
-    # a character of several tokens is that of its last one
-    texts = [visible(stream.step(rust, token) or "") for token in ids[: first + MOST_TOKENS].tolist()]
+    # a character made of several tokens appears at its last one
+    texts = [visible(stream.step(rust, token) or "") for token in ids[: first + MAX_TOKENS].tolist()]
     spans: list[dict[str, Any]] = []
     for at in range(first, len(texts)):
         style = {"trained": bool(mask[at]), "special": bool(special[at])}

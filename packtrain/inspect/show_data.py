@@ -76,4 +76,4 @@ def _check_page(file: Path) -> None:
         raise UserError("there is no such folder", where=where, fix="Make it first.")
     if os.path.lexists(file) and (file.suffix not in (".html", ".htm") or file.is_dir()):
         fix = "Give a name that ends in .html."
-        raise UserError("this file is no page, and is not overwritten", where=where, fix=fix)
+        raise UserError("this file is not an HTML page, so it is not overwritten", where=where, fix=fix)

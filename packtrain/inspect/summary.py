@@ -14,8 +14,8 @@ from packtrain.inspect.mode_costs import estimate_attention_cost, mode_costs
 from packtrain.inspect.scan import scan
 
 SHOWN = 3
-_AMONG = 200
-"""The examples that are shown are chosen among so many from the start of the data."""
+_CANDIDATES = 200
+"""The number of examples from the start of the data from which the shown ones are chosen."""
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
@@ -66,7 +66,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
 def _choose_typical(corpus: Corpus) -> list[int]:
     """Documents of usual length from the start of the data."""
     together = corpus.traits.documents
-    first = corpus.train.rows[: _AMONG * together : together]
+    first = corpus.train.rows[: _CANDIDATES * together : together]
     order = np.argsort(np.abs(corpus.lengths[first] - np.median(corpus.lengths[first])), kind="stable")
     return sorted(list(dict.fromkeys(first[order].tolist()))[:SHOWN])
 

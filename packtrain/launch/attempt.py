@@ -31,7 +31,7 @@ from packtrain.run_folder import RunFolder, environment, object_of, write_json
 
 LOCK = "lock"
 _TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
-_CHECK_S = 0.3  # the machines of a run do so together at its start
+_CHECK_S = 0.3  # to wait in a check: all machines of a run check at its start
 
 
 @contextmanager

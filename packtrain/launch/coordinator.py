@@ -17,7 +17,7 @@ from typing import Any
 from packtrain.errors import PeerFailed
 from packtrain.exit_code import BUG
 from packtrain.launch.exit_status import MOST_TELLING, MachineReport, Verdict, decide_exit
-from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
+from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Rejected
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.origin import list_checkpoints
@@ -82,7 +82,7 @@ class Restarts:
             return replace(verdict, restart=living)
         return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
 
-    def resume(self, asked: str) -> str:
+    def resume_mode(self, asked: str) -> str:
         """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
         return "auto" if self._next and self._begun() and newest_step(self._folder) else asked
 
@@ -131,29 +131,29 @@ class Coordinator:
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._checked_at = time.monotonic()
-        self._ends: dict[int, MachineReport] = {}  # the last report of each machine whose processes have ended
-        self._stop: tuple[int, int] | None = None  # signal, machine
-        self._end: tuple[str, int] | None = None  # why, and the machine that reported it
-        self._ended_at = 0.0
+        self._final_reports: dict[int, MachineReport] = {}  # the last report of each machine whose processes have ended
+        self._stop_signal: tuple[int, int] | None = None  # signal, machine
+        self._end_order: tuple[str, int] | None = None  # why, and the machine that reported it
+        self._end_ordered_at = 0.0
         self._diagnosis: Diagnosis | None = None
         self._verdict: Verdict | None = None
         self._informed: set[int] = set()  # machines that got the verdict
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The handler of the channel's call `machine`."""
-        return asdict(self.hear(as_type(body, MachineReport)))
+        return asdict(self.receive_report(as_type(body, MachineReport)))
 
-    def hear(self, report: MachineReport) -> Orders:
+    def receive_report(self, report: MachineReport) -> Orders:
         """Takes a report; returns the orders for that machine."""
         node = report.node
         if node == 0:
             self.watch()
-        self._watchdog.take_processes(node, report.ranks)
-        self._watchdog.take_stacks(report.stacks)
+        self._watchdog.receive_processes(node, report.ranks)
+        self._watchdog.receive_stacks(report.stacks)
         with self._lock:
             self._silent_s[node] = 0.0
-            if report.signal is not None and self._stop is None:
-                self._stop = report.signal, node
+            if report.signal is not None and self._stop_signal is None:
+                self._stop_signal = report.signal, node
             if report.failed:
                 self._order_end(report.failed, node)
             if report.ended:
@@ -161,12 +161,12 @@ class Coordinator:
             if self._verdict is not None:
                 self._informed.add(node)
             orders = Orders(verdict=self._verdict)
-            if self._stop is not None and self._stop[1] != node:
-                number, asked = self._stop
+            if self._stop_signal is not None and self._stop_signal[1] != node:
+                number, asked = self._stop_signal
                 why = f"stopping: {self._names[asked]} received {signal.Signals(number).name}"
                 orders = replace(orders, stop=number, why=why)
-            if self._end is not None and self._end[1] != node:
-                orders = replace(orders, end=self._end[0])
+            if self._end_order is not None and self._end_order[1] != node:
+                orders = replace(orders, end=self._end_order[0])
             return orders
 
     def watch(self) -> None:
@@ -174,18 +174,18 @@ class Coordinator:
         with self._lock:
             now = time.monotonic()
             passed, self._checked_at = min(now - self._checked_at, _LONGEST_POLL_S), now
-            limit = self._silence_s if self._end is None else min(self._silence_s, _SILENCE_AFTER_FAILURE_S)
-            for node in set(self._names) - set(self._ends) - {0}:
+            limit = self._silence_s if self._end_order is None else min(self._silence_s, _SILENCE_AFTER_FAILURE_S)
+            for node in set(self._names) - set(self._final_reports) - {0}:
                 self._silent_s[node] += passed
                 if self._silent_s[node] > limit:
                     self._record(MachineReport(node, lost=f"silent for {self._silent_s[node]:.0f} s"))
-                elif self._end is not None and now - self._ended_at > ENDING_S:
+                elif self._end_order is not None and now - self._end_ordered_at > ENDING_S:
                     lost = f"its processes had not ended {ENDING_S} s after the failure"
                     self._record(MachineReport(node, lost=lost))
-            goes_on = self._end is None and self._verdict is None
+            goes_on = self._end_order is None and self._verdict is None
         if goes_on and (diagnosis := self._watchdog.diagnose()):
             with self._lock:
-                if self._end is None:
+                if self._end_order is None:
                     self._diagnosis = diagnosis
                     self._order_end(diagnosis.what, -1)
 
@@ -199,40 +199,40 @@ class Coordinator:
             time.sleep(_POLL_S)
 
     def _living(self) -> tuple[int, ...]:
-        return tuple(node for node, report in sorted(self._ends.items()) if not report.lost)
+        return tuple(node for node, report in sorted(self._final_reports.items()) if not report.lost)
 
     def _record(self, report: MachineReport) -> None:
         """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
-        if report.node in self._ends:
+        if report.node in self._final_reports:
             return
-        self._ends[report.node] = report
+        self._final_reports[report.node] = report
         if report.lost:
             self._order_end(f"{self._names[report.node]} was lost: {report.lost}", report.node)
         elif report.has_failed:
             self._order_end(f"the processes on {self._names[report.node]} failed", report.node)
-        if self._verdict is None and set(self._ends) == set(self._names):
+        if self._verdict is None and set(self._final_reports) == set(self._names):
             self._verdict = self._decide()
 
-    def _order_end(self, why: str, but: int) -> None:
-        if self._end is None:
-            self._end, self._ended_at = (why, but), time.monotonic()
+    def _order_end(self, why: str, reporter: int) -> None:
+        if self._end_order is None:
+            self._end_order, self._end_ordered_at = (why, reporter), time.monotonic()
 
     def _decide(self) -> Verdict:
         diagnosis, living = self._diagnosis, self._living()
-        codes = [code for report in self._ends.values() for code in report.codes.values()]
+        codes = [code for report in self._final_reports.values() for code in report.codes.values()]
         aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in codes)
         if diagnosis is None and (killed or set(codes) == {0, 4}):
             diagnosis = self._watchdog.diagnose_deaths()
-        why, first = self._end or ("", 0)
+        why, first = self._end_order or ("", 0)
         per_node = self._per_node
         lost = [rank for rank in range(len(self._names) * per_node) if rank // per_node not in living]
         lines = diagnosis.lines if diagnosis else ()
         waits = self._watchdog.describe_waits(but=lost) if lost else ()
-        verdict = decide_exit(self._ends, self._names, per_node, first=first, diagnosis=lines, waits=waits)
+        verdict = decide_exit(self._final_reports, self._names, per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.write_diagnosis("\n".join(verdict.lines))
-        if self._restarts is not None and self._stop is None and 0 in living:
+        if self._restarts is not None and self._stop_signal is None and 0 in living:
             verdict = self._restarts.decide(verdict, why, living)
         return verdict
 
@@ -248,8 +248,8 @@ class Reporter:
         self.report, self.orders, self.lost = MachineReport(node), Orders(), ""
         self._main, self._silence_s, self._machine_0 = main, silence_s, machine_0
         self._silent_s, self._called = 0.0, time.monotonic()
-        self._news, self._over = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._report_until_done, name="launchers", daemon=True)
 
     def __enter__(self) -> Reporter:
         self._thread.start()
@@ -258,7 +258,7 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """After an exception or a signal reports this machine as lost, so that the others end their workers."""
         self._over.set()
-        self._news.set()
+        self._wake.set()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
             self.report = MachineReport(
@@ -270,7 +270,7 @@ class Reporter:
         """Puts `facts` into the report, and sends it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
-        self._news.set()
+        self._wake.set()
 
     def finish(self, host: str, per_node: int, **facts: Any) -> Verdict:
         """Reports how this machine's processes ended (`facts` of MachineReport), waits for those of the others, and returns the verdict
@@ -285,25 +285,25 @@ class Reporter:
             time.sleep(_POLL_S)
         return verdict
 
-    def _serve(self) -> None:
+    def _report_until_done(self) -> None:
         while not self._over.is_set():
             self.send_report()
-            self._news.wait(BEAT_S)
-            self._news.clear()
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
 
     def send_report(self) -> None:
         """Sends the report once, and notes for how long machine 0 has not answered."""
         try:
             if isinstance(self._machine_0, Coordinator):
-                self.orders = self._machine_0.hear(self.report)
+                self.orders = self._machine_0.receive_report(self.report)
             else:
                 limit_s = max(CALL_S, self._silence_s / 2)
                 self.orders = as_type(self._machine_0.call("machine", asdict(self.report), timeout_s=limit_s), Orders)
             self._silent_s, self._called = 0.0, time.monotonic()
-        except (NoAnswer, Refused) as error:
+        except (NoAnswer, Rejected) as error:
             now = time.monotonic()
             self._silent_s, self._called = self._silent_s + min(now - self._called, _LONGEST_CALL_S), now
-            ended = error.refused if isinstance(error, NoAnswer) else not error.unknown
+            ended = error.nothing_listens if isinstance(error, NoAnswer) else not error.unknown
             if self._silent_s > (REFUSED_S if ended else self._silence_s):
                 why = "its launcher ended" if ended else f"silent for {self._silent_s:.0f} s"
                 self.lost = self.lost or why

@@ -43,7 +43,7 @@ from packtrain.plan.surroundings import detect_surroundings, free_port
 from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"
-MOST_SILENCE_S = 30
+MAX_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
@@ -54,11 +54,11 @@ def execute(
     config: RunConfig,
     train: Callable[[], int],
     given: str | None = None,
-    ended: Callable[[RunFolder], object] = lambda _: None,
+    on_end: Callable[[RunFolder], object] = lambda _: None,
 ) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
-    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `ended` is
+    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `on_end` is
     called in the one process that has opened the run folder, when the run is over, however it went. Raises UserError if the plan
     cannot be carried out from here, the run folder cannot be written, holds files that packtrain did not make, or is in use;
     CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
@@ -79,14 +79,14 @@ def execute(
             nonlocal has_opened
             open_attempt(config, given, folder, lock, plan, resume)
             if not has_opened:
-                stack.callback(ended, folder)
+                stack.callback(on_end, folder)
             has_opened = True
 
         if not plan.in_process:
             if plan.nodes == 1:  # several machines meet first, so that all of them get the error
                 check_free(folder.root)
             return _launch_and_restart(plan, config, folder, open_folder)
-        if _is_first(plan):
+        if _writes_run_folder(plan):
             open_folder(plan, config.trainer.resume)
             Restarts(0, folder).write_record([])  # drops the record of launches that did not begin to train
         os.environ.update(plan.command.env)
@@ -128,7 +128,7 @@ def _launch_and_restart(
         return plan_launch(config, detect_surroundings(), config.objective.kind, machines=machines)
 
     def prepare(names: Mapping[int, str]) -> str:
-        resume = restarts.resume(config.trainer.resume)
+        resume = restarts.resume_mode(config.trainer.resume)
         open_folder(plan_for(*names), resume)
         restarts.write_record(list(names.values()))
         return resume
@@ -155,7 +155,7 @@ def _main_address(plan: LaunchPlan) -> str:
     return plan.accelerate.get("main_process_ip", LOOPBACK)
 
 
-def _is_first(plan: LaunchPlan) -> bool:
+def _writes_run_folder(plan: LaunchPlan) -> bool:
     """Whether this process writes the run folder for all: it has rank 0, or is alone (whatever RANK is set)."""
     rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
     return plan.node == 0 and rank == "0"
@@ -164,7 +164,7 @@ def _is_first(plan: LaunchPlan) -> bool:
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
     """Runs the workers of this machine; returns the verdict when those of all machines have ended."""
     limits = _limits(config)
-    silence_s = min(MOST_SILENCE_S, limits.step_s / 2)  # after which a machine is lost
+    silence_s = min(MAX_SILENCE_S, limits.step_s / 2)  # after which a machine is lost
     with writing():
         folder.logs.mkdir(parents=True, exist_ok=True)
     # machines that share a disk have a file each
@@ -177,7 +177,7 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
             machine_0 = main = stack.enter_context(
                 _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
             )
-        argv = _argv_on_copies(plan, config, folder, scratch, group.store_port)
+        argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)
         command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
         with Reporter(plan.node, group.names[0], silence_s, machine_0) as reporter:
             supervisor = Supervisor(scratch, log, plan.ranks, plan.host, reporter)
@@ -230,7 +230,7 @@ def _environment(
     }
 
 
-def _argv_on_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, scratch: Path, port: int) -> list[str]:
+def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, scratch: Path, port: int) -> list[str]:
     """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `scratch`, because a
     machine may not see that folder."""
     settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}

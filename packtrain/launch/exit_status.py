@@ -148,8 +148,8 @@ def decide_exit(
         return Verdict(0)
     received = next((report.signal for report in reports.values() if report.signal is not None), None)
     if received is not None:
-        in_order = not codes or codes == [128 + received] * total
-        late = "" if in_order else f", but not every process ended cleanly: see {reports[min(reports)].log}"
+        orderly = not codes or codes == [128 + received] * total
+        late = "" if orderly else f", but not every process ended cleanly: see {reports[min(reports)].log}"
         return Verdict(128 + received, [f"{stopped_by(received)}{late}"])
     if everyone_raised:
         return Verdict(1, [*describe_rank(1), BUG])

@@ -58,16 +58,16 @@ class MeetingPoint:
         """What a launcher shows to join: the run's folder, and the secret that a batch script has given to all machines."""
         return f"{os.environ.get(SECRET, '')} {self.job}"
 
-    def machine(self, node: int, per_node: int = 0) -> str:
+    def describe_machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
         ranks = [ranks_in_words(range(node * per_node, (node + 1) * per_node))] if per_node else []
         known = node < len(self.names)
         about = ", ".join([f"machine {node}", *ranks] if known else ranks)
         return f"{self.names[node] if known else f'machine {node}'}{f' ({about})' if about else ''}"
 
-    def departed(self, why: str) -> PeerFailed:
+    def departure_error(self, why: str) -> PeerFailed:
         """The error that machine 0 ended before the run began."""
-        what = f"{self.machine(0)} left before the run began: {why}"
+        what = f"{self.describe_machine(0)} left before the run began: {why}"
         return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")
 
 
@@ -127,7 +127,7 @@ def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -
         names = names_of(joining.wait())
         prepared = prepare(names)
     except BaseException as error:  # a signal, too
-        why = error if isinstance(error, PacktrainError) else place.departed("its launcher was stopped")
+        why = error if isinstance(error, PacktrainError) else place.departure_error("its launcher was stopped")
         joining.final = {"stop": why.to_json()}
         time.sleep(_FAREWELL_S)
         raise
@@ -183,18 +183,18 @@ class _JoinServer:
             missing = expected or ([] if enough else absent)
             if error or not missing or (enough and waited_s >= place.timeout_s):
                 break
-            here = listed(list(names_of(members).values()))
-            away = listed([place.machine(node, self._me.per_node) for node in missing])
+            connected = listed(list(names_of(members).values()))
+            missing_names = listed([place.describe_machine(node, self._me.per_node) for node in missing])
             if waited_s >= place.timeout_s:
                 raise PeerFailed(
-                    f"{away} did not connect to {self._me.host} within {place.timeout_s:.0f} s (connected: {here})",
+                    f"{missing_names} did not connect to {self._me.host} within {place.timeout_s:.0f} s (connected: {connected})",
                     where="rendezvous",
                     fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {place.address}:"
-                    f"{place.port} answer there (name, firewall)? topology.join_timeout is how long the others wait.",
+                    f"{place.port} answer there (name, firewall)? topology.join_timeout sets how long machines wait.",
                 )
             if waited_s // PROGRESS_S > printed:
                 printed = waited_s // PROGRESS_S
-                self._waiting = f"waited {waited_s:.0f} s so far for {away} to connect; connected: {here}"
+                self._waiting = f"waited {waited_s:.0f} s so far for {missing_names} to connect; connected: {connected}"
                 print(self._waiting, file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         if error := error or compare_members(members):
@@ -235,16 +235,16 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
             reason = (error.strerror or str(error)).lower()
             if isinstance(error, NoAnswer):
                 reason = "something other than packtrain is listening there"
-            words = f"waited {waited_s:.0f} s so far for {place.machine(0)} at {place.address}:{place.port}: {reason}"
+            words = f"waited {waited_s:.0f} s so far for {place.describe_machine(0)} at {place.address}:{place.port}: {reason}"
             if joined and time.monotonic() - heard >= GONE_S:
-                raise place.departed(reason) from error
+                raise place.departure_error(reason) from error
             if not joined and time.monotonic() - begun >= place.timeout_s:
-                what = f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s"
+                what = f"{place.describe_machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s"
                 raise PeerFailed(
                     f"{what}: {reason}",
                     where="rendezvous",
                     fix="Is packtrain started there, with topology.node_rank=0? Does the name resolve to that machine "
-                    "from here (/etc/hosts), and does a firewall let the port through? topology.join_timeout is how long the others wait.",
+                    "from here (/etc/hosts), and does a firewall let the port through? topology.join_timeout sets how long machines wait.",
                 ) from error
         if words and time.monotonic() - printed >= PROGRESS_S:
             printed = time.monotonic()
@@ -307,7 +307,7 @@ def _too_late(place: MeetingPoint) -> Mapping[str, Any]:
     error = PeerFailed(
         f"at {place.address}:{place.port} the run has started, and goes on without this machine",
         where="rendezvous",
-        fix="A run that has started cannot be joined. If it has to wait for this machine (trainer.restarts without "
-        "topology.min_nodes), machine 0 says so: start the same command here then; else wait for its end.",
+        fix="A run that has started cannot be joined. If machine 0 says that it waits for this machine (trainer.restarts without "
+        "topology.min_nodes), start the same command here again; otherwise wait until the run ends.",
     )
     return {"stop": error.to_json()}

@@ -48,11 +48,11 @@ _STEP_S = 20  # for Slurm to name and signal a step
 class Job:
     """`packtrain verb arguments…` as a Slurm job that starts in `folder`, by the command `program` outside containers.
 
-    `points` are the runs: one, or those of a sweep, which share `arguments`. `called` is the command that asked for the job.
+    `points` are the runs: one, or those of a sweep, which share `arguments`. `invoked_as` is the command that asked for the job.
     """
 
     verb: str
-    called: tuple[str, ...]
+    invoked_as: tuple[str, ...]
     arguments: tuple[str, ...]
     points: tuple[Point, ...]
     folder: Path
@@ -126,7 +126,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
     ]
     values = {
         "shell": "/bin/bash -l" if any(map(_MODULE.match, topology.setup)) else "/bin/bash",
-        "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
+        "made_by": f"Made by {clean(shlex.join(job.invoked_as))}".replace("\n", "\n# "),
         "summary": summary(job, plan),
         "topology": topology,
         "no_kill": plan.survives_lost_machines,
@@ -163,7 +163,7 @@ def directive(value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def hand_over(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> int:
+def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> int:
     """Plans the job, then submits its script (`submit`) or writes it (to `file`, else to stdout); returns 0.
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
@@ -196,7 +196,7 @@ def hand_over(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> in
 
 
 def _print_unchanged(text: str) -> None:
-    """Prints a script with all that the user's own lines of topology.setup have in them."""
+    """Prints a script unredacted: the user's lines of topology.setup must stay as they are."""
     print(text, end="", file=getattr(sys.stdout, "unchanged", sys.stdout))
 
 
@@ -213,7 +213,7 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
         print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
         return
     log = shown(job.log(f"{number}_*" if job.is_sweep else number))
-    stay = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
+    keep_stopped = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
     runs = {f"run {at}": shown(job.run_folder(point).root) for at, point in enumerate(job.points)}
     lines = {
         **(runs if job.is_sweep else {}),
@@ -222,7 +222,7 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
         "log": log,
         "follow": f"tail -n +1 -F {log if job.is_sweep else shlex.quote(log)}",
         "state": f"squeue -j {number}    (now: {state})",
-        "stop": f"{stay}scancel --signal=TERM {number}    (after a checkpoint)",
+        "stop": f"{keep_stopped}scancel --signal=TERM {number}    (after a checkpoint)",
         "cancel": f"scancel {number}",
     }
     for name, value in lines.items():

@@ -23,7 +23,7 @@ from packtrain.exit_code import Stopped, listening
 from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import Verdict, is_failure, tail_of
 from packtrain.launch.worker import read_exits
-from packtrain.monitor.processes import Life, ProcessState, crash_of, life_of, memory_kills
+from packtrain.monitor.processes import Life, ProcessState, count_oom_kills, crash_of, life_of
 from packtrain.time_limit import in_time
 
 SELF_EXIT_S = 2
@@ -46,19 +46,19 @@ class Supervisor:
     def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
         self._exits, self._log, self._ranks, self._host, self._reporter = exits, log, ranks, host, reporter
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
-        self._before = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
+        self._old_sizes = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
         self._received: int | None = None  # the signal for which all are to stop
         self._ending_since: float | None = None
         self._terminated = False
         self._all_finished_since: float | None = None  # since when all workers have written exit codes
         self._workers: dict[int, int] = {}  # process ids by rank
-        self._memory_kills = memory_kills()
+        self._memory_kills = count_oom_kills()
         self._torchrun: subprocess.Popen[bytes] | None = None
 
     def run(self, argv: list[str], environment: Mapping[str, str]) -> Verdict:
         """Runs torchrun by `argv` to its end and to that of all machines, and returns the verdict on the run.
 
-        Signals to this process stop all machines in order.
+        Signals to this process stop all machines cleanly.
         """
         with listening(self._stop):
             if self._received is None:
@@ -94,8 +94,8 @@ class Supervisor:
         _kill_sessions(self._workers.values())
 
     def _stop(self, number: int) -> None:
-        """Passes a signal on to the workers, and to the other machines where it is the first. Raises Stopped for one that
-        comes after the workers have ended because of an earlier one, when only the other machines are waited for."""
+        """Passes a signal on to the workers and, if it is the first, to the other machines. Raises Stopped for a further one
+        once the workers here have ended and only other machines are awaited."""
         if self._torchrun_ended and self._received is not None:
             raise Stopped
         if self._reporter.report.signal is None:  # though machine 0 may have ordered a stop before
@@ -189,7 +189,7 @@ class Supervisor:
                 code = facts_of[rank].get("ended", ended if ended < 0 and len(self._ranks) == 1 else None)
                 if text := crash_of(self._exits, state.pid):
                     stacks[rank] = text
-                ranks[rank] = replace(state, code=code, oom=memory_kills() > self._memory_kills)
+                ranks[rank] = replace(state, code=code, oom=count_oom_kills() > self._memory_kills)
         failed = [rank for rank, state in ranks.items() if rank and is_failure(state.code)]
         logs = {rank: self._logs[rank] for rank in failed} if ranks else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
@@ -207,7 +207,7 @@ class Supervisor:
     def _tail(self, log: Path) -> list[str]:
         """The last lines that were written to a log since the start."""
         with log.open("rb") as file:
-            file.seek(max(log.stat().st_size - _TAIL_BYTES, self._before[log]))
+            file.seek(max(log.stat().st_size - _TAIL_BYTES, self._old_sizes[log]))
             return tail_of(file.read().decode(errors="replace").splitlines())
 
 

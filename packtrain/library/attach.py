@@ -43,7 +43,7 @@ from packtrain.model.load import base_model
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
-from packtrain.proof.comparison import difference, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 from packtrain.proof.isolation import random_ids
 
 Share = Literal["auto", True, False]
@@ -261,7 +261,7 @@ class _PackedModel:
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
-            with evaluating(self.model, self.autocast), torch.no_grad(), refusals_of_a_model("no padding", fix=""):
+            with evaluating(self.model, self.autocast), torch.no_grad(), model_refusals("no padding", fix=""):
                 for padding in (0, _PADDED_BY):  # by calls of the whole model, as sharded weights need it
                     row = torch.cat([ids[:, :padding], ids], dim=1)
                     mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()

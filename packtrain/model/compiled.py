@@ -26,7 +26,7 @@ inductor: Any = torch._inductor.config
 dynamo: Any = torch._dynamo.config
 KEY = "trainer.torch_compile"
 BACKEND = "inductor"
-MOST_VARIANTS = 16
+MAX_VARIANTS = 16
 """Times that a part is compiled anew: for proofs and training, rows and batches. After these it runs as it is written."""
 
 
@@ -41,7 +41,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     for name in IMPLEMENTATIONS.values():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     inductor.fallback_random = True  # dropout draws what it draws without compiling
-    dynamo.recompile_limit = MOST_VARIANTS
+    dynamo.recompile_limit = MAX_VARIANTS
     for layer in layers:
         for part in layer.children():
             part.compile(dynamic=True, backend=BACKEND)

@@ -34,11 +34,11 @@ from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.score_head import add_scores
-from packtrain.packing.collate import IGNORE, PairLayout, label_positions, on_device, row_arguments, to_device
-from packtrain.proof.comparison import evaluating, refusals_of_a_model, tolerance_of
+from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
+from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
-_BY_TOKEN = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
+_TOKEN_FACTOR = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
 _PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
@@ -55,26 +55,27 @@ class Head:
 def patch_forward(
     model: PreTrainedModel,
     *,
-    documents: Objective | None = None,
-    pairs: tuple[str, ...] = (),
+    token_objective: Objective | None = None,
+    answer_outputs: tuple[str, ...] = (),
     scores: bool = False,
     autocast: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Head | None:
     """Wraps the forward of `model`, innermost first:
 
-    1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `pairs`)
-    2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs` and for `scores` (score_head.py)
+    1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `answer_outputs`)
+    2. the objective's own call: `loss_sum=True` for `token_objective`, `layout=` for `answer_outputs` and `scores` (score_head.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
     Routers (model/routers.py) are watched by hooks around single calls. Returns the output head of documents.
     """
     head = None
-    if documents is not None:
-        head = add_loss_sum(model, loss=documents.token_loss, neftune_alpha=documents.option("neftune_noise_alpha"))
-    if pairs:
-        add_pair_layout(model, pairs)
+    if token_objective is not None:
+        noise = token_objective.option("neftune_noise_alpha")
+        head = add_loss_sum(model, loss=token_objective.token_loss, neftune_alpha=noise)
+    if answer_outputs:
+        add_answer_layout(model, answer_outputs)
     if scores:
         add_scores(model)
     if autocast is not None:
@@ -126,7 +127,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
                 if linear and hidden.device.type == "cpu" and not token_losses:
                     return _linear_nll_sum(hidden, labels, places, self.get_output_embeddings())
-                log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
+                log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, places).log_probs)
         losses = _losses(log_probs, loss)
         return losses if token_losses else losses.sum()
 
@@ -186,12 +187,12 @@ def choose_head(
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
     with evaluating(model, autocast):
-        with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
+        with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
             reference = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
         try:
-            with refusals_of_a_model("cannot run", fix=""):
+            with model_refusals("cannot run", fix=""):
                 off_sum = (model(**batch, loss_sum=True) - reference.sum()).abs()
-                off_tokens = (model(**batch, token_losses=True) - reference).abs().sum() / _BY_TOKEN
+                off_tokens = (model(**batch, token_losses=True) - reference).abs().sum() / _TOKEN_FACTOR
                 difference = (off_sum.maximum(off_tokens) / reference.sum().abs().clamp(min=1e-8)).item()
         except CheckFailed as refusal:
             difference, head.refusal = math.inf, refusal.problems[0].what
@@ -216,7 +217,7 @@ def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Te
     return F.linear_cross_entropy(rows, weight, targets, linear_bias=bias, reduction="sum", options=chunks)
 
 
-def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
+def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     """Adds `layout=` to the forward of `model`: a padded call with `labels` and `fused_lm_head=True` that runs on the row.
 
     `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model, before.
@@ -227,18 +228,18 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
 
     @functools.wraps(type(model).forward)
     def forward(
-        self: PreTrainedModel, *args: Any, layout: PairLayout | None = None, scored: bool = False, **kwargs: Any
+        self: PreTrainedModel, *args: Any, layout: AnswerLayout | None = None, on_row: bool = False, **kwargs: Any
     ) -> Any:
-        if scored:
+        if on_row:
             labels, places = kwargs.pop("shift_labels"), kwargs.pop("label_places", None)
             hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
-            return head.score(hidden, labels, _on_device_of(labels, places))
+            return head.run_head(hidden, labels, _on_device_of(labels, places))
         if layout is None:
             return inner(*args, **kwargs)
         row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
         rest = {name: value for name, value in kwargs.items() if name not in _PADDED_ARGUMENTS}
         # not `inner`: a backend that splits rows has wrapped self.forward
-        return _put_back(self.forward(**row, **rest, scored=True), layout, shape)
+        return _put_back(self.forward(**row, **rest, on_row=True), layout, shape)
 
     model.forward = types.MethodType(forward, model)
 
@@ -260,8 +261,8 @@ class _LabelledHead:
     def forward(self, *_: Any, **__: Any) -> Any:
         """Replaced by TRL's head."""
 
-    def score(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
-        """The per-token figures [rows, T] of `hidden` [rows, T, d]: those of `labels` at `places`, elsewhere 0."""
+    def run_head(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
+        """The per-token outputs [rows, T] of `hidden` [rows, T, d]: those of `labels` at `places`, elsewhere 0."""
         with _every_position():
             scored = self.forward(
                 hidden.flatten(0, 1)[places][None],
@@ -289,7 +290,7 @@ def _every_position() -> Iterator[None]:
         trl_utils._use_triton = before
 
 
-def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> tuple[dict[str, Any], torch.Size]:
+def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) -> tuple[dict[str, Any], torch.Size]:
     """The arguments of a forward pass over the row, and the shape [2B, L - 1] of TRL's per-token figures."""
     device = input_ids.device
     places = to_device(layout.rows, device), to_device(layout.columns, device)
@@ -300,7 +301,7 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> t
     return {**row, **on_device(row_arguments(layout.segments), device)}, labels[:, 1:].shape
 
 
-def _put_back(scores: FusedCausalLMOutput, layout: PairLayout, shape: torch.Size) -> FusedCausalLMOutput:
+def _put_back(scores: FusedCausalLMOutput, layout: AnswerLayout, shape: torch.Size) -> FusedCausalLMOutput:
     """The per-token figures [1, T] of the row, at their places in the padded batch."""
     device = next(iter(scores.values())).device
     inside = to_device(layout.inside, device)

@@ -30,7 +30,7 @@ from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.plan.known_model import base_of
-from packtrain.proof.isolation import positions_of
+from packtrain.proof.isolation import max_positions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
@@ -158,7 +158,7 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
             where="packing.mode",
             fix=f"set it to packed, or data.max_length to {original}",
         )
-    positions = positions_of(base_model(model))
+    positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         raise UserError(

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from packtrain.errors import CheckFailed, UserError
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
-from packtrain.proof.comparison import evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 KEY = "model.config.output_router_logits"
 _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -133,7 +133,7 @@ class RouterLoss:
         with torch.no_grad(), evaluating(model, autocast):
             with self.watching() as loads:
                 model(**without_labels(batch), loss_sum=True)
-            with refusals_of_a_model(f"{type(model).__name__} cannot make its router loss", fix=f"set {KEY} to 0"):
+            with model_refusals(f"{type(model).__name__} cannot make its router loss", fix=f"set {KEY} to 0"):
                 theirs = model(**plain, use_cache=False, output_router_logits=True).aux_loss.item()
         load = _sum(loads)
         ours = balance(load, load).item()

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.errors import UserError
-from packtrain.packing.collate import PairLayout, on_device, row_arguments, to_device
+from packtrain.packing.collate import AnswerLayout, on_device, row_arguments, to_device
 
 HEAD = "score"
 
@@ -75,7 +75,7 @@ def add_scores(model: PreTrainedModel) -> None:
     def forward(
         self: PreTrainedModel,
         *args: Any,
-        layout: PairLayout | None = None,
+        layout: AnswerLayout | None = None,
         margin: torch.Tensor | None = None,
         every_token: bool = False,
         **kwargs: Any,

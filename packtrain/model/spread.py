@@ -194,7 +194,7 @@ def elements(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def most_of_all(number: int, device: torch.device) -> int:
+def max_over_ranks(number: int, device: torch.device) -> int:
     """The largest `number` of any process."""
     most = torch.tensor(number, device=device)
     if dist.is_initialized():

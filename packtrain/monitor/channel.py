@@ -33,7 +33,7 @@ ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
 PUBLISHED = "channel.json"
 CALL_S = 5.0
-MOST_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
 _NAME = "packtrain"  # the Server header, by which a client recognises packtrain
@@ -42,14 +42,14 @@ Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """Nothing listens there (`refused`), the server did not answer in time, or another program did."""
+    """Nothing listens there (`nothing_listens`), the server did not answer in time, or another program did."""
 
-    def __init__(self, what: str, *, refused: bool = False) -> None:
+    def __init__(self, what: str, *, nothing_listens: bool = False) -> None:
         super().__init__(what)
-        self.refused = refused
+        self.nothing_listens = nothing_listens
 
 
-class Refused(OSError):
+class Rejected(OSError):
     """packtrain answered with an error: the server belongs to another run, or has no such handler (`unknown`; it may get one later)."""
 
     def __init__(self, what: str, *, unknown: bool = False) -> None:
@@ -114,7 +114,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if not length.isdigit() or int(length) > MAX_BYTES:
             self.send_error(413)
             return
         body = self.rfile.read(int(length))
@@ -138,16 +138,16 @@ class Client:
         self.address, self.port, self.secret = address, port, secret
 
     def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
-        """The answer of the handler `name`. Raises NoAnswer or Refused."""
+        """The answer of the handler `name`. Raises NoAnswer or Rejected."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
             connection.request("POST", f"/{name}", json.dumps(body).encode(), headers)
             reply = connection.getresponse()
-            content = reply.read(MOST_BYTES)
+            content = reply.read(MAX_BYTES)
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            raise NoAnswer(error.strerror or str(error) or type(error).__name__, refused=refused) from error
+            why, refused = error.strerror or str(error), isinstance(error, ConnectionRefusedError)
+            raise NoAnswer(why or type(error).__name__, nothing_listens=refused) from error
         except http.client.HTTPException:
             reply, content = None, b""
         finally:
@@ -156,7 +156,7 @@ class Client:
             raise NoAnswer("something other than packtrain is listening there")
         answer = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
-            raise Refused(answer.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
+            raise Rejected(answer.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
         return answer
 
 

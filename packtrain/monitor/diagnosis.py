@@ -22,7 +22,7 @@ from packtrain.wording import ranks_in_words
 FRAMES_SHOWN = 10
 SILENT_S = 30
 """Seconds without a beat after which a rank counts as silent; less may only be a busy machine."""
-_MOST_GROUPS = 3
+_MAX_GROUPS = 3
 
 Cause = Literal["memory", "died", "stopped", "ended", "data", "storage", "stuck", "collectives", "network"]
 
@@ -61,7 +61,7 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
     "collectives": (
         "different ranks are in different collective operations, which will never complete",
-        "a branch that not all ranks take (data, time, rank 0 alone) has led to another operation: the stacks show where",
+        "code that only some ranks run (depending on data, time or rank) led to a different operation: the stacks show where",
     ),
     "network": (
         "no rank is behind, but messages between them do not arrive: a link, a network card or a GPU is stuck",
@@ -244,10 +244,10 @@ def describe_waits(states: Sequence[RankState]) -> tuple[str, ...]:
             groups[f"{what}in {state.place}"].append(state)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     words = []
-    for what, group in ordered[:_MOST_GROUPS]:
+    for what, group in ordered[:_MAX_GROUPS]:
         verb = _verb(group, "waits", "wait") if group[0].waits_for_others else _verb(group, "is", "are")
         words.append(f"{_name(group)} {verb} {what}")
-    if rest := sum(len(group) for _, group in ordered[_MOST_GROUPS:]):
+    if rest := sum(len(group) for _, group in ordered[_MAX_GROUPS:]):
         words.append(f"and {rest} more elsewhere")
     return tuple(words)
 

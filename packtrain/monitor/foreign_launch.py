@@ -24,7 +24,7 @@ from typing import NoReturn
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
 from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
-from packtrain.monitor.processes import ProcessState, life_of, memory_kills
+from packtrain.monitor.processes import ProcessState, count_oom_kills, life_of
 from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 SETTLE_S = 2
@@ -72,7 +72,7 @@ def beat_to_rank_0(share: Callable[[str], str]) -> None:
 
 
 class _SingleProcessLimits(TimeLimits):
-    """Nobody waits for its steps, however long they take: it is only ended where it writes."""
+    """A single process has no deadline for its steps, as no rank waits for it: only its writing is limited."""
 
     def deadline_s(self, phase: Phase) -> float:
         return super().deadline_s(phase) if phase in ("checkpoint", "final") else math.inf
@@ -87,11 +87,11 @@ class _WatchedRank:
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self.rank = self._heartbeat.rank
         self._rank_0 = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
-        self._first_pid = 0  # of rank 0 if it is on this machine
+        self._rank_0_pid = 0  # of rank 0 if it is on this machine
         self._client: Client | None = None
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
-        self._memory_kills = memory_kills()
+        self._memory_kills = count_oom_kills()
         self._asked = False  # whether rank 0's own stacks and collectives are wanted
         self._ended_at: float | None = None  # when the first rank was seen to have failed or died
         self._heartbeat.enter("start")
@@ -117,9 +117,9 @@ class _WatchedRank:
             share(f"{server.port} {server.secret} {_HOST} {os.getpid()}")
             return
         port, secret, host, pid = share("").split()
-        self._first_pid = int(pid) if host == _HOST else 0
+        self._rank_0_pid = int(pid) if host == _HOST else 0
         self._client = Client(address, int(port), secret=secret)
-        self._heartbeat.connect(self._client, self._ranks, on_end=self._obey, on_silence=self._miss)
+        self._heartbeat.connect(self._client, self._ranks, on_end=self._on_end_order, on_silence=self._on_silence)
 
     def leave(self, code: int, lost: str) -> bool:
         """Reports the end of this rank; returns whether rank 0, which prints the cause, has the report of another rank."""
@@ -130,8 +130,8 @@ class _WatchedRank:
             self._watchdog.receive_beat(message)
             if lost:
                 self._thread.join(RANK_0_GONE_S)  # lets the watchdog diagnose; its thread exits this process
-            elif self._ranks > 1 and 0 < code <= 128 and self._watchdog.trains():
-                self._watchdog.end = f"{self._rank_0} failed (exit code {code})"
+            elif self._ranks > 1 and 0 < code <= 128 and self._watchdog.has_begun_training():
+                self._watchdog.end_reason = f"{self._rank_0} failed (exit code {code})"
                 time.sleep(_DELIVERY_S)
         self._over.set()
         self._heartbeat.close()
@@ -142,8 +142,8 @@ class _WatchedRank:
             self._client.call("beat", message)
             return True
         except OSError as error:
-            if lost and isinstance(error, NoAnswer) and error.refused:
-                self._miss(math.inf, error)
+            if lost and isinstance(error, NoAnswer) and error.nothing_listens:
+                self._on_silence(math.inf, error)
             return False
 
     def _watch(self) -> None:
@@ -158,10 +158,10 @@ class _WatchedRank:
         """Why all ranks have to be ended, in lines; () while they need not."""
         self._asked = watchdog.receive_beat(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks > 1:
-            oom = memory_kills() > self._memory_kills
+            oom = count_oom_kills() > self._memory_kills
             ours = [state for state in watchdog.states() if state.pid and state.host == _HOST and not state.gone]
             processes = {state.rank: ProcessState(state.pid, life_of(state.pid), oom=oom) for state in ours}
-            watchdog.take_processes(0, processes)
+            watchdog.receive_processes(0, processes)
         if diagnosis := watchdog.diagnose():
             return diagnosis.lines
         states = watchdog.states()
@@ -173,7 +173,7 @@ class _WatchedRank:
         if waited_s >= SETTLE_S and (diagnosis := watchdog.diagnose_deaths()):
             return diagnosis.lines
         # before training all ranks may be about to end with the same error
-        if waited_s < (PEER_GRACE_S if watchdog.trains() else self._limits.join_s):
+        if waited_s < (PEER_GRACE_S if watchdog.has_begun_training() else self._limits.join_s):
             return ()
         if failed := next((state for state in ended if state.failed), None):
             return (f"rank {failed.rank} on {failed.host} failed",)
@@ -183,7 +183,7 @@ class _WatchedRank:
 
     def _end_all(self, watchdog: Watchdog, lines: Sequence[str]) -> NoReturn:
         """Has the other ranks end, kills those of this machine that do not, and ends this process."""
-        watchdog.end = lines[0]
+        watchdog.end_reason = lines[0]
         with suppress(OSError):
             print("\n".join(lines), file=sys.stderr, flush=True)
         if self._ranks > 1:
@@ -194,16 +194,16 @@ class _WatchedRank:
         self._serving.close()
         os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
-    def _obey(self, why: str) -> None:
+    def _on_end_order(self, why: str) -> None:
         _end(f"rank {self.rank} on {_HOST} is ended: {why}")
 
-    def _miss(self, silent_s: float, error: NoAnswer) -> None:
+    def _on_silence(self, silent_s: float, error: NoAnswer) -> None:
         """Called when rank 0 does not answer: ends this rank if that lasts too long."""
-        if error.refused and silent_s > RANK_0_GONE_S:
+        if error.nothing_listens and silent_s > RANK_0_GONE_S:
             _end(f"{self._rank_0} is gone: no process listens at its port any more")
-        if not error.refused and silent_s > self._limits.deadline_s(self._heartbeat.phase):
+        if not error.nothing_listens and silent_s > self._limits.deadline_s(self._heartbeat.phase):
             why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
-            _end(f"{self._rank_0} has not answered for {silent_s:.0f} s: {why}", kills=self._first_pid)
+            _end(f"{self._rank_0} has not answered for {silent_s:.0f} s: {why}", kills=self._rank_0_pid)
 
 
 def _end(why: str, kills: int = 0) -> NoReturn:

@@ -45,7 +45,7 @@ BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 LONG = ("prepare", "load", "proof", "final")
 """Phases that may take hours. No rank waits in a collective in them, so they have no limit as long as they make progress."""
 _CHECKPOINT_STEPS = 3  # a checkpoint may take as long as so many steps
-_LEAST_CPU = 0.05  # of a core: a process that uses this much is computing
+_MIN_CPU = 0.05  # of a core: a process that uses this much is computing
 _BEATS_A_SECOND = 200  # of all ranks together
 _DIAGNOSE_AHEAD_S = 5
 
@@ -78,8 +78,8 @@ def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
         return (0, order)
     if phase in ("final", "done"):
         return (2, order)
-    passes = PHASES.index("forward")  # forward and backward of a micro-batch come before those of the next
-    return (1, step, passes if phase == "backward" else order, micro, order)
+    forward_order = PHASES.index("forward")  # forward and backward of a micro-batch come before those of the next
+    return (1, step, forward_order if phase == "backward" else order, micro, order)
 
 
 def place_of(phase: Phase, step: int, micro: int) -> str:
@@ -87,8 +87,8 @@ def place_of(phase: Phase, step: int, micro: int) -> str:
     words = IN_WORDS[phase]
     if phase in BEFORE_TRAINING or phase in ("final", "done"):
         return words
-    joint = "after" if phase in ("checkpoint", "eval", "step end") else "of"
-    return f"{words} {joint} step {step}{f' (micro-batch {micro})' if micro > 1 else ''}"
+    preposition = "after" if phase in ("checkpoint", "eval", "step end") else "of"
+    return f"{words} {preposition} step {step}{f' (micro-batch {micro})' if micro > 1 else ''}"
 
 
 class _State(NamedTuple):
@@ -142,7 +142,7 @@ class Heartbeat:
         """
         state, (before, used) = self._state, self._clocks
         self._clocks = now, seconds = time.monotonic(), time.process_time()
-        if state.phase in LONG and not state.waits and seconds - used >= _LEAST_CPU * (now - before) > 0:
+        if state.phase in LONG and not state.waits and seconds - used >= _MIN_CPU * (now - before) > 0:
             self._worked += 1
         body = {
             "rank": self.rank,

@@ -61,7 +61,7 @@ def life_of(pid: int) -> Life:
     return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
 
 
-def memory_free() -> int:
+def free_memory() -> int:
     """Bytes of memory that are free on the machine, or in the tightest cgroup (version 2) that this process is in."""
     free = psutil.virtual_memory().available
     with suppress(OSError):
@@ -74,7 +74,7 @@ def memory_free() -> int:
     return free
 
 
-def memory_kills() -> int:
+def count_oom_kills() -> int:
     """How many processes the kernel's out-of-memory killer has killed on this machine, in all cgroups; 0 except on Linux."""
     with suppress(OSError):
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())

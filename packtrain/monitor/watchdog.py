@@ -88,7 +88,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._asked = -1e9  # when all were last asked for stacks and collectives
         self._diagnosis: Diagnosis | None = None
-        self.end = ""
+        self.end_reason = ""
         stacks = [stacks_of(logs, rank) for rank in self._ranks]
         for earlier in (logs / DIAGNOSIS, logs / RANKS, *stacks):
             with suppress(OSError):
@@ -116,9 +116,9 @@ class Watchdog:
             if "ended" in beat:
                 ended = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
                 rank.state = replace(rank.state, process=ended)
-            return {"ask": self._is_asked(rank), "end": self.end or None}
+            return {"ask": self._is_asked(rank), "end": self.end_reason or None}
 
-    def take_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
+    def receive_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
         with self._lock:
             self._launchers[node] = time.monotonic()
@@ -128,7 +128,7 @@ class Watchdog:
                     rank.state = replace(rank.state, process=process, pid=rank.state.pid or process.pid)
                     rank.stopped = (rank.stopped or time.monotonic()) if process.state == "stopped" else None
 
-    def take_stacks(self, texts: Mapping[int, str]) -> None:
+    def receive_stacks(self, texts: Mapping[int, str]) -> None:
         """Takes stacks that ranks left as they crashed."""
         with self._lock:
             for number, text in texts.items():
@@ -145,7 +145,7 @@ class Watchdog:
         with self._lock:
             return [rank.state_at(time.monotonic()) for _, rank in sorted(self._ranks.items())]
 
-    def trains(self) -> bool:
+    def has_begun_training(self) -> bool:
         """Whether any rank has begun to train."""
         return any(state.phase not in BEFORE_TRAINING for state in self.states())
 
@@ -166,7 +166,7 @@ class Watchdog:
         states = self.states()
         if self._diagnosis or any(state.dead or state.failed or state.process.lost for state in states):
             return self._diagnosis
-        diagnosis, still_s, culprits = self._standstill(states)
+        diagnosis, still_s, culprits = self._find_standstill(states)
         if diagnosis is None:
             return None
         deadline_s = max(self._limits.deadline_s(state.phase) for state in culprits)
@@ -179,7 +179,7 @@ class Watchdog:
             return None
         return self._conclude(diagnose(self.states()))
 
-    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float, Sequence[RankState]]:
+    def _find_standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float, Sequence[RankState]]:
         """Why no rank makes progress, for how many seconds, and the ranks that cause it; (None, 0, ()) if a rank that does not wait
         makes some."""
         live = live_among(states)
@@ -236,7 +236,7 @@ class Watchdog:
         It reports a stall sooner than `diagnose` does.
         """
         states = self.states()
-        live, (diagnosis, still_s, _) = live_among(states), self._standstill(states)
+        live, (diagnosis, still_s, _) = live_among(states), self._find_standstill(states)
         ended = diagnosis and diagnosis.cause in ("memory", "died", "stopped")
         usual_s = max((state.usual_s for state in live), default=0)
         least_s = max(_STALL_S, _USUAL_STEPS * usual_s) if usual_s else _FIRST_STALL_S

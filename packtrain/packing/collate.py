@@ -4,7 +4,7 @@ Labels are shifted here, document by document, so no label crosses a border and 
 `shift_labels[t]` is the token that position t has to predict, or IGNORE.
 
 Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The model runs
-on a flattened row, whose tokens a PairLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
+on a flattened row, whose tokens a AnswerLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
 is three segments: the prompt without its last token, and for each answer that token, which predicts the answer, and the answer.
 """
 
@@ -79,7 +79,7 @@ def label_positions(labels: torch.Tensor) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class PairLayout:
+class AnswerLayout:
     """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
 
     `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (as of `label_positions`): those that
@@ -93,7 +93,7 @@ class PairLayout:
     trained: np.ndarray | None = None
     ends: torch.Tensor | None = None
 
-    def pin_memory(self) -> PairLayout:
+    def pin_memory(self) -> AnswerLayout:
         """A copy in pinned memory."""
         values = {name: getattr(self, name) for name in ("rows", "columns", "inside", "ends")}
         return replace(self, **{name: value.pin_memory() for name, value in values.items() if value is not None})
@@ -110,7 +110,7 @@ def _list_documents(pairs: Sequence[Preference]) -> list[Document]:
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def _lay_out_pairs(pairs: Sequence[Preference], rows: RowLayout) -> PairLayout:
+def _lay_out_pairs(pairs: Sequence[Preference], rows: RowLayout) -> AnswerLayout:
     lengths = [len(document.input_ids) for document in _list_documents(pairs)]
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     return layout_of(lengths, [(number, number + len(pairs)) for number in range(len(pairs))], prompts)
@@ -132,7 +132,7 @@ def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, 
     return {**_pad(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
 
 
-def _add_layout(batch: dict[str, Any], layout: PairLayout) -> dict[str, Any]:
+def _add_layout(batch: dict[str, Any], layout: AnswerLayout) -> dict[str, Any]:
     """`batch` with the `layout` of its flattened row, which also says what is trained."""
     predicts = batch["completion_mask"].roll(-1, dims=1)  # roll wraps into the last column, which `inside` leaves out
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
@@ -162,7 +162,7 @@ def collate_scored(
     return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 
 
-def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
+def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> AnswerLayout:
     """The flattened row of a padded batch whose rows have `lengths` tokens. All rows of group g begin with the same
     `prompts[g]` tokens; if these are at least two, all but the last are computed once."""
     pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
@@ -174,7 +174,7 @@ def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: 
         pieces += [(row, common, lengths[row], prefix) for row in group]
     prefixes = tuple(prefix for *_, prefix in pieces)
     columns = torch.cat([torch.arange(first, end) for _, first, end, _ in pieces])
-    return PairLayout(
+    return AnswerLayout(
         Segments(tuple(end - first for _, first, end, _ in pieces), prefixes if any(prompts) else ()),
         rows=torch.cat([torch.full((end - first,), row) for row, first, end, _ in pieces]),
         columns=columns,

@@ -17,7 +17,7 @@ import numpy as np
 from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
 
-LEAST_SHARED = 8
+MIN_SHARED = 8
 """Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention."""
 
 
@@ -37,7 +37,7 @@ class SharedRow:
 
 
 def rows_of(
-    documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = LEAST_SHARED
+    documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = MIN_SHARED
 ) -> list[SharedRow]:
     """Rows of at most `tokens_per_row` tokens, by best fit, of `documents`, integer token ids [length] of at least one token each.
 

@@ -41,7 +41,7 @@ class Utilisation:
 class Schedule:
     """The optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
-    With `examples_per_step` an entry of `Rows` is the documents of a whole step, not a packed row.
+    An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step.
     """
 
     lengths: np.ndarray
@@ -53,11 +53,11 @@ class Schedule:
     shuffle: bool
     attention_cost: float
     total_steps: int
-    _plans: dict[int, Rows] = field(default_factory=dict, repr=False)
+    _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}  # cheaper to plan again in another process than to send
+        return {**self.__dict__, "_rows_by_epoch": {}}  # cheaper to plan again in another process than to send
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ class Schedule:
         """Optimizer steps of one whole pass over the data."""
         epoch = 0 if self._epochs_are_equal else epoch
         if epoch not in self._row_counts:
-            self._row_counts[epoch] = len(self._plan(epoch))
+            self._row_counts[epoch] = len(self._rows_of_epoch(epoch))
         return math.ceil(self._row_counts[epoch] / self.rows_per_step)
 
     def documents(self, step: int) -> np.ndarray:
@@ -110,7 +110,7 @@ class Schedule:
         epoch, within = self._locate(step)
         seen = epoch * len(self.lengths)
         if within:
-            rows = self._plan(epoch)
+            rows = self._rows_of_epoch(epoch)
             seen += int(rows.offsets[min(within * self.rows_per_step, len(rows))])
         return seen
 
@@ -138,11 +138,11 @@ class Schedule:
         return self.examples_per_step is not None or self.packing.strategy == "best_fit" or not self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
-        """The plan of the step's epoch, and the step's first and end row in it."""
+        """The rows of the step's epoch, and the step's first and end row in it."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, within = self._locate(step)
-        rows = self._plan(epoch)
+        rows = self._rows_of_epoch(epoch)
         return rows, within * self.rows_per_step, min((within + 1) * self.rows_per_step, len(rows))
 
     def _locate(self, step: int) -> tuple[int, int]:
@@ -155,15 +155,15 @@ class Schedule:
             epoch += 1
         return epoch, step
 
-    def _plan(self, epoch: int) -> Rows:
+    def _rows_of_epoch(self, epoch: int) -> Rows:
         epoch = epoch if self.shuffle else 0
-        if epoch not in self._plans:
-            while len(self._plans) >= KEPT_EPOCHS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[epoch] = self._make_plan(np.random.default_rng((self.seed, epoch)))
-        return self._plans[epoch]
+        if epoch not in self._rows_by_epoch:
+            while len(self._rows_by_epoch) >= KEPT_EPOCHS:
+                del self._rows_by_epoch[next(iter(self._rows_by_epoch))]
+            self._rows_by_epoch[epoch] = self._make_rows(np.random.default_rng((self.seed, epoch)))
+        return self._rows_by_epoch[epoch]
 
-    def _make_plan(self, rng: np.random.Generator) -> Rows:
+    def _make_rows(self, rng: np.random.Generator) -> Rows:
         count = len(self.lengths)
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
             return best_fit(self.lengths, int(self.limits.tokens), rng)

@@ -30,7 +30,7 @@ _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
 _HEADER_LIMIT = 100 * 2**20
-_MOST_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
+_MAX_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
 FAST_ENOUGH = 1.5
 """How many times as fast as float32 a CPU must multiply in bfloat16 for trainer.mixed_precision=fast: the rest of a step gains less."""
 SCORE = "score.weight"
@@ -136,8 +136,8 @@ def read_layers(sizes: Mapping[str, Any]) -> Layers:
             whose = "tokenizer" if name == "vocab_size" else "model type"
             raise UserError(f"model.config.{name} is left to the {whose}")
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
-    if number > _MOST_LAYERS:
-        raise UserError(f"model.config.num_hidden_layers={number:,}: up to {_MOST_LAYERS:,} are counted")
+    if number > _MAX_LAYERS:
+        raise UserError(f"model.config.num_hidden_layers={number:,}: up to {_MAX_LAYERS:,} are counted")
     head = sizes.get("head_dim") or hidden // heads
     shared = (sizes.get("num_key_value_heads") or heads) * head
     return Layers(kind, number, heads, hidden, inner, heads * head, shared, head, vocabulary)

@@ -20,7 +20,7 @@ from packtrain.wording import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
-_MOST_GPUS = 1024  # of a machine
+_MAX_GPUS = 1024  # of a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surround
     if asked is None:
         return surroundings
     hidden = _VISIBLE in surroundings.env and surroundings.driver  # the machine's number of GPUs is not known
-    gpus = visible_gpus(_MOST_GPUS if hidden else surroundings.gpus, asked)
+    gpus = visible_gpus(_MAX_GPUS if hidden else surroundings.gpus, asked)
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 

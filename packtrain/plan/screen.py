@@ -26,7 +26,7 @@ from packtrain.wording import in_millions, visible
 
 _INDENT = 11
 _WIDEST, _NARROWEST = 100, 40
-_MOST_SOURCES, _MOST_COMMANDS, _MANY_STEPS = 3, 100, 1000
+_MAX_SOURCES, _MAX_COMMANDS, _MANY_STEPS = 3, 100, 1000
 _BY_COMMAND = ("topology.nodes", "topology.kind", "topology.node_rank")
 """Obstacles that the command to paste removes."""
 _LARGE_RATE = {"none": 1e-3, "lora": 1e-2}
@@ -109,8 +109,8 @@ def _model(config: RunConfig, memory: Memory | str) -> str:
 
 def _data(data: Data) -> str:
     paths = [item.path for item in sources(data.train)]
-    text = ", ".join(paths[:_MOST_SOURCES]) or "none"
-    text += f" and {len(paths) - _MOST_SOURCES} more" if len(paths) > _MOST_SOURCES else ""
+    text = ", ".join(paths[:_MAX_SOURCES]) or "none"
+    text += f" and {len(paths) - _MAX_SOURCES} more" if len(paths) > _MAX_SOURCES else ""
     held_out = ", ".join(item.path for item in sources(data.eval, "eval"))
     held_out = held_out or (f"{data.eval:g} of it" if data.eval else "")
     text += f"; held out: {held_out}" if held_out else ""
@@ -197,7 +197,7 @@ def _commands(launch: LaunchPlan) -> str:
 
     if len(launch.commands) == 1:
         return in_a_line(launch.command)
-    lines = [f"machine {item.node}: {in_a_line(item)}" for item in launch.commands[:_MOST_COMMANDS]]
+    lines = [f"machine {item.node}: {in_a_line(item)}" for item in launch.commands[:_MAX_COMMANDS]]
     more = len(launch.commands) - len(lines)
     return "\n".join([*lines, *([f"… and of {more:,} more, each with its number"] if more else [])])
 

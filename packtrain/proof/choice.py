@@ -118,4 +118,7 @@ def prove_backend(
             proof,
         )
     what = "documents" if segments is DOCUMENTS else "pairs"
-    return f"outputs of {what} in a row are not those of each alone, off by {proof.off:.2g} {tolerance}", proof
+    return (
+        f"outputs of {what} in a row are not those of each alone, off by {proof.max_difference:.2g} {tolerance}",
+        proof,
+    )

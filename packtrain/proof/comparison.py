@@ -1,7 +1,7 @@
 """What all proofs share: a candidate is compared with a definition, what rounding explains is allowed, and there is a verdict.
 
 The candidate is how training computes, the definition how the model itself does, one document or padded batch at a time. Both are
-computed inside `evaluating`; `refusals_of_a_model` reports what the model refuses there.
+computed inside `evaluating`; `model_refusals` reports what the model refuses there.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
 
 
 @contextmanager
-def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
+def model_refusals(what: str, *, fix: str) -> Iterator[None]:
     """Turns any exception of a model's own code inside the block into CheckFailed: `what`, and the first line of the exception.
 
     Models refuse unsupported calls with exceptions of every type. Running out of memory is not a refusal.

@@ -35,7 +35,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
 from packtrain.packing.segments import Segments
-from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, model_refusals, tolerance_of
 
 LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
@@ -66,13 +66,13 @@ class Proof:
     tolerance: float
     backend: str = ""
 
-    def most_moved(self, counts: Callable[[int, int], bool] = lambda *_: True) -> float:
-        """The largest movement of the pairs that count."""
-        return max((value for pair, value in self.moved.items() if counts(*pair)), default=0.0)
+    def most_moved(self, include: Callable[[int, int], bool] = lambda *_: True) -> float:
+        """The largest movement of the pairs to `include`."""
+        return max((value for pair, value in self.moved.items() if include(*pair)), default=0.0)
 
     @property
-    def off(self) -> float:
-        """The largest difference that only rounding may explain."""
+    def max_difference(self) -> float:
+        """The largest difference measured; only rounding may cause it."""
         return max(self.most_moved(), self.alone)
 
     @property
@@ -88,7 +88,7 @@ class Proof:
     @property
     def verdict(self) -> str:
         """`exact`, `leaks`, or `unsupported` where the control is too weak to show a leak."""
-        if not self.off <= self.tolerance:
+        if not self.max_difference <= self.tolerance:
             return "leaks"
         return "exact" if self.control >= self.least_control else "unsupported"
 
@@ -118,7 +118,7 @@ def prove_isolation(
     """
     ids = random_ids(model, segments)
     with evaluating(model, autocast):
-        alone = _alone(model, ids[0], segments)
+        alone = _run_each_alone(model, ids[0], segments)
         with attending_by(model, backend):
             control = logits_in_row(model, ids[0], segments, separated=False)
             return measure(
@@ -145,11 +145,11 @@ def measure(
     backend: str = "",
     in_order: bool = True,
 ) -> Proof:
-    """The engine of the proofs: `run` has the model run documents together, and gives the outputs of each.
+    """The common code of the proofs: `run` runs documents together, and returns the outputs of each.
 
-    `ids` int64 [2, T] are the tokens of the documents, and others to replace each of `segments` by in turn, with what continues it.
-    Outputs are float32 [length, vocabulary] of each, `alone` and in a row that does not separate them (`control`). `in_order`: the
-    documents stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
+    `ids` int64 [2, T]: the tokens of the row, and replacements; each of `segments` is replaced in turn, with those that continue it.
+    Outputs are float32 [length, vocabulary] of each: run `alone`, and in a row that does not separate them (`control`). `in_order`:
+    the documents stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
     """
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
     numbers, dtype = range(len(own)), autocast or model.dtype
@@ -216,7 +216,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
     with evaluating(model, autocast):
         twice = np.tile(ids[0, : max(LENGTHS)], (2, 1))
         twice[1, -1] = ids[1, 0] if ids[1, 0] != twice[0, -1] else ids[1, 0] - 1
-        first, second = _whole(model, twice)[:, :-1]
+        first, second = _run_unpacked(model, twice)[:, :-1]
         seen = difference(second, first)
         if seen > tolerance:
             raise CheckFailed(
@@ -226,7 +226,7 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
             )
         if not padding:
             return
-        alone = torch.cat(_alone(model, ids[0], DOCUMENTS))
+        alone = torch.cat(_run_each_alone(model, ids[0], DOCUMENTS))
         documents = [Document(part, np.zeros(len(part), dtype=bool)) for part in np.split(ids[0], DOCUMENTS.starts[1:])]
         padded = logits_of(model, collate_padded(documents, 0))
     beside = torch.cat([padded[number, :length] for number, length in enumerate(LENGTHS)])
@@ -241,21 +241,21 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
 
 def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
     """int64 [2, T]."""
-    return np.random.default_rng(0).integers(0, vocabulary_of(model), (2, segments.tokens))
+    return np.random.default_rng(0).integers(0, vocabulary_size(model), (2, segments.tokens))
 
 
-def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
+def _run_each_alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
     """float32 [length, vocabulary] of each segment; each document runs by itself, by the model's own attention.
 
     The outputs of what documents share come from the first of them.
     """
     row = segments.unrolled()
     documents = np.split(ids[row.tokens], row.segments.starts[1:])
-    outputs = torch.cat([_whole(model, part[None])[0] for part in documents])
+    outputs = torch.cat([_run_unpacked(model, part[None])[0] for part in documents])
     return list(outputs[torch.from_numpy(row.outputs)].split(segments.lengths))
 
 
-def _whole(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
+def _run_unpacked(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
     """float32 [rows, T, vocabulary] of documents of equal length, int64 [rows, T]."""
     tokens = torch.from_numpy(ids)
     return logits_of(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
@@ -279,13 +279,13 @@ def training_mode_without_dropout(model: PreTrainedModel) -> None:
             module.eval()
 
 
-def vocabulary_of(model: PreTrainedModel) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """Number of token ids that `model` embeds."""
     embeddings: Any = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
 
 
-def positions_of(model: PreTrainedModel) -> int | None:
+def max_positions(model: PreTrainedModel) -> int | None:
     """The longest document that `model` supports, in tokens; None if it has no limit, or its config does not name one."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
@@ -302,6 +302,6 @@ def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
     flat = "segments" in batch
     what = f"{type(model).__name__} cannot run {'a flattened row' if flat else 'at all'}"
     fix = "set model.attention=auto" if flat else "see what model.config sets"
-    with refusals_of_a_model(what, fix=fix):
+    with model_refusals(what, fix=fix):
         outputs = model(**batch, use_cache=False)
     return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).float()

@@ -28,7 +28,7 @@ class Engine:
     """
 
     optimizer: Any
-    schedule: Any
+    lr_schedule: Any
 
     def __init__(self, loss: Loss, strategy: str) -> None:
         """`strategy` is strategy.name."""
@@ -36,27 +36,27 @@ class Engine:
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.trl.is_deepspeed_enabled
-        self.order: list[str] = []
+        self.weight_order: list[str] = []
         """The names of the trained weights, in the order of the optimizer."""
         self.advice = ""
         """What to do where updates are lost in rounding."""
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
-        """Makes optimizer and schedule for so many `steps`, and spreads the model. Raises UserError for what cannot be made."""
+        """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
         self.accelerator.free_memory()
         if self.args.activation_checkpointing:
-            how = self.args.activation_checkpointing_kwargs or None
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+            options = self.args.activation_checkpointing_kwargs or None
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
-        self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
+        self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         if self.strategy == "fsdp2":  # sharded already (model/spread.py)
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
             self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
-            self.schedule = get_scheduler(
+            self.lr_schedule = get_scheduler(
                 self.args.lr_scheduler_type,
                 optimizer=self.optimizer,
                 num_warmup_steps=self.args.get_warmup_steps(steps),
@@ -101,9 +101,9 @@ class Engine:
     def update(self) -> float:
         """Makes the update; returns its learning rate."""
         self.optimizer.step()
-        rate = self.schedule.get_last_lr()[0]
+        rate = self.lr_schedule.get_last_lr()[0]
         if not self.accelerator.optimizer_step_was_skipped:
-            self.schedule.step()
+            self.lr_schedule.step()
         self.wrapped.zero_grad()
         return rate.item() if isinstance(rate, torch.Tensor) else rate
 

@@ -89,7 +89,7 @@ def try_largest(
     work.begin(first_step, 1, batch, numbers)
     engine.wrapped.train()
     no_step = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), no_step:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), no_step:
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
         for _ in range(2):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()

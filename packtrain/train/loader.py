@@ -94,7 +94,7 @@ class Steps(Dataset):
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """int [n] tokens of every document of a step over all ranks, and int [n / 2] that each two consecutive ones share (None: nothing)."""
+        """Tokens of every document of a step over all ranks, int [n], and how many each two consecutive ones share, int [n / 2] (None: none)."""
         return self.data.lengths[self.schedule.documents(step)], None
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
@@ -107,7 +107,7 @@ class Steps(Dataset):
     def first_examples(self, first_step: int) -> np.ndarray:
         """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
 
-        A run that was resumed in a later pass takes the step of the first pass that has its rows, of which log-probabilities are precomputed.
+        In a later pass it uses the matching step of the first pass, in whose rows log-probabilities are precomputed.
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
@@ -142,7 +142,7 @@ class PairSteps(Steps):
     reference: np.ndarray | None = None
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """As of Steps: the chosen and the rejected document of each pair, which may share their prompt."""
+        """See Steps: the chosen and the rejected document of each pair, which may share their prompt."""
         pairs = self.schedule.documents(step)
         shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
@@ -206,7 +206,7 @@ class UnpairedSteps(Steps):
         return self.with_mismatched(batches, step) if self.estimates and not self.whole else batches
 
     def first_batch(self, first_step: int) -> MicroBatch:
-        """As of Steps, with the mismatched pairs of that step; a run may be resumed after its last one."""
+        """See Steps, with the mismatched pairs of that step; a run may be resumed after its last one."""
         batch = super().first_batch(first_step)
         return self.with_mismatched([batch], first_step % len(self))[0] if self.estimates else batch
 

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import align_special_tokens
 
 from packtrain.model.precision import weights_cast_once
-from packtrain.model.spread import most_of_all
+from packtrain.model.spread import max_over_ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import on_device, to_device
 from packtrain.train.checkpoint.folder import folder_of
@@ -28,10 +28,10 @@ from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.log.metrics import MetricsFile, StepFigures
+from packtrain.train.log.metrics import MetricsFile, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.lost_updates import MOST_LOST, LostUpdates
+from packtrain.train.optim.lost_updates import MAX_LOST, LostUpdates
 from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
@@ -39,10 +39,10 @@ from packtrain.train.spikes import Judgement, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Runs the steps that follow the one `checkpoint` was written after (None: all), until the last or a request to stop.
+    """Runs the steps after `checkpoint` (None: from the start) until the last one or a request to stop.
 
-    Raises CheckFailed where a step's figures end the run. DeepSpeed's engine clips, asks for a judgement and updates within the last
-    backward pass of a step: 4 to 6 then only read the result.
+    Raises CheckFailed where a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a
+    step: 4 to 6 then only read the results.
     """
     trainer.prepare(checkpoint)
     trainer.notify("train_begin")
@@ -61,8 +61,8 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         norm = trainer.clip()
         # 5. judge: a step whose loss or gradient norm is a spike gets no update
         judgement = trainer.judge(loss, norm, counts)
-        if judgement.return_to is not None:
-            upcoming = trainer.go_back(*judgement.return_to)
+        if judgement.rollback_to is not None:
+            upcoming = trainer.roll_back(*judgement.rollback_to)
             continue
         # 6. update
         rate = trainer.update(judgement.loss)
@@ -98,10 +98,10 @@ class StepTrainer:
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks)
         forwards = loss.extra_forwards
-        self.step_figures = StepFigures(
+        self.step_metrics = StepMetrics(
             self.accelerator, self.model, loss.compute_dtype, settings.steps, forwards=forwards
         )
-        loss.enter = self.clock.enter
+        loss.report_phase = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
         self._steps_watched, self._resumed_from = 0, None
@@ -125,7 +125,7 @@ class StepTrainer:
             ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
         self.spikes.read(checkpoint)
         self._resumed_from = checkpoint
-        self.steps = self.spikes.leave_out(self.steps)
+        self.steps = self.spikes.without_skipped(self.steps)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
             try_largest(self.steps, self.settings.first_step, self.engine, self.loss, self.work, self.settings)
@@ -179,12 +179,12 @@ class StepTrainer:
         self.clock.enter("counts")
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
-        times = self.clock.slots() if timed else []
+        times = self.clock.reduction_values() if timed else []
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_figures.open(total[:6])
-        self.times.take(total[6:], timed)
+        self.step_metrics.open(total[:6])
+        self.times.store(total[6:], timed)
         return total[:4]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ class StepTrainer:
         return total
 
     def clip(self) -> Any:
-        """Clips the step's gradients to optim.max_grad_norm; returns their norm before that."""
+        """Clips the step's gradients to optim.max_grad_norm; returns their norm before clipping."""
         self.clock.enter("optimizer")
         return self.engine.clip()
 
@@ -224,18 +224,18 @@ class StepTrainer:
 
         Raises CheckFailed where the run stops at a spike.
         """
-        if not self.spikes.watches:
+        if not self.spikes.judges_every_step:
             return Judgement(loss, norm)
         step = self.state.global_step + 1
         # DeepSpeed's engine has called `_judge_for_engine` within the backward pass
-        if not self.engine.deepspeed and self.spikes.is_spike(step, loss, norm, counts):
+        if not self.engine.deepspeed and self.spikes.judge(step, loss, norm, counts):
             self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip those whose grad is None
-            self.lost_updates.leave_out()
-        if not self.spikes.fault:
+            self.lost_updates.ignore_step()
+        if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         if not self.spikes.loss_is_finite:
-            self.loss.figures()  # those since the last line are not finite either, and are dropped
-        back = self.spikes.decide(step, self._newest_checkpoint, self._losses_of_examples)
+            self.loss.pop_metrics()  # drops the metrics since the last line: they are not finite either
+        back = self.spikes.decide(step, self._newest_checkpoint, self._measure_example_losses)
         return Judgement(*self.spikes.last_good_figures(self.loss.device), back)
 
     def update(self, loss: torch.Tensor) -> float:
@@ -269,8 +269,8 @@ class StepTrainer:
             "learning_rate": rate,
             "tokens": self.state.num_input_tokens_seen,
         }
-        line |= self.step_figures.close(step) | self.loss.figures() | self.times.figures()
-        self._log(line | self._updates_lost() | self.spikes.figures())
+        line |= self.step_metrics.close(step) | self.loss.pop_metrics() | self.times.pop_metrics()
+        self._log(line | self._pop_lost_updates() | self.spikes.pop_metrics())
 
     def should_evaluate(self) -> bool:
         """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
@@ -279,16 +279,16 @@ class StepTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Logs the objective's figures over the whole evaluation set, independent of the layout and the number of ranks."""
+        """Logs the objective's metrics over the whole evaluation set, independent of the layout and the number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
-        figures = {f"eval_{name}": value for name, value in self.loss.evaluate(self._evaluation_batches).items()}
+        metrics = {f"eval_{name}": value for name, value in self.loss.evaluate(self._evaluation_batches).items()}
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
-        self._log(dict(figures))
-        self.notify("evaluate", metrics=figures)
+        self._log(dict(metrics))
+        self.notify("evaluate", metrics=metrics)
         self.model.train()
-        self.step_figures.leave_out(time.perf_counter() - started)
+        self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def should_save(self) -> bool:
         """Whether to write a checkpoint after this step: every trainer.checkpoint_every, the last, the best, and where the run stops."""
@@ -298,7 +298,7 @@ class StepTrainer:
         return wanted or (due and self.args.save_strategy != "no")
 
     def save_checkpoint(self) -> None:
-        """Begins the checkpoint of this step, which is written while training goes on. Raises CheckFailed if the loss is not finite."""
+        """Starts writing the checkpoint of this step in the background. Raises CheckFailed if the loss is not finite."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
@@ -306,16 +306,16 @@ class StepTrainer:
         self.checkpoints.save(self.state, self.spikes.recent)
         self.control.should_save = False
 
-    def go_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
+    def roll_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
         """Restores everything from the checkpoint of `step`; returns the micro-batches of the steps from there on."""
         self.clock.enter("checkpoint", step=step)
-        self.step_figures.forget()
-        self.loss.figures()
+        self.step_metrics.forget()
+        self.loss.pop_metrics()
         self.engine.wrapped.zero_grad()
         self.checkpoints.restore(folder)
         self.restore_state(folder)
-        self.spikes.go_back(folder)
-        self.steps = self.spikes.leave_out(self.steps)
+        self.spikes.roll_back(folder)
+        self.steps = self.spikes.without_skipped(self.steps)
         for listener in self.listeners:
             if isinstance(listener, MetricsFile):  # the lines of later steps will be written again
                 listener.on_train_begin(self.args, self.state, self.control)
@@ -326,7 +326,7 @@ class StepTrainer:
     def _read_counts(self) -> None:
         """Reads the counts of the step: its tokens, and the requests to stop."""
         with waiting("the counts of all ranks"):  # here the host waits where its GPU lags behind
-            _, tokens, _, _, *requests = self.step_figures.take_last()
+            _, tokens, _, _, *requests = self.step_metrics.take_last()
         self.state.num_input_tokens_seen += tokens
         self.settings.stop.agree(*requests)
 
@@ -340,14 +340,15 @@ class StepTrainer:
         self._steps_watched += 1
         if self._steps_watched == WATCHED_STEPS:
             self.first_step_watch = None
-        self.step_figures.leave_out(time.perf_counter() - started)
+        self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
-        """As `SpikeJudge.is_spike`, for DeepSpeed's engine before it updates; None where steps are not judged."""
+        """As `SpikeJudge.judge`, for DeepSpeed's engine before it updates; None where steps are not judged."""
         if self.work.is_trial:
             return True
         loss, counts = self._loss_and_counts
-        return self.spikes.is_spike(self.state.global_step + 1, loss, norm(), counts) if self.spikes.watches else None
+        step, judges = self.state.global_step + 1, self.spikes.judges_every_step
+        return self.spikes.judge(step, loss, norm(), counts) if judges else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest checkpoint, as rank 0 finds it; None if there is none, or someone has removed it."""
@@ -363,21 +364,21 @@ class StepTrainer:
             folder = cast(list, broadcast_object_list([folder]))[0]
         return None if step is None or folder is None else (step, folder)
 
-    def _losses_of_examples(self) -> list[tuple[int, float]]:
+    def _measure_example_losses(self) -> list[tuple[int, float]]:
         """Number and loss of each example of the current step, with the current weights, on all ranks together."""
         step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
         self.model.eval()
-        with torch.no_grad(), self.loss.keeping_figures():
+        with torch.no_grad(), self.loss.keeping_metrics():
             # with sharded weights every rank must run the same number of forward passes
-            for at in range(most_of_all(len(mine), self.loss.device)):
+            for at in range(max_over_ranks(len(mine), self.loss.device)):
                 batch = steps.collate(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.loss.device)
                 loss = self.loss.compute(self.model, batch, counts).item() / self.accelerator.num_processes
                 losses += [(number, loss) for number in mine[at : at + 1]]
         self.model.train()
-        with waiting("the documents of all ranks"):
+        with waiting("the example losses of all ranks"):
             return gather_object(losses)
 
     def _raise_if_not_finite(self, loss: float) -> None:
@@ -391,9 +392,9 @@ class StepTrainer:
         self.state.log_history.append({**line, "step": self.state.global_step})
         self.notify("log", logs=line)
 
-    def _updates_lost(self) -> dict[str, float]:
+    def _pop_lost_updates(self) -> dict[str, float]:
         """`updates_lost`, the share of weight updates since the last line that rounding lost, if it was measured; warned of once."""
-        counts = self.lost_updates.take(self.loss.device)
+        counts = self.lost_updates.pop(self.loss.device)
         if counts is None:
             return {}
         with waiting("the lost updates of all ranks"):
@@ -401,7 +402,7 @@ class StepTrainer:
         if not updates:
             return {}
         share = lost / updates
-        if share > MOST_LOST and not self.lost_updates.warned:
+        if share > MAX_LOST and not self.lost_updates.warned:
             self.lost_updates.warned = True
             self.settings.say(f"{share:.0%} of the weight updates are lost to rounding: {self.lost_updates.advice}")
         return {"updates_lost": share}

@@ -17,14 +17,14 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model
+from packtrain.proof.comparison import check_equal, evaluating, model_refusals
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
 _ROW_TOO_LONG = "set model.attention=per_document: the row may be longer than position tables of the model"
 
 
-def choose_together(
+def choose_on_all_ranks(
     wanted: str,
     model: PreTrainedModel,
     ranks: Ranks,
@@ -94,7 +94,7 @@ class FirstStepWatch:
         """
         base, tokens = base_model(model), row["segments"].tokens
         with evaluating(model):
-            with refusals_of_a_model(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_ROW_TOO_LONG):
+            with model_refusals(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_ROW_TOO_LONG):
                 packed = _sums(model(**row, token_losses=True), row)
             with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
                 alone = _sums(model(**row, token_losses=True), row)

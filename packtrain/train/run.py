@@ -28,7 +28,7 @@ from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
-from packtrain.inspect.audit import warn_of_pointless_training
+from packtrain.inspect.audit import find_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
@@ -75,7 +75,7 @@ from packtrain.train.sync import (
 )
 from packtrain.wording import counted
 
-_MOST_DESCRIBED = 200_000
+_MAX_DESCRIBED = 200_000
 """Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
 
 
@@ -201,7 +201,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepared = run.prepared = begin(config, ranks, peers)
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
-    for remark in warn_of_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
+    for remark in find_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
         log.warn(remark)
 
     load(prepared)
@@ -280,7 +280,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     with boundary("the trainer cannot be made", "optim"):
         loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
         trainer = StepTrainer(loss, settings, _listeners(run))
-    if peak := trainer.step_figures.peak:
+    if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
@@ -443,7 +443,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
 
 def _describe_data(run: Run, data: PreparedData) -> None:
     """data.json, for the report: here data and tokenizer are open. It is an extra: what goes wrong is noted in the log."""
-    if not run.ranks.main or len(data.train) > _MOST_DESCRIBED:
+    if not run.ranks.main or len(data.train) > _MAX_DESCRIBED:
         return
     from packtrain.inspect.summary import summarise
 

@@ -31,7 +31,7 @@ from packtrain.train.loader import Steps
 
 STATE = "spikes.json"
 """In a checkpoint: the recent figures by then."""
-_WINDOW, _FEWEST = 64, 8
+_WINDOW, _MIN_RECENT = 64, 8
 """How many recent steps the median is over, and the fewest from which a jump can be told."""
 _BEFORE = "decided before"
 IN_A_ROW = 10
@@ -48,7 +48,7 @@ class SpikeRules:
     places: Callable[[list[int]], list[str]]
 
     @property
-    def watches(self) -> bool:
+    def judges_every_step(self) -> bool:
         """Whether every step is judged before its update; else a loss that is not finite is noticed when it is logged."""
         return self.action != "stop" or self.factor is not None
 
@@ -59,12 +59,12 @@ class RecentFigures:
     def __init__(self, figures: list[list[float]] | None = None) -> None:
         self.figures: deque[list[float]] = deque(figures or [], maxlen=_WINDOW)
 
-    def fault(self, loss: float, norm: float, factor: float | None) -> str:
-        """What is wrong with the figures of a step, "" if nothing is."""
+    def spike_reason(self, loss: float, norm: float, factor: float | None) -> str:
+        """Why a step with this loss and gradient norm is a spike, "" if it is none."""
         for at, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
-            if factor is not None and len(self.figures) >= _FEWEST:
+            if factor is not None and len(self.figures) >= _MIN_RECENT:
                 median = statistics.median(figures[at] for figures in self.figures)
                 if value > factor * median > 0:
                     return f"the {name} is {value:.4g}, the median of recent steps is {median:.4g}"
@@ -77,12 +77,12 @@ class RecentFigures:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `return_to`: step and
+    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `rollback_to`: step and
     folder of the checkpoint that the run goes back to instead of updating."""
 
     loss: torch.Tensor
     norm: Any
-    return_to: tuple[int, Path] | None = None
+    rollback_to: tuple[int, Path] | None = None
 
 
 class SpikeJudge:
@@ -93,19 +93,19 @@ class SpikeJudge:
         self.recent = RecentFigures()
         self.decided: dict[int, dict[str, Any]] = {}
         """What was decided of a step with a spike: a line of spikes.jsonl."""
-        self.fault = ""
-        """What is wrong with the current step, "" if it gets its update."""
+        self.spike_reason = ""
+        """Why the current step gets no update, "" if it gets one."""
         self._figures = (0.0, 0.0)
         self._skipped = 0
 
     @property
-    def watches(self) -> bool:
+    def judges_every_step(self) -> bool:
         """Whether steps are judged before their updates."""
-        return self.rules is not None and self.rules.watches
+        return self.rules is not None and self.rules.judges_every_step
 
     def read(self, checkpoint: Path | None) -> None:
         """Restores the recent figures from the checkpoint that the run resumes from, and what was decided after it, on all ranks."""
-        if self.rules is None or not self.rules.watches:
+        if self.rules is None or not self.rules.judges_every_step:
             return
         lines: list[Any] = [[]]
         if checkpoint is not None and self._accelerator.is_main_process:
@@ -113,16 +113,16 @@ class SpikeJudge:
         with waiting("rank 0 to read spikes.jsonl"):
             lines = cast(list, broadcast_object_list(lines))[0]
         self.decided = {line["step"]: line for line in lines if line["action"] != "stop"}
-        self.go_back(checkpoint)
+        self.roll_back(checkpoint)
 
-    def go_back(self, checkpoint: Path | None) -> None:
+    def roll_back(self, checkpoint: Path | None) -> None:
         """Restores the recent figures from `checkpoint`."""
         state = checkpoint and checkpoint / STATE
         self.recent = RecentFigures(json.loads(state.read_text()) if state and state.is_file() else None)
         self._skipped = 0
 
-    def is_spike(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
-        """Whether `step` (from 1) gets no update: by this rank's `part` of its loss and the norm it is a spike, or it is given up."""
+    def judge(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
+        """Judges `step` (from 1) by this rank's `part` of its loss and the norm; returns whether it gets no update: a spike, or given up."""
         assert self.rules is not None
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])
@@ -130,12 +130,12 @@ class SpikeJudge:
             figures = cast(torch.Tensor, self._accelerator.reduce(figures, reduction="mean"))
         (loss, norm), examples = figures.tolist(), int(counts[3])
         given_up = step in self.decided or not examples
-        self.fault = _BEFORE if given_up else self.recent.fault(loss, norm, self.rules.factor)
-        if self.fault:
+        self.spike_reason = _BEFORE if given_up else self.recent.spike_reason(loss, norm, self.rules.factor)
+        if self.spike_reason:
             self._figures = (loss, norm)
         else:
             self.recent.figures.append([loss, norm])
-        return bool(self.fault)
+        return bool(self.spike_reason)
 
     def decide(
         self,
@@ -148,7 +148,7 @@ class SpikeJudge:
         `newest` is the checkpoint to go back to, its step and folder; returned if the run goes there. Raises CheckFailed for `stop`.
         """
         assert self.rules is not None
-        fault, self.fault = self.fault, ""
+        fault, self.spike_reason = self.spike_reason, ""
         self._skipped += 1
         if fault == _BEFORE:
             return None
@@ -202,12 +202,12 @@ class SpikeJudge:
         """Whether the loss of the current step is finite."""
         return math.isfinite(self._figures[0])
 
-    def figures(self) -> dict[str, int]:
+    def pop_metrics(self) -> dict[str, int]:
         """`skipped`: how many updates were not made since the last logged line, if any."""
         number, self._skipped = self._skipped, 0
         return {"skipped": number} if number else {}
 
-    def leave_out(self, steps: Steps) -> Steps:
+    def without_skipped(self, steps: Steps) -> Steps:
         """`steps` without those that each rollback gave up, and from then on without the documents of the step with the spike."""
         out, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():

@@ -25,9 +25,9 @@ from tests.cluster.small_launch import PRELOAD, ROOT, instead_of_torchrun, launc
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 
 _FORK = multiprocessing.get_context("fork")
-_MOST_S = 400
+_MAX_S = 400
 _LOOK_S = 0.05
-_MOST_FILES = 1024
+_MAX_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def to_their_end(
         file = folder / f"{host}.json"
         file.write_text(json.dumps([asdict(one) for one in ours]))
         running.append(hosts.start(host, "-m", "tests.cluster.forked_launches", str(file), cwd=folder, env=env))
-    codes = both(running, _MOST_S)
+    codes = both(running, _MAX_S)
     assert codes == [0, 0], running[0].text + running[1].text
     ends = [json.loads(one.output.read_text().splitlines()[-1]) for one in running]  # imports may print, too
     return [
@@ -94,7 +94,7 @@ def _begun(work: Callable[[], int], env: Mapping[str, str], place: Launch | None
 
     def run() -> None:
         os.setsid()
-        os.closerange(3, _MOST_FILES)
+        os.closerange(3, _MAX_FILES)
         for number in ENDING:
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()

@@ -22,7 +22,7 @@ from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
 from packtrain.run_folder import RunFolder
 from packtrain.train.objectives import dpo, reward
-from packtrain.train.objectives.kto import MARGINS, UNITS
+from packtrain.train.objectives.kto import MARGINS, METRIC_UNITS
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
 
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dpo": {"figures": dpo.FIGURES, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
     # of one kind in the second pass, too
     "kto": {
-        "figures": (*UNITS, MARGINS),
+        "figures": (*METRIC_UNITS, MARGINS),
         "examples": [7, 7, 7, 2] * 2,
         "options": {"undesirable_weight": 1.5},
         **ANSWERS,

@@ -79,7 +79,7 @@ def test_without_memory_for_a_copy_steps_wait_and_the_run_says_so(
 
 def with_small_files(*given: Any) -> None:
     """The command where no file may be larger than the weights and a little."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(given[1]["MOST_BYTES"]),) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(given[1]["MAX_BYTES"]),) * 2)
     forked.run(*given)
 
 
@@ -88,7 +88,7 @@ def test_a_disk_that_does_not_take_a_checkpoint_costs_no_training(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, processes: int
 ) -> None:
     weights = (unbroken.folder / "final" / "model.safetensors").stat().st_size
-    monkeypatch.setitem(forked.ENVIRONMENT, "MOST_BYTES", str(weights * 5 // 4))  # the optimizer's state is larger
+    monkeypatch.setitem(forked.ENVIRONMENT, "MAX_BYTES", str(weights * 5 // 4))  # the optimizer's state is larger
     config = base_config(tmp_path, trainer=EVERY_2)
     if processes == 1:
         (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))

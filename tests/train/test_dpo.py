@@ -32,7 +32,7 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.collate import collate_pairs
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.train.loader import PairSteps
-from packtrain.train.objectives.dpo import DPO, FIGURES
+from packtrain.train.objectives.dpo import DPO, METRIC_UNITS
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
@@ -62,7 +62,7 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
     expected = of_trl(folder, **objective)
-    assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
+    assert set(expected[2]) - {"num_tokens"} == set(METRIC_UNITS)
     splits = SPLITS[:1] if set(objective["loss_type"]) & set(SORTING_LOSSES) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)

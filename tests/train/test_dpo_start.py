@@ -53,8 +53,8 @@ def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[
 
 def test_the_sigmoid_loss_is_held_to_ln_2_and_not_to_what_the_code_under_test_gives(tmp_path: Path) -> None:
     trainer = ours(tmp_path, "flat", reference=policy(), loss_type=["sigmoid"])
-    by_trl = trainer.loss.by_trl
-    trainer.loss.by_trl = lambda *given: 2 * by_trl(*given)
+    compute_with_trl = trainer.loss.compute_with_trl
+    trainer.loss.compute_with_trl = lambda *given: 2 * compute_with_trl(*given)
     with pytest.raises(CheckFailed, match=r"the first loss is 1\.386294, but 0\.6931472"):
         start_loss(trainer)
 
@@ -166,4 +166,4 @@ def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(layout: Ro
     for broken in (replace(told, segments=one), replace(told, rows=told.rows.roll(1))):
         wrong = replace(batch, inputs={**batch.inputs, "layout": broken})
         with pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM"):
-            first_loss.check_pair_forward(cast(Any, trainer.loss), wrong, attention)
+            first_loss.check_answer_forward(cast(Any, trainer.loss), wrong, attention)

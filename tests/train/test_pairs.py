@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
-from packtrain.data.dataset import LEAST_PROMPT, Document, Preference
-from packtrain.model.forward import add_pair_layout
+from packtrain.data.dataset import MIN_PROMPT, Document, Preference
+from packtrain.model.forward import add_answer_layout
 from packtrain.packing.collate import RowLayout, collate_pairs
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -35,7 +35,7 @@ def a_pair(rng: np.random.Generator, prompt: int, chosen: int, rejected: int) ->
         ids = np.concatenate([before, rng.integers(3, 97, answer)]).astype(np.int32)
         return Document(ids, np.arange(len(ids)) >= prompt)
 
-    return Preference(document(chosen), document(rejected), prompt if prompt >= LEAST_PROMPT else 0)
+    return Preference(document(chosen), document(rejected), prompt if prompt >= MIN_PROMPT else 0)
 
 
 def odd_pairs() -> list[Preference]:
@@ -53,7 +53,7 @@ def said(family: str, layout: RowLayout, backend: str | None) -> tuple[Any, torc
     model = tiny_model(family)
     add_fused_lm_head(model, outputs=OUTPUTS)
     if backend:
-        add_pair_layout(model, OUTPUTS)
+        add_answer_layout(model, OUTPUTS)
         attend_by(model, backend)
     batch = collate_pairs(odd_pairs(), 0, layout)
     labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
@@ -83,7 +83,7 @@ def test_a_row_of_pairs_equals_the_padded_call_of_trl(family: str, layout: RowLa
 def test_a_filler_trains_nothing_and_reaches_every_parameter(layout: RowLayout) -> None:
     model = tiny_model("llama")
     add_fused_lm_head(model, outputs=OUTPUTS)
-    add_pair_layout(model, OUTPUTS)
+    add_answer_layout(model, OUTPUTS)
     attend_by(model, "segmented")
     batch = collate_pairs([], 0, layout)
     labels = torch.full_like(batch["input_ids"], -100)

@@ -52,10 +52,10 @@ def test_a_clock_adds_the_parts_of_steps_up_and_leaves_the_first_one_out() -> No
     clock.enter("data", step=4)
     assert clock.steps == 2
     assert watch.usual_s == pytest.approx(0.06)  # neither the first step nor the checkpoint
-    slots = clock.slots()
+    slots = clock.reduction_values()
     assert len(slots) == 12 and not any(slots[:4] + slots[8:])
     assert slots[4:8] == pytest.approx([80_000, 0, 40_000, 0], abs=4)
-    assert clock.steps == 0 and not any(clock.slots())
+    assert clock.steps == 0 and not any(clock.reduction_values())
 
 
 def test_on_a_gpu_a_step_is_timed_there_and_two_steps_later_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,27 +83,27 @@ def test_on_a_gpu_a_step_is_timed_there_and_two_steps_later_when_it_has_ended(mo
         step(clock, watch, number, forward=0.01 * number)
     clock.enter("data", step=7)
     assert clock.steps == 3  # of 2 to 6, the first one being left out, those of which the end is known
-    assert clock.slots()[0] == pytest.approx(3e4 * (2 + 3 + 4), abs=4)
+    assert clock.reduction_values()[0] == pytest.approx(3e4 * (2 + 3 + 4), abs=4)
 
 
 def test_a_logged_line_has_least_median_most_and_the_slowest_rank() -> None:
     times = RankTimes(3)
     slots = torch.tensor([10, 20, 0, 0, 40, 20, 0, 0, 10, 20, 6, 0]) * 1_000_000
-    times.take(slots, 10)
-    figures = times.figures()
+    times.store(slots, 10)
+    figures = times.pop_metrics()
     assert figures["slowest_rank"] == 1
     assert [figures[f"forward_seconds/{name}"] for name in ("min", "median", "max")] == [1, 1, 4]
     assert figures["data_seconds/max"] == pytest.approx(0.6)
-    assert times.figures() == {}  # nothing new
-    assert RankTimes(1).figures() == {}
+    assert times.pop_metrics() == {}  # nothing new
+    assert RankTimes(1).pop_metrics() == {}
 
 
 def test_the_means_of_a_run_are_over_all_its_exchanges() -> None:
     times = RankTimes(2)
     assert times.means() is None
     for forward in (10_000, 30_000):
-        times.take(torch.tensor([forward, 0, 4_000, 0, 2 * forward, 0, 4_000, 0]), steps=10)
-        times.figures()
+        times.store(torch.tensor([forward, 0, 4_000, 0, 2 * forward, 0, 4_000, 0]), steps=10)
+        times.pop_metrics()
     means = times.means()
     assert means is not None
     assert means["forward"] == pytest.approx([0.002, 0.004]) and means["data"] == pytest.approx([0.0004, 0.0004])

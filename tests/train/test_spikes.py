@@ -224,15 +224,15 @@ def test_a_loss_that_is_no_number_and_a_jump_stop_the_run_before_their_update(
 def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:
     usual = RecentFigures()
     for _ in range(8):
-        assert usual.fault(100.0, 100.0, 2.0) == ""  # too few steps
+        assert usual.spike_reason(100.0, 100.0, 2.0) == ""  # too few steps
         usual.figures.append([1.0, 3.0])
-    assert usual.fault(1.9, 5.9, 2.0) == ""
+    assert usual.spike_reason(1.9, 5.9, 2.0) == ""
     for loss, norm, factor, figures in (
         (2.1, 5.9, 2.0, "2.1 1"),
         (1.9, 6.1, 2.0, "6.1 3"),
         (1.9, math.inf, None, "inf"),
     ):
-        assert all(figure in usual.fault(loss, norm, factor) for figure in figures.split())
+        assert all(figure in usual.spike_reason(loss, norm, factor) for figure in figures.split())
 
 
 def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:

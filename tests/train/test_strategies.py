@@ -25,8 +25,8 @@ from packtrain.errors import CheckFailed
 from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
-from packtrain.train.objectives.dpo import FIGURES
-from packtrain.train.preflight import choose_together
+from packtrain.train.objectives.dpo import METRIC_UNITS
+from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import host_adam
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
@@ -176,7 +176,7 @@ def test_preferences_train_the_same_on_two_processes_of_which_one_has_no_pair(
     run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=2)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
-        for figure in FIGURES:
+        for figure in METRIC_UNITS:
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
 
 
@@ -231,9 +231,9 @@ def test_rows_that_processes_would_run_differently_often_are_refused(family: str
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     ranks = Ranks(0, 1, torch.device("cpu"), name)
     with pytest.raises(CheckFailed, match=name):
-        choose_together(attention, model, ranks, None, prove=False)
+        choose_on_all_ranks(attention, model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
-        choose_together(attention, model, replace(ranks, strategy=other), None, prove=False)
+        choose_on_all_ranks(attention, model, replace(ranks, strategy=other), None, prove=False)
 
 
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo import DPOLoss
-from packtrain.train.objectives.first_loss import check_pair_forward, check_start
+from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
@@ -128,7 +128,7 @@ def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor,
         loss = trainer.loss.compute(trainer.model, batch, counts)
         loss.backward()
         total += loss.item()
-    return total, gradient(trainer.model), trainer.loss.figures()
+    return total, gradient(trainer.model), trainer.loss.pop_metrics()
 
 
 def padded_trainer(kind: type[Any], settings: Any, columns: dict[str, Any]) -> Any:
@@ -164,9 +164,9 @@ def assert_same_step(found: Any, expected: Any, case: str) -> None:
 
 def start_loss(trainer: Any) -> float:
     """The loss of the first pairs, once it was checked to be that of a zero margin."""
-    return check_start(trainer.loss, trainer.steps.first_batch(0))
+    return check_first_loss(trainer.loss, trainer.steps.first_batch(0))
 
 
 def check_forward(trainer: Any, attention: str) -> None:
     """Compares the log-probabilities of the first pairs with those of a padded batch."""
-    check_pair_forward(trainer.loss, trainer.steps.first_batch(0), attention)
+    check_answer_forward(trainer.loss, trainer.steps.first_batch(0), attention)

@@ -49,8 +49,8 @@ LAUNCH = {
 """What `launch` imports: it starts training as processes, never by an import."""
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""
-MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 600, 70
-MOST_CONDUCTORS = 17
+MAX_FILES, MAX_LINES, MAX_LINES_OF_A_FUNCTION = 14, 600, 70
+MAX_CONDUCTORS = 17
 MOST_READ = {"One step of training": 12, "One launch": 18, "One resume": 10}
 """Files through which docs/architecture.md leads a reader."""
 WITHOUT_TORCH = (
@@ -138,19 +138,19 @@ def test_what_answers_at_once_does_not_import_torch() -> None:
 
 def test_no_folder_has_more_files_than_a_reader_takes_in_at_once() -> None:
     files = Counter(path.parent.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
-    assert {folder: number for folder, number in files.items() if number > MOST_FILES} == {}
+    assert {folder: number for folder, number in files.items() if number > MAX_FILES} == {}
 
 
 def test_no_file_and_no_function_is_too_long() -> None:
     long = {}
     for path in PACKAGE.rglob("*.py"):
-        if (number := len(path.read_text().splitlines())) > MOST_LINES:
+        if (number := len(path.read_text().splitlines())) > MAX_LINES:
             long[str(path.relative_to(ROOT))] = number
     for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 number = (node.end_lineno or 0) - node.lineno + 1
-                if number > MOST_LINES_OF_A_FUNCTION:
+                if number > MAX_LINES_OF_A_FUNCTION:
                     long[f"{name}.{node.name}"] = number
     assert long == {}
 
@@ -166,7 +166,7 @@ def test_no_name_says_nothing() -> None:
 def test_a_stage_takes_its_part_of_the_config_and_not_the_whole() -> None:
     """Who makes the config and who conducts sees it whole; `config` itself is left out."""
     whole = [path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py") if "RunConfig" in path.read_text()]
-    assert len([one for one in whole if not one.startswith("packtrain/config/")]) <= MOST_CONDUCTORS, whole
+    assert len([one for one in whole if not one.startswith("packtrain/config/")]) <= MAX_CONDUCTORS, whole
 
 
 def test_no_two_files_have_one_name() -> None:

@@ -119,10 +119,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def from_package(module: str) -> Attend:
-    """`flash_attn_varlen_func` of an installed package.
-
-    Raises Lacks where it is not there, and whatever its import raises.
-    """
+    """`flash_attn_varlen_func` of an installed package. Raises Lacks where it is not there, and whatever its import raises."""
     try:
         loaded = import_module(module)
     except ModuleNotFoundError as error:

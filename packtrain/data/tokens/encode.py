@@ -35,7 +35,7 @@ from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
-MOST_PROBLEMS = 5
+MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
@@ -82,7 +82,7 @@ class Encoder:
             mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
             lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
             fates=fates,
-            problems=problems[:MOST_PROBLEMS],
+            problems=problems[:MAX_PROBLEMS],
         )
 
     def check(self, format: Format, where: str) -> None:

@@ -65,7 +65,7 @@ class Checkpoints:
         self._save_optimizer(staging)
         writer.write_now(lambda: self._trl._save_rng_state(str(staging)))
         if main:
-            writer.write_now(lambda: torch.save(self._engine.schedule.state_dict(), staging / SCHEDULER_NAME))
+            writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
             writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
             writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
             usual = list(spikes.figures)
@@ -137,7 +137,7 @@ class Checkpoints:
             shards = writer.copied(shards_of(self._model, optimizer.optimizer))
             writer.write_later(lambda: save_shards(shards, folder, writer.group))
         elif self._accelerator.is_main_process:
-            states = writer.copied({**optimizer.state_dict(), ORDER: self._engine.order}, alone=True)
+            states = writer.copied({**optimizer.state_dict(), ORDER: self._engine.weight_order}, alone=True)
             writer.write_later(partial(torch.save, states, folder / OPTIMIZER_NAME))
 
     def _save_engine(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ class Checkpoints:
         settings = settings_of(self._engine.plain_optimizer)
         self._restore_states(checkpoint)
         steps = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)["last_epoch"]
-        go_on(self._engine.plain_optimizer, self._engine.schedule, settings, steps)
+        go_on(self._engine.plain_optimizer, self._engine.lr_schedule, settings, steps)
 
     def _restore_states(self, checkpoint: Path) -> None:
         """Weights and optimizer: as they were written, under the same strategy on as many processes; else by name."""
@@ -175,7 +175,7 @@ class Checkpoints:
         contents = read_contents(checkpoint, strategy, model)
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
-        same = same and contents.order in (None, engine.order)
+        same = same and contents.order in (None, engine.weight_order)
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":

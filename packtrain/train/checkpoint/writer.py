@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from packtrain.monitor.heartbeat import own_heartbeat, waiting
-from packtrain.monitor.processes import memory_free
+from packtrain.monitor.processes import free_memory
 from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
 from packtrain.train.sync import BACKGROUND
 
@@ -239,7 +239,7 @@ def _fits(state: Any, copies: int) -> bool:
     """Whether the machine's memory has room for so many copies of `state`."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-    return copies * size <= _SHARE * memory_free()
+    return copies * size <= _SHARE * free_memory()
 
 
 def _raising(error: Exception) -> Callable[[], object]:

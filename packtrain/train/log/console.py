@@ -172,7 +172,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
     else:
         log.fact(
             "isolation",
-            f"{proof.verdict}: outputs of documents in a row are off by {proof.off:.1g} (tolerance {proof.tolerance:.0g};"
+            f"{proof.verdict}: outputs of documents in a row are off by {proof.max_difference:.1g} (tolerance {proof.tolerance:.0g};"
             f" with isolation off {proof.control:.1g})",
         )
 

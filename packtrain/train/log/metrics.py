@@ -42,7 +42,7 @@ class LateCopy:
         return self._here.tolist()
 
 
-class StepFigures:
+class StepMetrics:
     """Exact counts and time of the steps since the last logged line, and the rates from them."""
 
     def __init__(
@@ -68,7 +68,7 @@ class StepFigures:
         assert self._last is not None
         return self._last.tolist()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """Excludes `seconds` from the training time."""
         self._since = None if self._since is None else self._since + seconds
 

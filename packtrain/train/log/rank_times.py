@@ -56,7 +56,7 @@ class StepClock:
         self._first = True
         self._sums = [0] * _PARTS
         self.steps = 0
-        """Steps that the next `slots` will cover; the same number on all ranks."""
+        """Steps that the next `reduction_values` will cover; the same number on all ranks."""
         self._on_gpu = device.type == "cuda"
         self._events: list[tuple[Phase, Any]] = []
         self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, Any]]]] = deque()
@@ -76,7 +76,7 @@ class StepClock:
             self._events.append((phase, event))
         self._phase, self._since = phase, now
 
-    def slots(self) -> list[int]:
+    def reduction_values(self) -> list[int]:
         """Microseconds since the last call, zeros except in this rank's places, so that a sum over ranks holds those of all."""
         slots = [0] * (_PARTS * self._world_size)
         slots[_PARTS * self._rank : _PARTS * (self._rank + 1)] = self._sums
@@ -115,11 +115,11 @@ class RankTimes:
         self._last: tuple[torch.Tensor, int] | None = None
         self._whole, self._whole_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
 
-    def take(self, slots: torch.Tensor, steps: int) -> None:
-        """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, over `steps` steps."""
+    def store(self, slots: torch.Tensor, steps: int) -> None:
+        """Int64 [4 x ranks] as StepClock.reduction_values makes them, summed over ranks, over `steps` steps."""
         self._last = (slots, steps) if steps else None
 
-    def figures(self) -> dict[str, float | int]:
+    def pop_metrics(self) -> dict[str, float | int]:
         """Minimum, median and maximum seconds a step of each phase over the ranks, and the slowest rank; {} if nothing is new."""
         last, self._last = self._last, None
         if self._world_size == 1 or last is None:

@@ -17,16 +17,16 @@ from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import HeldLoss, Logps, WeightedFigures
-from packtrain.train.objectives.training_objective import HeldObjective, PairObjective
+from packtrain.train.objectives.loss import Logps, ReferenceLoss, WeightedMetrics
+from packtrain.train.objectives.training_objective import PairObjective, ReferenceObjective
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
-TOKEN_LOSSES = ("sft",)
+CHOSEN_TOKEN_LOSSES = ("sft",)
 """Losses that are a mean over the trained tokens of the chosen answers."""
 PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
-FIGURES = {
+METRIC_UNITS = {
     "entropy": ANSWERS,
     "logits/chosen": CHOSEN,
     "logits/rejected": REJECTED,
@@ -38,15 +38,15 @@ FIGURES = {
     "logps/chosen": PAIRS,
     "logps/rejected": PAIRS,
 }
-"""The figures that TRL logs, and the unit that each is a mean over."""
+"""The metrics that TRL logs, and the unit that each is a mean over."""
 
 
-class DPOLoss(HeldLoss):
-    """The loss of pairs on `model`, held to `reference`."""
+class DPOLoss(ReferenceLoss):
+    """The loss of pairs on `model`, against `reference`."""
 
     answers = ("the chosen answer of pair", "the rejected answer of pair")
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
-    new_figures = partial(WeightedFigures, FIGURES)
+    new_metrics = partial(WeightedMetrics, METRIC_UNITS)
 
     def __init__(self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
         trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
@@ -61,27 +61,27 @@ class DPOLoss(HeldLoss):
             return self.zero(model, inputs)
         pairs = batch.examples / counts[3]
         tokens = batch.trained / counts[0].clamp(min=1)
-        # TRL means each loss over this micro-batch; weighted by its share of the step's pairs or tokens
+        # TRL averages each loss over this micro-batch; weight it by its share of the step's pairs or tokens
         self.trl.loss_weights = [
-            weight * (tokens if name in TOKEN_LOSSES else pairs)
+            weight * (tokens if name in CHOSEN_TOKEN_LOSSES else pairs)
             for name, weight in zip(self.trl.loss_types, self._weights, strict=True)
         ]
-        loss = self.by_trl(model, inputs)
+        loss = self.compute_with_trl(model, inputs)
         chosen, rejected = batch.trained, batch.rejected
-        self.add_figures({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
+        self.add_metrics({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
         return loss
 
-    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+    def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
         """Has TRL average over the micro-batch."""
         self.trl.loss_weights = self._weights
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
-        """That of the sigmoid loss alone."""
+        """ln 2 for the plain sigmoid loss, None for all others."""
         plain = self._weights == [1.0] and not self.trl.use_weighting
         return math.log(2) if self.trl.loss_types == ["sigmoid"] and plain else None
 
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """By TRL."""
+        """Log-probabilities, computed by TRL."""
         reference, self.trl.ref_model = self.trl.ref_model, model  # else TRL turns adapters off
         try:
             return self.trl.compute_ref_log_probs(model, inputs)
@@ -89,17 +89,17 @@ class DPOLoss(HeldLoss):
             self.trl.ref_model = reference
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As of HeldLoss, by TRL."""
+        """See ReferenceLoss; computed by TRL."""
         if self.reference_names[0] in inputs:
             return inputs
         model = self.model if self.trl.ref_model is None else self.trl.ref_model
         return inputs | dict(zip(self.reference_names, self.trl.compute_ref_log_probs(model, inputs), strict=True))
 
 
-class DPO(PairObjective, HeldObjective):
+class DPO(PairObjective, ReferenceObjective):
     """The objective of preference pairs against a reference."""
 
-    trl_arguments, held_loss = DPOConfig, DPOLoss
+    trl_arguments, loss_class = DPOConfig, DPOLoss
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
@@ -116,7 +116,7 @@ class DPO(PairObjective, HeldObjective):
             )
         return PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
-        """As of HeldObjective."""
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+        """See ReferenceObjective."""
         console.log_prompts(log, self.layout, self.why_not_shared)
-        super().prove(trainer, log, attention, **how)
+        super().prove(trainer, log, attention, **options)

@@ -20,14 +20,14 @@ from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
-from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model, tolerance_of
-from packtrain.proof.isolation import vocabulary_of
+from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
+from packtrain.proof.isolation import vocabulary_size
 from packtrain.train.loader import MicroBatch
-from packtrain.train.objectives.loss import HeldLoss
+from packtrain.train.objectives.loss import ReferenceLoss
 
 
 @torch.no_grad()
-def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> None:
+def check_answer_forward(loss: ReferenceLoss, batch: MicroBatch, attention: str) -> None:
     """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
     Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
@@ -35,23 +35,25 @@ def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> Non
     """
     model, base = loss.model, base_model(loss.model)
     inputs = loss.inputs(batch)
-    call = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
     sides = len(loss.answers)
-    each = len(labels) // sides
-    few = [side * each + row for side in range(sides) for row in range(min(each, 2 * COMPARED_PAIRS // sides))]
+    per_side = len(labels) // sides
+    compared = min(per_side, 2 * COMPARED_PAIRS // sides)
+    few = [side * per_side + row for side in range(sides) for row in range(compared)]
     columns = (labels[few, 1:] != IGNORE).any(dim=0).nonzero()[:, 0]  # in which an answer has a label
-    most = max(2, CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
-    columns = columns[:: max(1, math.ceil(len(columns) / most))]
-    cut = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
+    max_columns = max(2, CHECKED_LOGITS // (len(few) * vocabulary_size(base)))
+    columns = columns[:: max(1, math.ceil(len(columns) / max_columns))]
+    keep = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
     with evaluating(model), loss.accelerator.autocast():
         layout = {"layout": inputs["layout"]} if "layout" in inputs else {}
-        ours = model(**call, **layout, labels=labels, fused_lm_head=True).log_probs[few][:, columns].sum(dim=1).float()
+        log_probs = model(**model_inputs, **layout, labels=labels, fused_lm_head=True).log_probs
+        ours = log_probs[few][:, columns].sum(dim=1).float()
         with (
             attention_of(base, attention),
-            refusals_of_a_model(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
+            model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            logits = model(**{name: rows[few] for name, rows in call.items()}, **cut, use_cache=False).logits
+            logits = model(**{name: rows[few] for name, rows in model_inputs.items()}, **keep, use_cache=False).logits
     logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
     answers = labels[few][:, columns + 1]
     nll = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
@@ -66,7 +68,7 @@ def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class FirstLoss:
     """The `loss` of the first pairs, that of a zero margin, the rounding `tolerance`, and a problem if they differ by more."""
 
     loss: float
@@ -75,32 +77,32 @@ class Start:
     problems: tuple[Problem, ...] = ()
 
 
-def check_start(loss: HeldLoss, batch: MicroBatch) -> float:
+def check_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> float:
     """The loss of the first pairs; raises CheckFailed unless it is that of a zero margin."""
-    start = start_of(loss, batch)
-    if start.problems:
-        raise CheckFailed(list(start.problems))
-    return start.loss
+    first = measure_first_loss(loss, batch)
+    if first.problems:
+        raise CheckFailed(list(first.problems))
+    return first.loss
 
 
 @torch.no_grad()
-def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
-    """The Start of a model that is its own reference, as it trains. Called on all processes together."""
+def measure_first_loss(loss: ReferenceLoss, batch: MicroBatch) -> FirstLoss:
+    """Measures the first loss of a model that is its own reference, as it trains. Called on all processes together."""
     model: Any = loss.model
     training = model.training
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         model.eval()  # dropout would make two calls differ
         zero_margin = loss.zero_margin_loss(batch)
         if zero_margin is None:
-            zero_margin = loss.alone(batch, reference=loss.policy_logps(batch))
+            zero_margin = loss.standalone_loss(batch, reference=loss.policy_logps(batch))
         model.train()
         policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
-        first = loss.alone(batch)
+        first = loss.standalone_loss(batch)
     model.train(training)
     rounding = _rounding(loss, batch, max(part.abs().max().item() for part in (*policy, *reference)))
     tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(zero_margin))
     if abs(first - zero_margin) <= tolerance:
-        return Start(first, zero_margin, tolerance)
+        return FirstLoss(first, zero_margin, tolerance)
     ours, theirs = (torch.stack(logps).float() for logps in (policy, reference))
     side, number = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
     what = (
@@ -115,27 +117,27 @@ def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
         fix += "; remove the folder `reference` of the data cache, whose log-probabilities may be stale"
     else:
         fix += "; give both sides the same weights and adapters in the same model.dtype (objective.reference=auto does)"
-    return Start(first, zero_margin, tolerance, (Problem(what, "objective.reference", fix),))
+    return FirstLoss(first, zero_margin, tolerance, (Problem(what, "objective.reference", fix),))
 
 
-def _rounding(loss: HeldLoss, batch: MicroBatch, longest: float) -> float:
-    """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
+def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
+    """Nats by which the two log-probabilities of an answer may differ by rounding alone; `largest` is the largest of any.
 
-    In 16 bits two calls on the same row show how much the model rounds; precomputed ones come from the same row too, and get a
-    hundredth of what another row would change. Only adapters that are merged into the reference's weights round otherwise, by some
-    units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078).
+    In 16 bits, two calls of the model on a row show its noise. Precomputed values come from the same row, and get 1/100 of the
+    allowance for a different one. Only adapters merged into the reference's weights need all of it: some units in the last place
+    for each token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078).
     """
-    rounding = 4 * torch.finfo(torch.float32).eps * longest
+    rounding = 4 * torch.finfo(torch.float32).eps * largest
     if loss.compute_dtype.itemsize > 2:
         return rounding
     with evaluating(loss.model):
         once, again = (torch.stack(loss.policy_logps(batch)).float() for _ in range(2))
     rounding += 4 * (once - again).abs().max().item()
     tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
-    otherwise = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
+    allowance = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
     if loss.trl.ref_model is not None and any("lora_B" in name for name, _ in loss.model.named_parameters()):
-        return rounding + otherwise
-    return rounding + (otherwise / 100 if _precomputed(batch) else 0)
+        return rounding + allowance
+    return rounding + (allowance / 100 if _precomputed(batch) else 0)
 
 
 def _precomputed(batch: MicroBatch) -> bool:

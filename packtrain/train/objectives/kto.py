@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation: the loss of TRL's KTOTrainer, unmodified, over the answers of a whole step, and the objective.
 
-The KL estimate of the loss `kto` is that of the global step as well: it is made before the first micro-batch, over mismatched pairs
+The KL estimate of the loss `kto` is that of the global step as well: it is computed before the first micro-batch, over mismatched pairs
 of prompt and completion (loader.py) and without gradients, and TRL's code is given it in place of its own. An evaluation is one
 step over the whole set.
 """
@@ -28,15 +28,15 @@ from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, UnpairedSteps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import EvaluationBatches, HeldLoss, Logps, WeightedFigures
-from packtrain.train.objectives.training_objective import HeldObjective
+from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, WeightedMetrics
+from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}
 ANSWERS, CHOSEN, REJECTED, TARGETS, CHOSEN_TARGETS, REJECTED_TARGETS = range(6)
-UNITS = {
+METRIC_UNITS = {
     "kl": ANSWERS,
     "entropy": TARGETS,
     "logits/chosen": CHOSEN_TARGETS,
@@ -46,17 +46,17 @@ UNITS = {
     "logps/chosen": CHOSEN,
     "logps/rejected": REJECTED,
 }
-"""The figures that TRL logs, and the unit that each is a mean over; chosen answers are the desirable ones."""
+"""The metrics that TRL logs, and the unit that each is a mean over; chosen answers are the desirable ones."""
 MARGINS = "rewards/margins"
 
 
-class KTOLoss(HeldLoss):
-    """The loss of answers with labels on `model`, held to `reference`."""
+class KTOLoss(ReferenceLoss):
+    """The loss of answers with labels on `model`, against `reference`."""
 
-    examples = "answers"
+    example_unit = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
-    new_figures = partial(WeightedFigures, UNITS, derived=(MARGINS,))
+    new_metrics = partial(WeightedMetrics, METRIC_UNITS, derived=(MARGINS,))
 
     def __init__(self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
         trl = hold_trainer(KTOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
@@ -65,7 +65,8 @@ class KTOLoss(HeldLoss):
         self.estimates: bool = trl.calculate_KL
         # the mean of TRL's `KL_logps - ref_KL_logps`, which TRL clamps, is the estimate
         trl._compute_kl_logps = lambda *_: self._kl if self.estimates else None
-        if self.estimates:  # mismatched pairs are as long together as the answers; by the model and by the reference
+        # mismatched pairs are as long as the answers: one more pass by the model, one by the reference
+        if self.estimates:
             self.extra_forwards = 1 + 2 * self.extra_forwards
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
@@ -74,12 +75,12 @@ class KTOLoss(HeldLoss):
             self._kl = self._divergence(batches[0].mismatched)
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
-        """The same over the mismatched pairs of the evaluation set."""
+        """Estimates the divergence over the mismatched pairs of the evaluation set."""
         if self.estimates:
             self._kl = self._divergence(batches(UnpairedSteps.mismatched))
 
-    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """The same over the mismatched pairs that come with the batch; 0 if not `estimated`."""
+    def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Estimates the divergence over the batch's own mismatched pairs; it is 0 if not `estimated`."""
         self._kl = torch.zeros_like(self._kl)
         if estimated:
             self.open_step([batch])
@@ -89,9 +90,9 @@ class KTOLoss(HeldLoss):
         inputs = self.inputs(batch)
         if not batch.examples:
             return self.zero(model, inputs)
-        loss = self.by_trl(model, inputs)
+        loss = self.compute_with_trl(model, inputs)
         chosen = int(batch.inputs["label"].sum())
-        self.add_figures(
+        self.add_metrics(
             {
                 ANSWERS: batch.examples,
                 CHOSEN: chosen,
@@ -108,25 +109,25 @@ class KTOLoss(HeldLoss):
         desirable = batch.inputs["label"].double().mean().item()
         return 0.5 * (desirable * self.trl.desirable_weight + (1 - desirable) * self.trl.undesirable_weight)
 
-    def figures(self) -> dict[str, Any]:
-        """TRL's figures over the answers and tokens of all processes since the last call."""
-        figures = super().figures()
-        sides = [figures.get(f"rewards/{side}") for side in ("chosen", "rejected")]
+    def pop_metrics(self) -> dict[str, Any]:
+        """TRL's metrics over the answers and tokens of all processes since the last call."""
+        metrics = super().pop_metrics()
+        sides = [metrics.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         if None not in sides:
-            figures[MARGINS] = cast(float, sides[0]) - cast(float, sides[1])
-        return figures
+            metrics[MARGINS] = cast(float, sides[0]) - cast(float, sides[1])
+        return metrics
 
     @torch.no_grad()
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """As TRL sums them."""
+        """Log-probabilities, summed as TRL sums them."""
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        how = cast(Any, self.trl.args.gradient_checkpointing_kwargs)
-        with disable_gradient_checkpointing(self.model, how), self.accelerator.autocast():
-            logps = model(**self.call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs
+        options = cast(Any, self.trl.args.gradient_checkpointing_kwargs)
+        with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
+            logps = model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs
         return (logps[:, 1 - labels.shape[1] :].sum(-1),)
 
     def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As of HeldLoss; for TRL the estimate counts as made."""
+        """See ReferenceLoss; adds zeros for TRL's own KL estimate, since `_kl` is the estimate."""
         inputs = inputs | {"ref_KL_logps": torch.zeros_like(self._kl)}
         if "ref_logps" in inputs:
             return inputs
@@ -141,25 +142,25 @@ class KTOLoss(HeldLoss):
         """float32 [1]: the mean over mismatched pairs of all processes of log-probability by the model minus by the reference."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
-            if not (batch.examples or self.settings.sharded):  # sharded weights are called equally often everywhere
+            if not (batch.examples or self.settings.sharded):  # sharded weights take as many calls on every rank
                 continue
-            self.enter("forward" if self.model.training else "eval", micro=number)
+            self.report_phase("forward" if self.model.training else "eval", micro=number)
             (policy,), (reference,) = self.policy_logps(batch), self.reference_logps(batch)
-            off = (policy - reference).double()
-            total += torch.stack([off.sum(), torch.ones_like(off).sum()]) * bool(batch.examples)
+            margin = (policy - reference).double()
+            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * bool(batch.examples)
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return (total[:1] / total[1:]).float()
 
 
-class KTO(HeldObjective):
+class KTO(ReferenceObjective):
     """The objective of answers with labels."""
 
-    trl_arguments, held_loss = KTOConfig, KTOLoss
+    trl_arguments, loss_class = KTOConfig, KTOLoss
 
-    def __init__(self, *held: Any, max_length: int | None) -> None:
-        """`held` as of HeldObjective; `max_length` is data.max_length."""
-        super().__init__(*held)
+    def __init__(self, *arguments: Any, max_length: int | None) -> None:
+        """`arguments` are those of ReferenceObjective; `max_length` is data.max_length."""
+        super().__init__(*arguments)
         self._max_length = max_length
         self._estimates = self.objective.losses == ["kto"]
 
@@ -185,19 +186,19 @@ class KTO(HeldObjective):
     ) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        own: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
-        return UnpairedSteps(data, schedule, *shape, **own)
+        options: Any = {"max_length": self._max_length, "estimates": self._estimates, "whole": evaluation}
+        return UnpairedSteps(data, schedule, *shape, **options)
 
-    def prove(self, trainer: StepTrainer, log: Log, attention: str, **how: Any) -> None:
-        """As of HeldObjective. Raises UserError as `check_sizes`."""
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, **options: Any) -> None:
+        """See ReferenceObjective. Raises UserError as `check_sizes` does."""
         if self._estimates:
             check_sizes(trainer.settings)
-        super().prove(trainer, log, attention, **how)
+        super().prove(trainer, log, attention, **options)
 
     def with_reference(
         self, steps: UnpairedSteps, trainer: StepTrainer, ranks: Ranks, precision: Precision
     ) -> UnpairedSteps:
-        """As of HeldObjective. The mismatched pairs are other ones in every step, and are computed for all steps of the run."""
+        """See ReferenceObjective. The mismatched pairs differ from step to step, so they are computed for all steps of the run."""
         steps = super().with_reference(steps, trainer, ranks, precision)
         if not self._estimates:
             return steps

@@ -1,8 +1,8 @@
 """The loss of an objective, by the TRL trainer that it holds (`Loss`); of examples it is weighted exactly (`ExampleLoss`),
-and may be held to a reference (`HeldLoss`).
+and may compare the model with a reference (`ReferenceLoss`).
 
-TRL computes the loss and its figures for one padded batch. Here a micro-batch is such a batch (run as a row, model/forward.py), and
-losses are means over the examples or tokens of the global step; each figure is weighted by its own count.
+TRL computes the loss and its metrics for one padded batch. Here a micro-batch is such a batch (run as a row, model/forward.py), and
+losses are means over the examples or tokens of the global step; each metric is weighted by its own count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packtrain.train.settings import LoopSettings
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
-"""This rank's micro-batches of the evaluation set, or, given a function, of what it makes of its steps."""
+"""This rank's micro-batches of the evaluation set; a function may replace its steps first (kto: by their mismatched pairs)."""
 
 
 class Loss:
@@ -36,7 +36,7 @@ class Loss:
     """
 
     extra_forwards = 0
-    """Forward passes of a step beside the trained one: of a reference, of what an estimate is made over."""
+    """Forward passes of a step besides the trained one: the reference's, and those of kto's KL estimate."""
 
     def __init__(self, trl: Any, settings: LoopSettings) -> None:
         self.trl, self.settings = trl, settings
@@ -46,8 +46,8 @@ class Loss:
         """The number format of computation."""
         # accelerate wraps the forward in autocast, except under DeepSpeed
         self.autocast = settings.autocast if trl.is_deepspeed_enabled else None
-        self.enter: Callable[..., object] = lambda phase, **_: None
-        """Is called with the phase of the step where a loss runs the model more than once (loop.py sets it)."""
+        self.report_phase: Callable[..., object] = lambda phase, **_: None
+        """Called with each new phase where a loss runs the model more than once (set by loop.py)."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Scalar: what a micro-batch adds to the loss of the step, times the number of processes, since gradients are averaged.
@@ -59,17 +59,17 @@ class Loss:
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Called before the micro-batches of a step."""
 
-    def figures(self) -> dict[str, Any]:
-        """The objective's own figures of the steps since the last call; called on every rank."""
+    def pop_metrics(self) -> dict[str, Any]:
+        """The objective's own metrics of the steps since the last call, which are reset; called on every rank."""
         return {}
 
     def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
-        """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
+        """Metrics over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
         raise NotImplementedError
 
     @contextmanager
-    def keeping_figures(self) -> Iterator[None]:
-        """Inside the block no figure of the step is changed."""
+    def keeping_metrics(self) -> Iterator[None]:
+        """Inside the block no metric of the step is changed."""
         yield
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
@@ -80,49 +80,49 @@ class Loss:
 class ExampleLoss(Loss):
     """A Loss that is a mean over the examples of a step: pairs, or answers with labels.
 
-    A subclass defines `part` and `new_figures`.
+    A subclass defines `part` and `new_metrics`.
     """
 
-    examples = "pairs"
-    """What they are called in the figures of an evaluation."""
-    new_figures: Callable[[], WeightedFigures]
-    """Sums of TRL's figures, of nothing yet."""
+    example_unit = "pairs"
+    """What examples are called in the metrics of an evaluation."""
+    new_metrics: Callable[[], WeightedMetrics]
+    """Makes the empty sums of TRL's metrics."""
 
     def __init__(self, trl: Any, settings: LoopSettings) -> None:
         super().__init__(trl, settings)
-        self._figures = self.new_figures()
+        self._metrics = self.new_metrics()
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Scalar: the micro-batch's part of the mean loss over the examples of a step of these `counts`; adds its figures."""
+        """Scalar: the micro-batch's share of the mean loss over the examples of a step of these `counts`; adds its metrics."""
         raise NotImplementedError
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
         """Called before the losses of an evaluation."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """As of Loss, by TRL's own code."""
+        """See Loss; computed by TRL's own code."""
         return self.part(model, batch, counts) * self.accelerator.num_processes
 
-    def add_figures(self, over: Mapping[Any, int]) -> None:
-        """Adds TRL's figures of a micro-batch, in which there are so many of each unit."""
-        self._figures.take(self.trl._metrics["train" if self.model.training else "eval"], over)
+    def add_metrics(self, unit_counts: Mapping[Any, int]) -> None:
+        """Adds TRL's metrics of a micro-batch, which has this number of each unit."""
+        self._metrics.add(self.trl._metrics["train" if self.model.training else "eval"], unit_counts)
 
-    def figures(self) -> dict[str, Any]:
-        """TRL's figures over the examples and tokens of all processes since the last call."""
-        return self._figures.values(self.accelerator)
+    def pop_metrics(self) -> dict[str, Any]:
+        """TRL's metrics over the examples and tokens of all processes since the last call."""
+        return self._metrics.values(self.accelerator)
 
     @contextmanager
-    def keeping_figures(self) -> Iterator[None]:
-        """As of Loss."""
-        kept, self._figures = self._figures, self.new_figures()
+    def keeping_metrics(self) -> Iterator[None]:
+        """See Loss."""
+        kept, self._metrics = self._metrics, self.new_metrics()
         try:
             yield
         finally:
-            self._figures = kept
+            self._metrics = kept
 
     def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
-        """The loss and all figures over the evaluation set."""
-        with self.keeping_figures():
+        """The loss and all metrics over the evaluation set."""
+        with self.keeping_metrics():
             counts = torch.zeros(4, dtype=torch.int64, device=self.device)
             for batch in batches():
                 counts += torch.tensor(batch.counts, device=counts.device)
@@ -134,12 +134,12 @@ class ExampleLoss(Loss):
                 loss += self.part(self.model, batch, counts).double()
             with waiting("the loss of all ranks"):
                 loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-            return {"loss": loss.item(), self.examples: int(counts[3].item()), **self.figures()}
+            return {"loss": loss.item(), self.example_unit: int(counts[3].item()), **self.pop_metrics()}
 
 
-class HeldLoss(ExampleLoss):
-    """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
-    adapters named `ref`), or log-probabilities that come with the batches.
+class ReferenceLoss(ExampleLoss):
+    """An ExampleLoss that compares the model with a reference: a separate model, or `model` with its adapters off (or replaced by
+    its adapters named `ref`), or log-probabilities that come with the batches.
 
     A subclass defines `logps`, `with_reference` and `zero_margin_loss`.
     """
@@ -154,11 +154,11 @@ class HeldLoss(ExampleLoss):
         super().__init__(trl, settings)
         base, reference = base_model(self.model), trl.ref_model and self.accelerator.unwrap_model(trl.ref_model)
         patches: Any = {"autocast": self.autocast, "backend": settings.backend}
-        patch_forward(base, pairs=outputs, **patches)
+        patch_forward(base, answer_outputs=outputs, **patches)
         if reference is not None:
             if is_compiled(base):  # else it would round otherwise, and the first margins not be zero
                 compile_layers(reference)
-            patch_forward(reference, pairs=("log_probs",), **patches)
+            patch_forward(reference, answer_outputs=("log_probs",), **patches)
         self.beta: float = trl.beta
         self.extra_forwards = int(not trl.precompute_ref_logps)
         trl.precompute_ref_logps = True  # TRL would run the reference later, while activations are held
@@ -168,7 +168,7 @@ class HeldLoss(ExampleLoss):
         return self.logps(self.model, self.inputs(batch))
 
     def reference_logps(self, batch: MicroBatch) -> Logps:
-        """The same by the reference; precomputed ones are taken from the batch."""
+        """Log-probabilities by the reference; precomputed ones come with the batch."""
         inputs = self.with_reference(self.inputs(batch))
         return tuple(inputs[name] for name in self.reference_names)
 
@@ -181,33 +181,33 @@ class HeldLoss(ExampleLoss):
         raise NotImplementedError
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
-        """What the loss of a micro-batch at a zero margin is by its formula; None where none is known here."""
+        """The loss of a micro-batch at a zero margin, by its formula; None where no formula is known here."""
         raise NotImplementedError
 
-    def prepare_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Called before the loss of a micro-batch alone."""
+    def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Called before `standalone_loss`."""
 
-    def alone(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
+    def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
         """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
         inputs = self.inputs(batch)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
-        self.prepare_alone(batch, estimated=reference is None)
+        self.prepare_standalone(batch, estimated=reference is None)
         try:
-            return self.by_trl(self.model, inputs).item()
+            return self.compute_with_trl(self.model, inputs).item()
         finally:
-            for noted in self.trl._metrics.values():
-                noted.clear()
+            for metrics in self.trl._metrics.values():
+                metrics.clear()
 
-    def by_trl(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def compute_with_trl(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss of a micro-batch."""
         with self.accelerator.autocast():
             return self.trl._compute_loss(model, self.with_reference(inputs), False)
 
-    def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What of `inputs` is for the model."""
-        own = {name: value for name, value in inputs.items() if name not in ("completion_mask", "label")}
-        return {name: value for name, value in own.items() if not name.startswith("ref_")}
+    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs that go to the model."""
+        unused = ("completion_mask", "label")
+        return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.
@@ -217,30 +217,32 @@ class HeldLoss(ExampleLoss):
         if self.settings.sharded:
             self.with_reference(inputs)
         labels = torch.full_like(inputs["input_ids"], IGNORE)
-        return model(**self.call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+        return (
+            model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+        )
 
 
-class WeightedFigures:
-    """Sums of figures, each weighted by the number of units that it is a mean over; `units` has the unit of each figure."""
+class WeightedMetrics:
+    """Sums of metrics, each weighted by the number of units that it is a mean over; `units` has the unit of each metric."""
 
     def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
-        """`derived` figures follow from others, and are passed over; tokens are counted by packtrain, exactly even after a resume."""
-        self.units, self._passed_over = units, ("num_tokens", *derived)
+        """`derived` metrics follow from others, and are ignored; tokens are counted by packtrain, exactly even after a resume."""
+        self.units, self._ignored = units, ("num_tokens", *derived)
         self._sums = torch.zeros(len(units), 2, dtype=torch.float64)
 
-    def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:
-        """Moves what TRL has `noted` of a micro-batch into the sums; `over` is how many of each unit there are in it."""
+    def add(self, metrics: dict[str, list[float]], unit_counts: Mapping[Any, int]) -> None:
+        """Moves TRL's `metrics` of a micro-batch into the sums; `unit_counts` is how many of each unit it has."""
         for index, (name, unit) in enumerate(self.units.items()):
-            for value in noted.pop(name, ()):
-                self._sums[index] += torch.tensor([value * over[unit], over[unit]], dtype=torch.float64)
-        for name in self._passed_over:
-            noted.pop(name, None)
-        if noted:
-            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
+            for value in metrics.pop(name, ()):
+                self._sums[index] += torch.tensor([value * unit_counts[unit], unit_counts[unit]], dtype=torch.float64)
+        for name in self._ignored:
+            metrics.pop(name, None)
+        if metrics:
+            raise NotImplementedError(f"metrics of TRL that packtrain does not know: {sorted(metrics)}")
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Each figure of which there was anything on any process; the sums begin anew."""
+        """Each metric that any process has; resets the sums."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        with waiting("the figures of all ranks"):
+        with waiting("the metrics of all ranks"):
             sums = cast(torch.Tensor, accelerator.reduce(sums.to(accelerator.device), reduction="sum")).tolist()
         return {name: total / weight for name, (total, weight) in zip(self.units, sums, strict=True) if weight}

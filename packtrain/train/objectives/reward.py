@@ -20,51 +20,51 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
-from packtrain.proof.comparison import check_equal, evaluating, refusals_of_a_model, tolerance_of
+from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
 from packtrain.train.loader import MicroBatch, ScoredSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import ExampleLoss, WeightedFigures
+from packtrain.train.objectives.loss import ExampleLoss, WeightedMetrics
 from packtrain.train.objectives.training_objective import PairObjective
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.settings import LoopSettings
 
 _COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
 MEANS = ("mean_reward", "accuracy", "margin")
-"""The figures of TRL that are means over pairs."""
+"""The metrics of TRL that are means over pairs."""
 LEAST, GREATEST = "min_reward", "max_reward"
 PAIRS = 0
-FIGURES = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
+METRIC_ORDER = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
 
 
-class RewardFigures(WeightedFigures):
+class RewardMetrics(WeightedMetrics):
     """Means over pairs, and the least and the greatest reward of all answers."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(MEANS, PAIRS))
         self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
 
-    def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:
-        """As of WeightedFigures."""
-        self._range[0] = self._range[0].clamp(max=noted.pop(LEAST)[-1])
-        self._range[1] = self._range[1].clamp(min=noted.pop(GREATEST)[-1])
-        super().take(noted, over)
+    def add(self, metrics: dict[str, list[float]], unit_counts: Mapping[Any, int]) -> None:
+        """See WeightedMetrics."""
+        self._range[0] = self._range[0].clamp(max=metrics.pop(LEAST)[-1])
+        self._range[1] = self._range[1].clamp(min=metrics.pop(GREATEST)[-1])
+        super().add(metrics, unit_counts)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """As of WeightedFigures."""
+        """See WeightedMetrics."""
         means, ends = super().values(accelerator), self._range.to(accelerator.device)
         self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
-        with waiting("the figures of all ranks"):
+        with waiting("the metrics of all ranks"):
             ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
-        figures = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
-        return {name: figures[name] for name in FIGURES} if means else {}  # of a step whose pairs are left out
+        metrics = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
+        return {name: metrics[name] for name in METRIC_ORDER} if means else {}  # none for a step without pairs
 
 
 class RewardLoss(ExampleLoss):
     """The loss of pairs on `model`, a sequence classifier with one label."""
 
-    new_figures = RewardFigures
+    new_metrics = RewardMetrics
 
     def __init__(self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings) -> None:
         super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
@@ -77,7 +77,7 @@ class RewardLoss(ExampleLoss):
             return model(**inputs, use_cache=False).logits.sum() * 0.0
         with self.accelerator.autocast():
             loss = self.trl.compute_loss(model, inputs)
-        self.add_figures({PAIRS: batch.examples})
+        self.add_metrics({PAIRS: batch.examples})
         return loss * (batch.examples / counts[3])
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ def check_scores(trainer: StepTrainer, attention: str) -> None:
         ours = loss.scores(steps.collate(numbers))[rows]
         with (
             attention_of(base, attention),
-            refusals_of_a_model(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
+            model_refusals(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
             theirs = loss.scores(padded.collate(few))
 

@@ -45,7 +45,7 @@ class SFTLoss(Loss):
         super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
         base = base_model(model)
         self.routers = router_loss(base)
-        head = patch_forward(base, documents=objective, autocast=self.autocast, backend=settings.backend)
+        head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=settings.backend)
         self.head = cast(Head, head)
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
@@ -64,14 +64,14 @@ class SFTLoss(Loss):
             loss = model(**inputs, loss_sum=True) * scale
         return loss + self.routers.part(loads) * self.accelerator.num_processes
 
-    def figures(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, Any]:
         """The routers' loss, unweighted."""
         loss = None if self.routers is None else self.routers.value()
         return {} if loss is None else {"router_aux_loss": loss}
 
     @contextmanager
-    def keeping_figures(self) -> Iterator[None]:
-        """As of Loss: the routers are not watched."""
+    def keeping_metrics(self) -> Iterator[None]:
+        """See Loss: the routers are not watched."""
         routers, self.routers = self.routers, None
         try:
             yield

@@ -1,5 +1,5 @@
 """What an objective is to a run: its data, attention, steps and loss, and the proofs of these; shared parts of pairs, and of
-objectives whose model is held to a reference."""
+objectives with a reference."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.first_loss import check_pair_forward, check_start
-from packtrain.train.objectives.loss import HeldLoss, Loss
+from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
+from packtrain.train.objectives.loss import Loss, ReferenceLoss
 from packtrain.train.patches import arguments_on_one_gpu
-from packtrain.train.preflight import choose_together, same_everywhere
+from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 from packtrain.train.settings import LoopSettings
 
 
 class TrainingObjective:
-    """The parts of a run that depend on the objective, in the order of use; as here for documents without a reference."""
+    """The parts of a run that depend on the objective, in the order of use; the base class is for documents without a reference."""
 
     why_not_shared = ""
     """Why prompts of pairs are not computed once, where they are not."""
@@ -55,14 +55,14 @@ class TrainingObjective:
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
-        """Loads the reference, if any, before `model` is sharded; returns what a resumed run must agree on of it."""
+        """Loads the reference, if any, before `model` is sharded; returns the facts about it that a resumed run must share."""
         return {}
 
     def decide_attention(
         self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
     ) -> AttentionChoice:
         """The backend for packed rows of `model`; `wanted` is model.attention."""
-        return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
+        return choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove)
 
     def slots(self, data: Any) -> np.ndarray:
         """int [examples]: token slots that each example takes in a row. Raises UserError if one exceeds a micro-batch."""
@@ -100,7 +100,7 @@ class PairObjective(TrainingObjective):
         Raises CheckFailed if packing.share_prefix is true and the backend cannot share prompts.
         """
         share = self.packing.share_prefix
-        choice = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
+        choice = choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
         if share is False:
             self.layout, self.why_not_shared = "flat", "packing.share_prefix=false"
             return choice
@@ -130,15 +130,15 @@ class PairObjective(TrainingObjective):
         return slots
 
 
-class HeldObjective(TrainingObjective):
-    """The parts of an objective whose model is held to a reference: how that is loaded, when its log-probabilities are computed.
+class ReferenceObjective(TrainingObjective):
+    """The parts of an objective with a reference: how it is loaded, and when its log-probabilities are computed.
 
-    `identity` is what precomputed log-probabilities depend on of the reference.
+    `identity` is the part of the reference that its precomputed log-probabilities depend on.
     """
 
     trl_arguments: ClassVar[type[Any]]
     """TRL's class of arguments."""
-    held_loss: ClassVar[Callable[..., HeldLoss]]
+    loss_class: ClassVar[Callable[..., ReferenceLoss]]
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class HeldObjective(TrainingObjective):
     def take_reference(
         self, model: Any, tokenizer: Any, ranks: Ranks, precision: Precision, *, seed: int
     ) -> dict[str, Any]:
-        """As of TrainingObjective. Raises UserError if `model` asks for a loss of its routers, which is not defined over answers."""
+        """See TrainingObjective. Raises UserError if `model` asks for a loss of its routers, which is not defined over answers."""
         if getattr(base_model(model).config.get_text_config(), "output_router_logits", False):
             raise UserError(
                 f"packtrain {self.objective.kind} adds no load-balancing loss of routers, which the model asks for",
@@ -176,25 +176,25 @@ class HeldObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> HeldLoss:
-        """As of TrainingObjective."""
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> ReferenceLoss:
+        """See TrainingObjective."""
         losses = self.objective.losses
-        own = {
+        options = {
             **self.objective.options,
             "beta": self.objective.beta,
             "loss_type": losses[0] if self.objective.kind == "kto" else list(losses),
             "precompute_ref_log_probs": self.reference.kind == "precomputed",
             "router_aux_loss_coef": 0.0,
         }
-        args = arguments_on_one_gpu(self.trl_arguments, **arguments, **own)
-        return type(self).held_loss(model, args, tokenizer, settings, self._reference_model)
+        args = arguments_on_one_gpu(self.trl_arguments, **arguments, **options)
+        return type(self).loss_class(model, args, tokenizer, settings, self._reference_model)
 
     def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
         """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.
 
-        They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
+        They are computed in the rows of the first pass: in 16 bits an answer's log-probability depends on the row it is in.
         """
-        shape = (len(steps.data), 2)[: len(cast(HeldLoss, trainer.loss).answers)]
+        shape = (len(steps.data), 2)[: len(cast(ReferenceLoss, trainer.loss).answers)]
         parts = steps.first_pass()
         return replace(steps, reference=self.precompute(steps, trainer, ranks, precision, shape, parts))
 
@@ -209,7 +209,7 @@ class HeldObjective(TrainingObjective):
         *depends_on: object,
     ) -> np.ndarray:
         """float32 of this `shape`: log-probabilities of `parts` of `steps`, from the cache or computed, see model/reference.py."""
-        loss, rows = cast(HeldLoss, trainer.loss), None
+        loss, rows = cast(ReferenceLoss, trainer.loss), None
         if loss.compute_dtype.itemsize == 2:
             backend, device = trainer.settings.backend, computer(ranks.device)
             rows = (steps.schedule.settings, steps.layout, backend, ranks.world_size, device)
@@ -234,10 +234,10 @@ class HeldObjective(TrainingObjective):
             if trainer.evaluation:
                 trainer.evaluation = self.with_reference(trainer.evaluation, trainer, ranks, precision)
         if preflight:
-            loss, batch = cast(HeldLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
-            check_pair_forward(loss, batch, attention)
+            loss, batch = cast(ReferenceLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
+            check_answer_forward(loss, batch, attention)
             if self.reference.at_start:
-                check_start(loss, batch)
+                check_first_loss(loss, batch)
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

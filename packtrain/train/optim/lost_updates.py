@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 FIRST, EVERY = 3, 100
 """The first steps that are measured, and one of how many after that."""
-MOST_LOST = 0.1
+MAX_LOST = 0.1
 """The share of lost updates above which a run is warned."""
-_LEAST_RATE = 0.1  # of the peak: what is below, at the ends of a schedule, is meant to move nothing
+_MIN_RATE = 0.1  # of the peak: what is below, at the ends of a schedule, is meant to move nothing
 _SAMPLE = 2**14  # numbers of a tensor
 
 
@@ -54,7 +54,7 @@ class LostUpdates:
         self.measured += self._has_measured
         self._measuring, self._has_measured = self.measured < FIRST or step % EVERY == 0, False
 
-    def leave_out(self) -> None:
+    def ignore_step(self) -> None:
         """Says that the step makes no update: it is not measured."""
         self._measuring = False
 
@@ -65,7 +65,7 @@ class LostUpdates:
             return
         for group in groups:
             rate = float(group["lr"])
-            if rate == 0 or rate < _LEAST_RATE * float(group.get("initial_lr", rate)):
+            if rate == 0 or rate < _MIN_RATE * float(group.get("initial_lr", rate)):
                 continue
             self._has_measured = self._untaken = True
             for weight in group["params"]:
@@ -82,7 +82,7 @@ class LostUpdates:
             self._counts = counts if self._counts is None else self._counts + counts
         self._sampled = []
 
-    def take(self, device: torch.device) -> torch.Tensor | None:
+    def pop(self, device: torch.device) -> torch.Tensor | None:
         """float64 [lost updates, updates] since the last call, on `device`; None, on all processes, if no step was measured."""
         if not self._untaken:
             return None

@@ -31,8 +31,8 @@ from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import IGNORE, on_device
-from packtrain.proof.comparison import evaluating, refusals_of_a_model
-from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_of
+from packtrain.proof.comparison import evaluating, model_refusals
+from packtrain.proof.isolation import DOCUMENTS, LENGTHS, measure, vocabulary_size
 from packtrain.proof.leak import find_leak
 from packtrain.wording import first_line
 
@@ -149,7 +149,7 @@ def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..
 
 def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
     """int64 [2, T]: random tokens, none of them special."""
-    ordinary = np.setdiff1d(np.arange(min(vocabulary_of(model), len(tokenizer))), tokenizer.all_special_ids)
+    ordinary = np.setdiff1d(np.arange(min(vocabulary_size(model), len(tokenizer))), tokenizer.all_special_ids)
     return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
 
 
@@ -251,6 +251,6 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str = "") -> to
     """float32 [rows, T, vocabulary], by the call that trainers make: without a cache. `spec` names who made the batch."""
     torch.manual_seed(0)  # for the noise of training mode
     name = type(model).__name__
-    alone = refusals_of_a_model(f"{name} cannot run a document alone", fix="")
+    alone = model_refusals(f"{name} cannot run a document alone", fix="")
     with _blaming(spec, f"made a batch that {name} cannot run") if spec else alone:
         return model(use_cache=False, **on_device(batch, model.device)).logits.float()

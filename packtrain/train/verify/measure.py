@@ -32,10 +32,10 @@ from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.objectives.first_loss import Start
-from packtrain.train.objectives.loss import HeldLoss
+from packtrain.train.objectives.first_loss import FirstLoss
+from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.sft import SFTLoss
-from packtrain.train.objectives.training_objective import HeldObjective
+from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.preflight import why_not_together
 from packtrain.train.preparation import Prepared, begin, load, settle_precision, spread_model
 from packtrain.train.sync import Peers
@@ -164,18 +164,18 @@ def _load(run: Prepared) -> Prepared:
     return run
 
 
-def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | None, Comparison, Start | None]:
-    """The output head of documents, the modes with the loss of the objective, and the Start of preference training."""
+def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
+    """The output head of documents, the modes with the loss of the objective, and the FirstLoss of preference training."""
     objective, kind = run.objective, run.config.objective
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
     start = None
     if isinstance(loss, SFTLoss):
         choose_head(base_model(run.model), loss.head, loss.probe(steps), autocast=run.precision.autocast)
-    if isinstance(objective, HeldObjective) and objective.reference.at_start:
+    if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
         own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
         start = start_on_random_pairs(
-            cast(HeldLoss, loss), own, packed, precomputed=objective.reference.kind == "precomputed"
+            cast(ReferenceLoss, loss), own, packed, precomputed=objective.reference.kind == "precomputed"
         )
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
@@ -198,7 +198,7 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
 
 
 def _findings(
-    isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: Start | None
+    isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: FirstLoss | None
 ) -> Iterator[tuple[str, str, str]]:
     """Verdict, problem and fix of each finding, the most important first; nothing if all is exact.
 

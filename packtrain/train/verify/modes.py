@@ -36,13 +36,13 @@ from packtrain.proof.comparison import (
     Tolerance,
     evaluating,
     has_routers,
-    refusals_of_a_model,
+    model_refusals,
     tolerance_of,
 )
-from packtrain.proof.isolation import positions_of, vocabulary_of
+from packtrain.proof.isolation import max_positions, vocabulary_size
 from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
-from packtrain.train.objectives.first_loss import Start, check_pair_forward, start_of
-from packtrain.train.objectives.loss import HeldLoss
+from packtrain.train.objectives.first_loss import FirstLoss, check_answer_forward, measure_first_loss
+from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
@@ -54,7 +54,7 @@ _LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more 
 _TRAINED = 0.7  # of the tokens
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
 _OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
-_MOST_CONTROL = 0.45  # without borders gradients are off by 0.5 to 1.7
+_MAX_CONTROL = 0.45  # without borders gradients are off by 0.5 to 1.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Comparison:
     @property
     def least_control(self) -> float:
         """The least difference of the control's gradients for leaks to be detectable."""
-        return min(CONTROL_FACTOR * self.tolerance.gradients, _MOST_CONTROL)
+        return min(CONTROL_FACTOR * self.tolerance.gradients, _MAX_CONTROL)
 
     @property
     def sees(self) -> bool:
@@ -109,13 +109,13 @@ def compare_modes(
 
     `backend` runs flattened rows (None: no backend works). Not `split`: the loss sorts the pairs of a step, and takes all of them
     at once everywhere. Raises CheckFailed where the model cannot even run the definition, where its loss is not a number, or
-    where the output head is not the model's (`check_pair_forward`).
+    where the output head is not the model's (`check_answer_forward`).
     """
     model, base = loss.model, base_model(loss.model)
-    if isinstance(loss, HeldLoss):
+    if isinstance(loss, ReferenceLoss):
         loss.trl.ref_model = None
         padded = with_own_reference(loss, padded, off=_OFF)
-        check_pair_forward(loss, padded.first_batch(0), own_attention(base))
+        check_answer_forward(loss, padded.first_batch(0), own_attention(base))
     every = list(range(len(padded.data)))
     half = len(every) // 2
     parts = [every[:half], every[half:]] if split else [every]
@@ -127,7 +127,7 @@ def compare_modes(
         **({SHARED: [shared.collate(every)]} if shares else {}),
         "borderless": [_without_borders(flat.collate(every))],
     }
-    with loss.keeping_figures():
+    with loss.keeping_metrics():
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if isinstance(loss, SFTLoss):
             reference = _loss_by_cross_entropy(loss, padded.data)
@@ -198,7 +198,7 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
-    return tuple(min(length, positions_of(model) or longest) for length in (*_LENGTHS[:-1], longest))
+    return tuple(min(length, max_positions(model) or longest) for length in (*_LENGTHS[:-1], longest))
 
 
 class RandomExamples(list[Any]):
@@ -206,7 +206,7 @@ class RandomExamples(list[Any]):
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
         """Of odd lengths, one of them longer than windows (see `lengths_for`), none longer than the positions."""
-        random, vocabulary, lengths = np.random.default_rng(0), vocabulary_of(model), lengths_for(model)
+        random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
             return random.integers(0, vocabulary, count, dtype=np.int32)
@@ -254,18 +254,18 @@ def loss_on_random_examples(
     return objective.loss(model, arguments, tokenizer, loop), steps
 
 
-def start_on_random_pairs(loss: HeldLoss, steps: Any, backend: str | None, *, precomputed: bool) -> Start:
-    """The Start on the random examples of `steps` of a run whose model is its own reference, by its `backend` (None: padded).
+def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:
+    """The FirstLoss on the random examples of `steps` of a run whose model is its own reference, by its `backend` (None: padded).
 
     With `precomputed` log-probabilities, those of the random examples are computed here.
     """
     with ExitStack() as stack:
         for model in filter(None, (loss.model, loss.trl.ref_model)) if backend is not None else ():
             stack.enter_context(attending_by(base_model(model), cast(str, backend)))
-        return start_of(loss, (with_own_reference(loss, steps) if precomputed else steps).first_batch(0))
+        return measure_first_loss(loss, (with_own_reference(loss, steps) if precomputed else steps).first_batch(0))
 
 
-def with_own_reference(loss: HeldLoss, steps: Any, *, off: float = 0.0) -> Any:
+def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> Any:
     """`steps` with the log-probabilities of the model itself as the reference's, and noise of `off` nats on them.
 
     Of kto the noise keeps each mode's estimate of KL above 0.
@@ -308,10 +308,10 @@ def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Call
     name = type(base_model(model)).__name__
     with (
         evaluating(base_model(model), autocast),
-        refusals_of_a_model(f"{name} cannot run {what}", fix="see what model.config sets"),
+        model_refusals(f"{name} cannot run {what}", fix="see what model.config sets"),
     ):
         loss = loss_of()
-    with refusals_of_a_model(f"{name} has no gradient", fix="report this model"):
+    with model_refusals(f"{name} has no gradient", fix="report this model"):
         loss.backward()
     return loss.item()
 

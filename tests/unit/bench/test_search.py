@@ -37,7 +37,7 @@ class Machine:
         def why_not_larger(measured: RunFigures) -> str:
             return "" if STEP / measured.micro_batches <= allowed / 2 else "too much for the machine"
 
-        return search(configured, self.measure, why_not_larger, seconds=120, most=64, pairs=pairs)
+        return search(configured, self.measure, why_not_larger, seconds=120, examples=64, pairs=pairs)
 
 
 def larger_is_faster(candidate: Candidate) -> float:

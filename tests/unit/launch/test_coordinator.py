@@ -166,15 +166,15 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
 ) -> None:
     told, monkey = threading.Event(), monkeypatch.setattr
     monkey(machines, "CALL_S", 0.2)
-    hear = Coordinator.hear
+    receive = Coordinator.receive_report
 
     def no_answer(main: Coordinator, report: MachineReport) -> Orders:
         if report.node:
             told.wait(LONG_S)
-        return hear(main, report)
+        return receive(main, report)
 
     if silent == 0:
-        monkey(Coordinator, "hear", no_answer)
+        monkey(Coordinator, "receive_report", no_answer)
 
     def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
@@ -225,7 +225,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
         main.watch()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S
-    assert main.hear(MachineReport(0)).end == "" and reporter.lost == ""
+    assert main.receive_report(MachineReport(0)).end == "" and reporter.lost == ""
 
 
 def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_a_restart_resumes_this_run_and_never_an_earlier_one(folder: RunFolder) 
     restarts = Restarts(3, folder)
     checkpoint(folder, 5)  # of an earlier run: this one has not begun
     restarts.decide(KILLED, "")
-    assert restarts.resume("never") == "never"
+    assert restarts.resume_mode("never") == "never"
     folder.attempt.root.rmdir()
-    assert restarts.resume("never") == "auto"
+    assert restarts.resume_mode("never") == "auto"
 
 
 def test_a_run_that_is_done_is_not_started_again(folder: RunFolder) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from packtrain.monitor.channel import Client, NoAnswer, Refused, Server, new_secret
+from packtrain.monitor.channel import Client, NoAnswer, Rejected, Server, new_secret
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def test_a_call_is_answered_by_its_handler(server: Server) -> None:
 def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> None:
     stranger = Client("127.0.0.1", server.port, secret="guessed")
     assert stranger.call("join", {"name": "n1"}) == {"welcome": "n1"}
-    with pytest.raises(Refused, match="another run"):
+    with pytest.raises(Rejected, match="another run"):
         stranger.call("sum", {"of": [1]})
-    with pytest.raises(Refused, match="no handler is called"):
+    with pytest.raises(Rejected, match="no handler is called"):
         stranger.call("stop", {})
 
 
@@ -60,7 +60,7 @@ def test_what_is_being_answered_is_answered_before_the_server_ends(server: Serve
 
 
 def test_a_handler_that_fails_is_an_error_of_the_call(server: Server) -> None:
-    with pytest.raises(Refused, match="KeyError"):
+    with pytest.raises(Rejected, match="KeyError"):
         Client("127.0.0.1", server.port, secret=server.secret).call("sum", {})
 
 

@@ -67,7 +67,7 @@ class Ranks:
                 if self.watchdog.receive_beat(beat)["ask"] and rank in self.answers:
                     self.watchdog.receive_beat({**beat, **self.answers[rank]})
         for node in (0, 1):
-            self.watchdog.take_processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
+            self.watchdog.receive_processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
         return self.watchdog.diagnose()
 
     def until(self, limit_s: int) -> tuple[Diagnosis | None, int]:
@@ -215,7 +215,7 @@ def test_beats_go_over_the_channel_and_a_question_is_answered_with_stacks(tmp_pa
     assert heartbeat.message()["waits"] == ""
     ended: list[str] = []
     stopped = threading.Event()
-    watchdog.end = "enough"
+    watchdog.end_reason = "enough"
     other = Heartbeat(0)
     other.connect(client, 1, on_end=lambda why: (ended.append(why), stopped.set())[0])
     assert stopped.wait(30) and ended[0] == "enough"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.packing.prefixes import LEAST_SHARED, SharedRow, rows_of
+from packtrain.packing.prefixes import MIN_SHARED, SharedRow, rows_of
 from packtrain.packing.segments import Segments
 
 untimed = settings(deadline=None, max_examples=100)
@@ -95,7 +95,7 @@ def test_a_document_with_no_other_that_branches_off_in_its_row_is_one_segment() 
 
 
 def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
-    prompts = [np.full(LEAST_SHARED, token) for token in (9, 2)]
+    prompts = [np.full(MIN_SHARED, token) for token in (9, 2)]
     answers = [np.concatenate([prompts[number], [token]]) for number, token in ((0, 8), (1, 6), (0, 3), (1, 1))]
     row = one_row(answers)
     assert row.segments.prefixes == (None, 0, 0, None, 3, 3)
