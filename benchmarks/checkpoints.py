@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> None:
         list[float](),
     )
     if int(os.environ["WAITS"]):
-        writer.memory_free = lambda: 0
+        writer.free_memory = lambda: 0
 
     def timed(self: Any, *given: Any) -> None:
         self.writer.wait()  # so that no pause has a write of the one before in it

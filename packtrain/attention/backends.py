@@ -7,7 +7,7 @@
 | per_document | taken apart | the model once per length of documents, whatever its layers do | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
-Models whose attention is code of their own (bloom, mpt, falcon, gptj, remote code) do not look up their attention function in
+Models whose attention is code of their own (bloom, mpt, falcon, remote code) do not look up their attention function in
 transformers' AttentionInterface: for them there is per_document alone. Padded batches keep the model's own attention under
 per_document; a replaced attention function takes flattened rows only: see `attention_of`.
 """

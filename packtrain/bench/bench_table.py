@@ -74,7 +74,7 @@ def _describe_best(best: dict[str, Any]) -> str:
         return f"the configured settings, {speed}"
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
-    unclear = "" if best["clear"] else "; not faster in every round: try more --seconds"
+    unclear = "" if best["clear"] else "; not in every round: try more --seconds"
     return f"{speed}, {best['ratio']:.2f} times the configured speed{unclear}"
 
 

@@ -28,6 +28,7 @@ QUIRKS: dict[str, Quirk] = {
     "deepseek_v4": Quirk("the second compression would swallow every document whole", {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}),
     "deepseek_v2": Quirk("no number of experts per token by default", {"num_experts_per_tok": 2}),
     "doge": Quirk("chooses keys by a mask of its own, which a window would hide", {"sliding_window": None}),
+    "dory": Quirk("its parts, of which the middle one runs twice, must add up to all layers", {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}),
     "dots1": Quirk("no number of experts by default", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}),
     "dots3_note_text": Quirk("local layers have sizes of their own, by names that are no fields", {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}),
     "gemma3n_text": Quirk("layers that share keys and values need one of their kind before them", {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.95, 0.0] * 2, "num_kv_shared_layers": 2}),

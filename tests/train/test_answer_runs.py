@@ -30,7 +30,7 @@ LN2 = 0.6931472
 PAIRS = {"train_rows": preferences(22, 0), "eval_rows": preferences(5, 1), "small": "batch.tokens_per_device=190"}
 ANSWERS = {"train_rows": labelled(23, 0), "eval_rows": labelled(6, 1), "small": "batch.tokens_per_device=110"}
 KINDS: dict[str, dict[str, Any]] = {
-    "dpo": {"figures": dpo.FIGURES, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
+    "dpo": {"figures": dpo.METRIC_UNITS, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
     # of one kind in the second pass, too
     "kto": {
         "figures": (*METRIC_UNITS, MARGINS),
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **ANSWERS,
     },
     "reward": {
-        "figures": reward.FIGURES,
+        "figures": reward.METRIC_ORDER,
         "examples": [7, 7, 7, 1, 7, 7],
         "options": {"center_rewards_coefficient": 0.02},
         **PAIRS,
@@ -310,7 +310,7 @@ def assert_scores_as_trained(runs: AnswerRuns, model: Any, run: Run) -> None:
     chosen, rejected = scores("chosen"), scores("rejected")
     both, margin = torch.cat([chosen, rejected]), chosen - rejected
     figures = (both.min(), both.mean(), both.max(), (margin > 0).float().mean(), margin.mean())
-    for name, value in zip(reward.FIGURES, figures, strict=True):
+    for name, value in zip(reward.METRIC_ORDER, figures, strict=True):
         assert run.evals[-1][f"eval_{name}"] == pytest.approx(value.item(), rel=1e-5, abs=1e-5), name
 
 

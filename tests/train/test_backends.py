@@ -51,7 +51,7 @@ STATE_SPACE = {
 }
 OWN_ATTENTION = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
 }
 CPU = torch.device("cpu")
 

@@ -70,7 +70,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
 def test_without_memory_for_a_copy_steps_wait_and_the_run_says_so(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "memory_free", lambda: 1000)
+    monkeypatch.setattr(writer, "free_memory", lambda: 1000)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"]["written"] == 3
     assert run.log.count("no room for a copy") == 1

@@ -95,8 +95,8 @@ def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_pa
     apart, numbers = set(), range(len(PAIRS))
     for name in known_to_trl():
         loss.trl.loss_types = [name]
-        one_by_one = np.mean([loss.alone(steps.collate([number])) for number in numbers])
-        if loss.alone(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
+        one_by_one = np.mean([loss.standalone_loss(steps.collate([number])) for number in numbers])
+        if loss.standalone_loss(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
             apart.add(name)
     assert apart == {"aot", "aot_unpaired", "sft"}
     assert tuple(one for one in sorted(apart) if one in SORTING_LOSSES) == SORTING_LOSSES
