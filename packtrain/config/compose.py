@@ -59,7 +59,7 @@ def load_config(
         if argument.choice is None:
             problems += composed.change(argument)
     config, faults = _check(composed.values, composed.invalid_groups)
-    while idle := [fault for fault in faults if composed.leaves_idle(fault)]:
+    while idle := [fault for fault in faults if composed.is_idle(fault)]:
         for fault in idle:
             say(composed.drop(fault))
         config, faults = _check(composed.values, composed.invalid_groups)
@@ -167,7 +167,7 @@ class _Composition:
             self._places[argument.key] = COMMAND_LINE
         return [problem] if problem else []
 
-    def leaves_idle(self, fault: Fault) -> bool:
+    def is_idle(self, fault: Fault) -> bool:
         """Whether a key that a file sets has nothing to act on, because the command line sets another one."""
         place = self._places.get(fault.keys[0], COMMAND_LINE)
         by_command = fault.because.partition(".")[0] in self._chosen

@@ -4,7 +4,7 @@ Labels are shifted here, document by document, so no label crosses a border and 
 `shift_labels[t]` is the token that position t has to predict, or IGNORE.
 
 Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The model runs
-on a flattened row, whose tokens a AnswerLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
+on a flattened row, whose tokens an AnswerLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
 is three segments: the prompt without its last token, and for each answer that token, which predicts the answer, and the answer.
 """
 

@@ -111,14 +111,11 @@ def prove_backend(
     # per_document is exact by construction, even if the positive control is too weak
     if proof.verdict == "exact" or (name == PER_DOCUMENT and proof.verdict != "leaks"):
         return "", proof
-    tolerance = f"(tolerance {proof.tolerance:.1g})"
+    off, tolerance = f"{proof.max_difference:.2g}", f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":
         return (
             f"the proof is inconclusive: even without isolation outputs change by only {proof.control:.2g} {tolerance}",
             proof,
         )
     what = "documents" if segments is DOCUMENTS else "pairs"
-    return (
-        f"outputs of {what} in a row are not those of each alone, off by {proof.max_difference:.2g} {tolerance}",
-        proof,
-    )
+    return f"outputs of {what} in a row are not those of each alone, off by {off} {tolerance}", proof
