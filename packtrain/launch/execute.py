@@ -39,7 +39,7 @@ from packtrain.monitor.processes import STACKS
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.surroundings import detect_surroundings, free_port
+from packtrain.plan.surroundings import detect_surroundings
 from packtrain.run_folder import RunFolder, environment
 
 LAUNCHER_LOG = "launcher.log"
@@ -115,7 +115,7 @@ def _launch_and_restart(
     )
     place = MeetingPoint(
         _main_address(plan),
-        plan.accelerate.get("main_process_port") or free_port(),
+        plan.accelerate["main_process_port"] if plan.nodes > 1 else config.topology.main_port or 0,  # 0: any free port
         config.topology.join_timeout,
         config.trainer.output_dir,
         plan.hosts,

@@ -38,7 +38,7 @@ _LINK_LOCAL = ("169.254.", "fe80:")
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
+    """Where the machines connect: machine 0 listens on `port` (0: a free one), the others call `address` for up to `timeout_s` seconds.
 
     `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
     known beforehand. The rendezvous waits for all machines in `expected` (None: for every machine); once `timeout_s` is over, it
@@ -121,8 +121,9 @@ def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -
     joining = _JoinServer(me, place)
     server.serve("join", joining.join, open=True)
     store_port = free_port()
-    with suppress(OSError), socket.create_server(("", place.port + 1)):
-        store_port = place.port + 1
+    if place.port:
+        with suppress(OSError), socket.create_server(("", place.port + 1)):
+            store_port = place.port + 1
     try:
         names = names_of(joining.wait())
         prepared = prepare(names)
@@ -133,7 +134,7 @@ def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -
         raise
     go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
     joining.final = {"go": go}
-    return Group(names, "127.0.0.1", place.port, server.secret, store_port, prepared, server=server)
+    return Group(names, "127.0.0.1", server.port, server.secret, store_port, prepared, server=server)
 
 
 class _JoinServer:

@@ -41,8 +41,7 @@ class Utilisation:
 class Schedule:
     """The optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
-    An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step.
-    """
+    An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step."""
 
     lengths: np.ndarray
     limits: MicroBatchLimits

@@ -68,6 +68,11 @@ class Launchers:
         return [self.ends[number] for number in range(len(self._threads))]
 
 
+def test_one_machine_takes_any_free_port_as_it_is_bound(place: MeetingPoint) -> None:
+    with meet(member(0, nodes=1), replace(place, port=0)) as group, socket.create_connection(("127.0.0.1", group.port)):
+        assert group.server is not None and group.port == group.server.port != group.store_port
+
+
 def together(place: MeetingPoint, *members: Member) -> list[Any]:
     launchers = Launchers()
     for me in members:
