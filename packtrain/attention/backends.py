@@ -59,10 +59,8 @@ def own_attention(model: PreTrainedModel) -> str:
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Has flattened rows of `model` served by the backend `name` from now on; returns the undo function.
-
-    Raises CheckFailed where the backend cannot serve this model.
-    """
+    """Has flattened rows of `model` served by the backend `name` from now on; returns the undo function. Raises CheckFailed
+    where the backend cannot serve this model."""
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
     if not uses_attention_interface(model):

@@ -42,10 +42,8 @@ def flash_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> torch.Tensor:
-    """One call of a varlen kernel; `s_aux` (sinks) [heads]. Returns the precision that the kernel computes in.
-
-    Raises CheckFailed where no kernel is right for the layer.
-    """
+    """One call of a varlen kernel; `s_aux` (sinks) [heads]. Returns the precision that the kernel computes in. Raises
+    CheckFailed where no kernel is right for the layer."""
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
     # layer norms and rotary embeddings return float32 under autocast and with PEFT

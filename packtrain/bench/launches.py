@@ -69,7 +69,7 @@ def run_bench(
             pairs=config.objective.traits.pairs,
         )
         if fastest_of(trials) is None:
-            raise UserError(trials[0].why, where="packtrain bench")
+            raise (CheckFailed if failure else UserError)(trials[0].why, where="packtrain bench")
         print_report(runs.report(trials), given, as_json=as_json)
         return 0
 

@@ -149,10 +149,8 @@ class _Composition:
         self._open: list[Path] = []
 
     def read(self) -> None:
-        """The user's file with all that it names, then the choices of the command line for groups that it does not name.
-
-        Raises UserError where a file cannot be read.
-        """
+        """The user's file with all that it names, then the choices of the command line for groups that it does not name. Raises
+        UserError where a file cannot be read."""
         if self._file:
             self._add(read_config(self._file), "", "")
         for group in [item for item in self._chosen if item not in self._used]:

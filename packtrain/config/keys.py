@@ -28,7 +28,7 @@ REMOVED = {
     "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
     "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
     "optim.master_weights": "true is the default of optim.bf16_rounding; false is optim.bf16_rounding=nearest.",
-    "optim.rounding": "It is now optim.bf16_rounding=stochastic.",
+    "optim.rounding": "stochastic is now optim.bf16_rounding=stochastic; nearest, with float32 masters, is the default.",
     **{
         f"topology.{name}": f"It is now a line of topology.sbatch: --{option}=…"
         for name, option in {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}.items()

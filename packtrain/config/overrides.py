@@ -65,7 +65,9 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
         parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
         reason = str(error).split("\n")[0]
-        fix = f'Quote the value, for the shell too: "{assignment(key, value)}".'
+        entries = ",".join(f"'{entry}'" for entry in re.split(r"\s*,\s*", value.strip("[] ")))
+        quoted = f"{key}=[{entries}]" if value.startswith("[") and "'" not in value else assignment(key, value)
+        fix = f'Quote the value, for the shell too: "{quoted}".'
         return Problem(f"cannot be read ({reason})", where, fix)
     if parsed.is_sweep_override():
         return Problem(_NO_SWEEP, where, _SWEEP_FIX)

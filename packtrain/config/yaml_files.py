@@ -66,10 +66,8 @@ def find_choice(group: str, choice: str, beside: Path | None = None) -> Path | N
 
 
 def find_config(name: str) -> Path:
-    """The absolute path of the user's YAML: a file, else one of the recipes that packtrain brings.
-
-    Raises UserError where there is none, with the nearest names.
-    """
+    """The absolute path of the user's YAML: a file, else one of the recipes that packtrain brings. Raises UserError where there
+    is none, with the nearest names."""
     path, recipes = Path(os.path.expanduser(name)), shipped("recipes")
     for candidate in (path, recipes / (path.relative_to("recipes") if path.parts[:1] == ("recipes",) else path)):
         if os.path.isfile(candidate):

@@ -115,7 +115,9 @@ def attach(
         attach(trainer)
         trainer.train()
     """
-    if share_prefix not in ("auto", True, False) or (tokens_per_row is not None and tokens_per_row < 1):
+    if share_prefix not in ("auto", True, False) or not (
+        tokens_per_row is None or (isinstance(tokens_per_row, int) and tokens_per_row > 0)
+    ):
         what = f"share_prefix is {share_prefix!r} and tokens_per_row {tokens_per_row}"
         raise UserError(what, fix='set share_prefix to "auto", True or False, and tokens_per_row to a number or None')
     handle = Attached()

@@ -24,6 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.forwards import rotates_by_length
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
+from packtrain.config.objective import is_number
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
@@ -86,6 +87,9 @@ def load_model(
             where="model.tokenizer",
             fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
         )
+    for name, value in vars(model.config.get_text_config()).items():
+        if "drop" in name and is_number(value) and not 0 <= value <= 1:  # else found by the first step in training mode
+            raise UserError(f"{value} is no probability", where=f"model.config.{name}", fix="give a number from 0 to 1")
     if scores:
         check_score_head(model, tokenizer)
     if config is not adapted:

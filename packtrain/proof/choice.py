@@ -89,7 +89,7 @@ def choose_attention(
         raise NotExact(rejected[0][1], proof, leak)
     raise CheckFailed(
         f"no way to run packed rows of {type(model).__name__} exactly: {rejected[-1][1]}",
-        fix="set packing.mode=padding, or use another model",
+        fix="set packing.mode=padding, or, if no batch runs at all, see what model.config sets; else use another model",
     )
 
 

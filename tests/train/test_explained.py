@@ -14,8 +14,10 @@ from here import ALONE
 from safetensors import SafetensorError
 
 from packtrain.attention.backends import NEEDED, deterministic
-from packtrain.config.schema import Batch, RunConfig, Trainer
+from packtrain.config.schema import Batch, Model, Peft, RunConfig, Trainer
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import LostPeers, PeerFailed, UserError
+from packtrain.model.load import load_model
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.run_folder import RunFolder
 from packtrain.train import run
@@ -45,6 +47,16 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
     assert type(found) is (kind or type(None))
     if found is not None:
         assert words in found.problems[0].what and found.problems[0].fix
+
+
+def test_a_dropout_that_is_no_probability_is_refused_as_the_model_is_loaded() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Model(
+        init="random", tokenizer="quickstart", config={"model_type": "llama", **sizes, "attention_dropout": 2}
+    )
+    with pytest.raises(UserError) as refusal:
+        load_model(model, Peft(), load_tokenizer(model), seed=0)
+    assert refusal.value.problems[0].where == "model.config.attention_dropout"
 
 
 @pytest.mark.parametrize(("processes", "kind"), [(1, type(None)), (2, LostPeers)])

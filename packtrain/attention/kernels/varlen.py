@@ -131,9 +131,7 @@ def from_package(module: str) -> Attend:
 
 def from_hub(repository: str) -> Attend:
     """`flash_attn_varlen_func` of a kernel of the Hugging Face hub, if it was downloaded before: training downloads no code.
-
-    Raises Lacks where it is not there, and whatever loading it raises.
-    """
+    Raises Lacks where it is not there, and whatever loading it raises."""
     try:
         import_module("kernels")
     except ModuleNotFoundError as error:

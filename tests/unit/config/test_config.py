@@ -217,6 +217,7 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("topology.account=lab", "this key was removed", "a line of topology.sbatch: --account=…"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
+        ("topology.sbatch=[--mem=0, -p x]", "cannot be read", "\"topology.sbatch=['--mem=0','-p x']\""),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
         ("data.train[0]=x", "no key has such a name", "lists are set whole"),
         ("optim..beta1=1", "no key has such a name", "GROUP.NAME"),
