@@ -54,7 +54,7 @@ _STARTING = threading.Lock()
 
 def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     """All parts, the most telling first: those that no time is left for are listed as such."""
-    train, compute_with_trl = gpu_parts.train, gpu_parts.train_by_trl
+    train, by_trl = gpu_parts.train, gpu_parts.train_by_trl
     parts = [Part("tests/gpu", gpu_parts.gpu_tests, limit_s=180)]
     for task in gpu_parts.TASKS:
         for mode in MODES if task != "LoRA 8B" else ("packed", "padding"):
@@ -62,11 +62,9 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
             limit = 150 if task == "LoRA 8B" else 100  # its merged model is 16 GB to write, after two losses in float32
             parts.append(Part(f"{task}, {mode}", train, given, limit_s=limit, group=task))
         given = {"task": task}
-        parts.append(Part(f"{task}, TRL padding", compute_with_trl, given, group=task))
+        parts.append(Part(f"{task}, TRL padding", by_trl, given, group=task))
         if task.startswith("sft"):
-            parts.append(
-                Part(f"{task}, TRL padding_free", compute_with_trl, {**given, "padding_free": True}, group=task)
-            )
+            parts.append(Part(f"{task}, TRL padding_free", by_trl, {**given, "padding_free": True}, group=task))
     ranks = 2 if tiny else gpus
     parts.append(Part("kernels", gpu_parts.kernels))
     compiled = {"task": "sft 0.6B", "changes": ["packing.mode=packed", "trainer.torch_compile=true"]}

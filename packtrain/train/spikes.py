@@ -30,9 +30,9 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import Steps
 
 STATE = "spikes.json"
-"""In a checkpoint: the recent figures by then."""
+"""The file of a checkpoint with loss and gradient norm of the steps before it."""
 _WINDOW, _MIN_RECENT = 64, 8
-"""How many recent steps the median is over, and the fewest from which a jump can be told."""
+"""The median is that of at most _WINDOW recent steps; before there are _MIN_RECENT, no step counts as far above it."""
 _BEFORE = "decided before"
 IN_A_ROW = 10
 """Consecutive spikes that end the run, whatever `trainer.on_spike` says: the weights are ruined."""
