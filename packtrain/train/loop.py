@@ -92,6 +92,8 @@ class StepTrainer:
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
+        self.changes: dict[str, str] = {}
+        """What was decided about changes to how the model computes (changes.py), by name."""
         self.first_step_watch: FirstStepWatch | None = None
         self.lost_updates = LostUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes

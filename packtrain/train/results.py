@@ -194,6 +194,7 @@ class Summary:
             "dropped": dict(report.dropped),
             "data": asdict(report),
             "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
+            "changes": self.trainer.changes,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": None,  # no longer measured; the key stays for readers of earlier summaries
             "rank_seconds": self.trainer.times.means(),

@@ -56,6 +56,10 @@ class Loss:
         """
         raise NotImplementedError
 
+    def of_rows(self, batch: MicroBatch) -> torch.Tensor:
+        """Scalar: a loss of a micro-batch that needs nothing else (no reference), by which changes to the model are proved."""
+        return self.compute(self.model, batch, torch.tensor(batch.counts, device=self.device))
+
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Called before the micro-batches of a step."""
 
@@ -203,6 +207,15 @@ class ReferenceLoss(ExampleLoss):
         """TRL's loss of a micro-batch."""
         with self.accelerator.autocast():
             return self.trl._compute_loss(model, self.with_reference(inputs), False)
+
+    def of_rows(self, batch: MicroBatch) -> torch.Tensor:
+        """See Loss: minus the mean log-probability of the answers' tokens."""
+        inputs = self.inputs(batch)
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        log_probs = self.model(
+            **self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False
+        ).log_probs
+        return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs that go to the model."""

@@ -1,0 +1,96 @@
+"""Changes to how the loaded model computes, which `auto` makes before step 1 where they prove to train as the model itself does.
+
+They come before the proofs of the objective and before a reference's log-probabilities are precomputed, so that these are of the
+model that trains. A resumed run decides anew, by the first documents of the data and the weights that the run began with: alike on
+a machine with the same packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.load import base_model
+from packtrain.model.spread import Ranks
+from packtrain.monitor.heartbeat import waiting
+from packtrain.proof.change import Change, ChangeProof, prove_change
+from packtrain.proof.comparison import Tolerance, evaluating, has_routers, tolerance_of
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.log.console import Log
+from packtrain.train.loop import StepTrainer
+
+_TOKENS = 2048
+"""Of the documents that a change is proved with, if they are not longer each: all activations are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChange:
+    """A change: its `name` in the log, `what` computes after it, how to `make` it; or what it `lacks` ("": nothing).
+
+    `key` is the config key that asked for it by name, which is then refused where it is not exact; None: where auto tries it.
+    `tolerance`: None for what rounding explains in the format that the model computes in.
+    """
+
+    name: str
+    what: str
+    make: Change
+    lacks: str = ""
+    key: str | None = None
+    tolerance: Tolerance | None = None
+
+
+def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:
+    """Makes the `candidates` that are exact, in their order, each on top of those before, and says so.
+
+    Called by all ranks together. Raises UserError for one asked for by name that is not available, CheckFailed if it is not exact.
+    """
+    for candidate in candidates:
+        lacks, proof = candidate.lacks, None
+        if not lacks and ranks.gathers_by_engine:
+            lacks = f"{ranks.strategy} computes no gradients before step 1, by which it would be proved"
+        if lacks and candidate.key:
+            what, fix = f"{candidate.what}: not available, {lacks}", "set it to auto"
+            raise UserError(what, where=candidate.key, fix=fix)
+        if not lacks:
+            proof = prove(trainer, candidate)
+            lacks = proof.refusal
+        if proof and lacks and candidate.key:
+            what, fix = f"{candidate.what} would not train as the model itself does: {lacks}", "set it to auto"
+            raise CheckFailed(what, where=candidate.key, fix=fix)
+        said = f"as the model comes; {candidate.what}: {lacks}" if lacks else candidate.what
+        trainer.changes[candidate.name] = f"{said} ({proof.figures()})" if proof and not lacks else said
+        log.fact(candidate.name, trainer.changes[candidate.name])
+
+
+def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
+    """Makes the change if it is exact on the first documents, in eval mode, where nothing is random."""
+    loss, model, autocast = trainer.loss, trainer.model, trainer.settings.autocast
+    batch = first_documents(trainer.steps)
+
+    def loss_of_rows() -> torch.Tensor:
+        with evaluating(base_model(model), autocast), loss.keeping_metrics():
+            return loss.of_rows(batch)
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        with waiting("the proofs of all ranks"):
+            return cast(torch.Tensor, trainer.accelerator.reduce(values, reduction="sum"))
+
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    tolerance = candidate.tolerance or tolerance_of(loss.compute_dtype, routed=has_routers(base_model(model)))
+    return prove_change(candidate.make, loss_of_rows, weights, tolerance, sum_over_ranks)
+
+
+def first_documents(steps: Steps) -> MicroBatch:
+    """Documents of this process's first micro-batch, in order, as long as they have room; if none has, the shortest."""
+    numbers, room, some = steps.first_examples(0), _TOKENS, list[int]()
+    for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):
+        if slots <= room:
+            some.append(number)
+            room -= slots
+    shortest = numbers[[int(steps.schedule.lengths[numbers].argmin())]]
+    return steps.collate(np.array(some) if some else shortest)

@@ -1,0 +1,180 @@
+"""A change to how the model computes stays only where losses and gradients are the model's own; else training is as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answer_runs import labelled, preferences
+from here import run_here
+from running import Run, assert_same_bits, base_config, write_jsonl
+from tiny_models import tiny_model
+from torch import nn
+
+from packtrain.errors import CheckFailed, UserError
+from packtrain.proof.change import Change, ChangeProof, prove_change
+from packtrain.proof.comparison import tolerance_of
+from packtrain.train import run as train_run
+from packtrain.train.verify.changes import ModelChange
+
+ROW = torch.arange(40)[None] * 7 % 94 + 3
+
+
+class Scaled(torch.autograd.Function):
+    """x, and in the backward pass `by` times what is right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.by, None
+
+
+def replaced(module: nn.Module, wrap: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """A kernel in the place of a module's forward: what `wrap` makes of the module's own outputs."""
+
+    def make() -> Callable[[], object]:
+        own = module.forward
+        module.forward = lambda *given, **named: wrap(own(*given, **named))
+        return lambda: module.__dict__.pop("forward")
+
+    return make
+
+
+def of_norm(module: Any, by: float) -> Change:
+    """An RMSNorm with the right outputs, whose own weight gets `by` times its gradient."""
+
+    def make() -> Callable[[], object]:
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            exact, weight = hidden.float(), Scaled.apply(module.weight, by)
+            normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + module.variance_epsilon)
+            return (weight * normed).to(hidden.dtype)  # rounded once, where the model's own is rounded twice
+
+        module.forward = forward
+        return lambda: module.__dict__.pop("forward")
+
+    return make
+
+
+def proved(make: Callable[[Any], Change], dtype: torch.dtype = torch.float32) -> tuple[ChangeProof, bool]:
+    """The proof of what `make` makes for a model, and whether the model is as before."""
+    model = tiny_model("llama").to(dtype)
+    weights = dict(model.named_parameters())
+    proof = prove_change(
+        make(model.model.layers[1]),
+        lambda: model(input_ids=ROW, labels=ROW).loss,
+        weights,
+        tolerance_of(dtype),
+        lambda values: values,
+    )
+    assert all(weight.grad is None for weight in weights.values())
+    return proof, "forward" not in model.model.layers[1].mlp.__dict__ | model.model.layers[1].input_layernorm.__dict__
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_kernel_stays(dtype: torch.dtype) -> None:
+    proof, plain = proved(lambda layer: of_norm(layer.input_layernorm, 1.0), dtype)
+    assert not proof.refusal and not plain
+    assert max(proof.loss, proof.gradients) <= (1e-5 if dtype == torch.float32 else 4e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda layer: replaced(layer.mlp, lambda x: x * 0.8), "the loss of the first rows is off by"),
+        (lambda layer: replaced(layer.mlp, lambda x: Scaled.apply(x, 0.8)), "its gradients are off by 0."),
+        (lambda layer: of_norm(layer.input_layernorm, 0.5), "those of model.layers.1.input_layernorm.weight by 0.5"),
+        (lambda layer: replaced(layer.mlp, lambda x: x * torch.nan), "is off by nan"),
+        (lambda layer: replaced(layer.mlp, lambda x: x[..., 1:]), "the model cannot compute by it: "),
+        (lambda layer: layer.no_such_kernel, ""),
+    ],
+    ids=["forward", "backward", "one small weight", "nan", "raises", "cannot be made"],
+)
+def test_a_wrong_kernel_is_taken_out_and_the_reason_says_what_is_off(make: Any, said: str, dtype: torch.dtype) -> None:
+    if not said:
+        made: Any = lambda layer: lambda: layer.no_such_kernel  # noqa: E731
+        make, said = made, "AttributeError"
+    proof, plain = proved(make, dtype)
+    assert said in proof.refusal and plain, proof
+
+
+def test_without_a_loss_nothing_is_proved() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    proof = prove_change(
+        lambda: lambda: None,
+        lambda: (weight * 0).sum(),
+        {"weight": weight},
+        tolerance_of(torch.float32),
+        lambda values: values,
+    )
+    assert "no loss to compare" in proof.refusal
+
+
+def changing(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[torch.Tensor], torch.Tensor], **more: Any) -> None:
+    """Has runs of this process try a kernel in the second layer."""
+    own = train_run.make_changes
+
+    def make(trainer: Any, ranks: Any, _: Any, log: Any) -> None:
+        base: Any = train_run.base_model(trainer.model)
+        kernel = ModelChange("kernel", "a fast MLP", replaced(base.model.layers[1].mlp, wrap), **more)
+        own(trainer, ranks, [kernel], log)
+
+    monkeypatch.setattr(train_run, "make_changes", make)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("plain")
+    return run_here(folder, base_config(folder, trainer={"max_steps": 3}))
+
+
+def test_a_run_with_a_wrong_kernel_says_so_and_trains_bit_for_bit_as_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run
+) -> None:
+    changing(monkeypatch, lambda x: Scaled.apply(x, 0.8))
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}), "verify.preflight=false")
+    assert_same_bits(run, plain)
+    assert "as the model comes; a fast MLP: its gradients are off by" in run.summary["changes"]["kernel"]
+    assert "kernel     as the model comes; a fast MLP: its gradients" in run.log
+
+
+def test_a_right_kernel_is_proved_and_trains_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run) -> None:
+    changing(monkeypatch, lambda x: Scaled.apply(x, 1.0))
+    run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}))
+    assert_same_bits(run, plain)
+    assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")
+
+
+def test_asked_for_by_name_a_wrong_or_absent_kernel_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    changing(monkeypatch, lambda x: x * 0.8, key="model.kernel")
+    with pytest.raises(
+        CheckFailed, match="would not train as the model itself does: the loss of the first rows is off"
+    ):
+        run_here(tmp_path, base_config(tmp_path))
+    monkeypatch.undo()
+    changing(monkeypatch, lambda x: x, key="model.kernel", lacks="it is not installed")
+    with pytest.raises(UserError, match="not available, it is not installed"):
+        run_here(tmp_path, base_config(tmp_path))
+
+
+@pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
+def test_other_objectives_prove_by_their_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str) -> None:
+    rows = labelled(12, seed=0) if verb == "kto" else preferences(12, seed=0)
+    config = base_config(tmp_path, objective={"kind": verb}, trainer={"max_steps": 2}, data={"max_length": 128})
+    config["data"]["train"] = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    expected = run_here(tmp_path, config, name="plain")
+    for by, said in ((0.8, "its gradients are off"), (1.0, "a fast MLP (loss off by 0")):
+        with monkeypatch.context() as patch:
+            changing(patch, lambda x, by=by: Scaled.apply(x, by))
+            run = run_here(tmp_path, config, name=f"changed-{by}")
+        assert_same_bits(run, expected)
+        assert said in run.summary["changes"]["kernel"]
