@@ -37,6 +37,7 @@ def train(model: str, tokens: Path, mixed_precision: str, folder: Path) -> list[
         "optim.schedule=constant",
         f"trainer.mixed_precision={mixed_precision}",
         "trainer.resume=never",
+        "trainer.log_every=1",
         f"trainer.output_dir={folder / mixed_precision}",
         "verify.preflight=false",
     ]

@@ -111,6 +111,7 @@ class Setup:
             "trainer": {
                 "output_dir": str(folder / "run"),
                 "max_steps": STEPS,
+                "log_every": 1,
                 "checkpoint_every": CHECKPOINT_EVERY,
                 "eval_every": EVAL_EVERY,
                 **({"on_spike": "skip"} if self.spike else {}),

@@ -87,6 +87,7 @@ def run_packtrain(
         f"batch.tokens_per_device={tokens}",
         f"optim.learning_rate={LEARNING_RATE}",
         "optim.schedule=constant",
+        "trainer.log_every=1",
         f"trainer.output_dir={output}",
         *changes,
     ]

@@ -93,6 +93,7 @@ def run_packtrain(mode: str, model: str, tokens: str, batch: int, folder: Path) 
         *([] if mode == "packed" else [f"batch.examples_per_device={batch}"]),
         f"optim.learning_rate={SETTINGS['learning_rate']}",
         "optim.schedule=constant",
+        "trainer.log_every=1",
         f"trainer.output_dir={output}",
     ]
     started = time.time()

@@ -231,7 +231,9 @@ class Trainer:
     early_stop_patience: int | None = key(
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
     )
-    log_every: int = key(1, "Steps between logged lines.", minimum=1)
+    log_every: int = key(
+        10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fast"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "

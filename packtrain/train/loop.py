@@ -6,6 +6,7 @@ and transformers makes the optimizer and the schedule (engine.py).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -108,8 +109,8 @@ class StepTrainer:
         self.listeners: list[Any] = list(callbacks)
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
-        self._last_loss = self._loss_since_log = torch.zeros((), device=loss.device)
-        self._last_logged_step = 0
+        self._last_loss = torch.zeros((), device=loss.device)
+        self._losses_since_log: list[torch.Tensor] = []
 
     # Before the first step.
 
@@ -142,8 +143,7 @@ class StepTrainer:
         self.state.is_local_process_zero = self.accelerator.is_local_main_process
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.compute_steps(self.args, len(self.steps))
-        self._loss_since_log = torch.zeros((), device=self.loss.device)
-        self._last_logged_step = self.state.global_step
+        self._losses_since_log = []
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
@@ -244,7 +244,7 @@ class StepTrainer:
         """Updates the weights; returns the learning rate. `loss` is this rank's part of the step's loss, for the log."""
         self.clock.enter("optimizer")
         self._last_loss = loss
-        self._loss_since_log += loss
+        self._losses_since_log.append(loss)
         rate = self.engine.update()
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
@@ -252,19 +252,20 @@ class StepTrainer:
         return rate
 
     def should_log(self) -> bool:
-        """Whether this step is logged: the first, every trainer.log_every, and the last."""
-        step, state = self.state.global_step, self.state
-        last = step >= state.max_steps or bool(self.settings.stop.agreed)
-        return step == 1 or step % state.logging_steps == 0 or last
+        """Whether this step is logged: the first, every trainer.log_every, the last, and those that are evaluated or saved, so that a
+        run that goes on from a checkpoint writes the same lines."""
+        step = self.state.global_step
+        due = step in (1, self.state.max_steps) or step % self.state.logging_steps == 0
+        return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
         """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
         self.clock.enter("step end")
-        step, total = self.state.global_step, self._loss_since_log
+        step, losses = self.state.global_step, self._losses_since_log
         with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_logged_step)
-        self._loss_since_log, self._last_logged_step = torch.zeros_like(total), step
+            loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
+        self._losses_since_log = []
         line = {
             "loss": loss,
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
@@ -384,9 +385,15 @@ class StepTrainer:
             return gather_object(losses)
 
     def _raise_if_not_finite(self, loss: float) -> None:
-        """Raises CheckFailed on every process if the loss is not finite."""
-        step = self.state.global_step
-        self.spikes.raise_if_not_finite(step, loss, self.steps.schedule.documents(step - 1).tolist())
+        """Raises CheckFailed on every process if the loss is not finite; names the first such step since the last line."""
+        if math.isfinite(loss):
+            return
+        last, losses = self.state.global_step, torch.stack(self._losses_since_log)
+        with waiting("the losses of all ranks"):
+            losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum")).tolist()
+        first = next((at for at, one in enumerate(losses) if not math.isfinite(one)), len(losses) - 1)
+        step = last - len(losses) + 1 + first
+        self.spikes.stop_at(step, losses[first], self.steps.schedule.documents(step - 1).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
         """Notifies the listeners of a line, and keeps it in the state of the run."""

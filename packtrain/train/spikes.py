@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from accelerate import Accelerator
@@ -176,13 +176,11 @@ class SpikeJudge:
         self._say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
         return back
 
-    def raise_if_not_finite(self, step: int, loss: float, documents: Sequence[int]) -> None:
-        """Raises CheckFailed on every process if the `loss` of `step` is not finite: the weights are ruined from then on.
+    def stop_at(self, step: int, loss: float, documents: Sequence[int]) -> NoReturn:
+        """Raises CheckFailed on every process: the `loss` of `step` is not finite, and the weights are ruined from then on.
 
         After a line in spikes.jsonl with the `documents` of the step, without their losses.
         """
-        if math.isfinite(loss):
-            return
         if self.rules is not None:
             line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
             self._write({**line, "grad_norm": None}, [(number, None) for number in documents])

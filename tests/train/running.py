@@ -59,7 +59,7 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
         "data": {"train": str(data), "cache_dir": str(folder / "cache"), "max_length": 200},
         "batch": {"examples_per_step": 7, "tokens_per_device": 256},
         "optim": {"learning_rate": 1e-3, "schedule": "constant"},
-        "trainer": {"max_steps": 10, "output_dir": str(folder / "run")},
+        "trainer": {"max_steps": 10, "log_every": 1, "output_dir": str(folder / "run")},
     }
     for group, keys in groups.items():
         config[group] = {**config.get(group, {}), **keys}

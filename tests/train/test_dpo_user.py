@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> RunConfig:
         batch=Batch(examples_per_step=7, tokens_per_device=256),
         objective=Objective(kind="dpo"),
         optim=Optim(learning_rate=1e-3, schedule="constant"),
-        trainer=Trainer(max_steps=3, output_dir=str(tmp_path / "run")),
+        trainer=Trainer(max_steps=3, log_every=1, output_dir=str(tmp_path / "run")),
     )
 
 

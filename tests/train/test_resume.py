@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -38,6 +39,21 @@ def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     folder = tmp_path_factory.mktemp("resume")
     return folder, train(folder, config_of(folder), name="unbroken")
+
+
+def test_lines_are_means_since_the_last_one_and_a_run_that_goes_on_writes_the_same(
+    unbroken: tuple[Path, Run], tmp_path: Path
+) -> None:
+    folder, each_step = unbroken
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, trainer={"log_every": 4, "keep_checkpoints": None})))
+    run = train_here(load_config(str(path), []), tmp_path / "run")
+    ends = [1, 3, 4, 6, 8, 9]  # the first and the last, every fourth, those of checkpoints
+    assert [line["step"] for line in run.steps] == ends
+    means = [np.mean(each_step.losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    assert run.losses == pytest.approx(means, rel=1e-6)
+    checkpoint = run.folder / "checkpoints" / "step-000006"
+    assert train_here(load_config(str(path), [f"trainer.resume={checkpoint}"]), tmp_path / "on").losses == run.losses[4:]
 
 
 def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:

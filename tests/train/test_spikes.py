@@ -221,6 +221,18 @@ def test_a_loss_that_is_no_number_and_a_jump_stop_the_run_before_their_update(
     assert Run(tmp_path / "run").steps[-1]["step"] == at - 1
 
 
+def test_between_logged_lines_the_first_step_whose_loss_is_no_number_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(3))
+    config = load_config(written(tmp_path, log_every=6, checkpoint_every=None), [])
+    with pytest.raises(CheckFailed, match=r"the loss is nan at step 3\b"):
+        train_here(config, tmp_path / "run")
+    (line,) = spikes(run := Run(tmp_path / "run"))
+    assert (line["step"], len(line["documents"])) == (3, 7)
+    assert [one["step"] for one in run.steps] == [1]
+
+
 def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:
     usual = RecentFigures()
     for _ in range(8):

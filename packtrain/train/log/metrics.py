@@ -182,8 +182,13 @@ class TerminalProgress(TrainerCallback):
         """Stops the bar, however training ended."""
         self._bar.stop()
 
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Moves the bar on."""
+        for task in self._bar.task_ids:
+            self._bar.update(task, completed=state.global_step)
+
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """Shows the step's figures."""
+        """Shows the figures of the steps since the last line."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
             self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{_preference_words(logs)}")
@@ -193,7 +198,7 @@ class TerminalProgress(TrainerCallback):
                 f"  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
             )
             for task in self._bar.task_ids:
-                self._bar.update(task, completed=state.global_step, figures=figures)
+                self._bar.update(task, figures=figures)
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
 
