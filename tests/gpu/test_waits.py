@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_waits import place_of, tiny_run, train_watched
+from host_waits import answers, place_of, tiny_run, train_watched
 from running import conversations
 
 from packtrain.model.spread import Ranks
@@ -36,17 +36,14 @@ class SyncWarnings(warnings.catch_warnings):
         super().__exit__(*error)
 
 
-@pytest.mark.parametrize("verb", ["sft", "dpo"])
+@pytest.mark.parametrize("verb", ["sft", "dpo", "kto", "reward"])
 @pytest.mark.parametrize("mode", ["packed", "padding_free", "padding"])
 def test_a_step_waits_for_nothing(mode: str, verb: str, tmp_path: Path, device: torch.device) -> None:
-    rows: Any = conversations(24)
-    if verb == "dpo":
-        rows = [{"prompt": "Say it: ", "chosen": " river" * (n % 7 + 1), "rejected": " stone"} for n in range(24)]
+    rows = conversations(24) if verb == "sft" else answers(verb, 24)
     changes = [f"objective.kind={verb}", f"packing.mode={mode}", "trainer.mixed_precision=bf16"]
     watch = SyncWarnings()
     train_watched([*tiny_run(tmp_path, rows), *changes], tmp_path, Ranks(0, 1, device), watch=watch)
-    theirs = {"trl/trainer/dpo_trainer.py"} if verb == "dpo" else set()
-    theirs |= {"transformers/masking_utils.py", "trl/trainer/utils.py"} if mode == "padding" else set()
+    theirs = {"transformers/masking_utils.py", "trl/trainer/utils.py"} if mode == "padding" else set()
     assert {place: n for place, n in watch.found.items() if place not in theirs} == {}
 
 

@@ -28,6 +28,8 @@ _ON_THE_CPU = {
     "packtrain/packing/segments.py",
     "packtrain/packing/collate.py",
     "packtrain/attention/per_document.py::_batch",
+    "packtrain/train/objectives/kto.py::part",
+    "packtrain/train/objectives/deferred_reads.py::_places",
 }
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
@@ -119,3 +121,13 @@ def tiny_run(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     model = ["model.init=random", "model.tokenizer=quickstart", *sizes]
     batch = ["batch.examples_per_step=6", "batch.tokens_per_device=512", "data.max_length=200"]
     return [*model, *batch, f"data.train={data}", f"data.cache_dir={folder / 'cache'}"]
+
+
+def answers(kind: str, count: int) -> list[dict[str, Any]]:
+    """Rows of pairs, or of answers with labels."""
+    if kind == "kto":
+        return [{"prompt": "Say it: ", "completion": " river" * (n % 7 + 1), "label": n % 3 > 0} for n in range(count)]
+    return [
+        {"prompt": "Say it: ", "chosen": " river" * (n % 7 + 1), "rejected": " stone" * (n % 3 + 1)}
+        for n in range(count)
+    ]

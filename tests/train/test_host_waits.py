@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_waits import FIRST, LAST, Waits, tiny_run, train_watched
+from host_waits import FIRST, LAST, Waits, answers, tiny_run, train_watched
 from running import conversations
 from tiny_dpo import Pairs
 
@@ -17,10 +17,6 @@ from packtrain.train.loader import PairSteps, step_loader
 
 LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST + 1}
 """The counts of each step, once its work is queued: they have arrived before its forward pass (LateCopy)."""
-
-
-OF_TRL = {"trl/trainer/dpo_trainer.py::_compute_loss"}
-"""Figures of each micro-batch of pairs."""
 OF_TRANSFORMERS = {"transformers/masking_utils.py::_ignore_causal_mask_sdpa"}
 """Whether a batch with a mask needs it; flattened rows have none."""
 MASKED = {"packing.mode=padding", "model.attention=per_document"}
@@ -46,18 +42,24 @@ def test_a_step_on_documents_waits_for_nothing(changes: list[str], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [[], ["packing.mode=padding"], ["model.attention=per_document"]],
-    ids=["packed", "padding", "per_document"],
+    ("kind", "changes"),
+    [
+        ("dpo", []),
+        ("dpo", ["packing.mode=padding"]),
+        ("dpo", ["model.attention=per_document"]),
+        ("dpo", ["objective.loss=[sigmoid,sft]", "objective.options={loss_weights: [1.0, 0.5]}"]),
+        ("dpo", ["objective.loss=exo_pair", "objective.options={label_smoothing: 0.1}"]),
+        ("kto", []),
+        ("kto", ["objective.loss=apo_zero_unpaired"]),
+        ("reward", []),
+    ],
+    ids=["dpo", "padding", "per_document", "sft", "exo_pair", "kto", "apo_zero_unpaired", "reward"],
 )
-def test_a_step_on_pairs_waits_for_nothing_but_the_figures_of_trl(changes: list[str], tmp_path: Path) -> None:
+def test_a_step_on_answers_waits_for_nothing(kind: str, changes: list[str], tmp_path: Path) -> None:
     waits = Waits()
-    rows = [
-        {"prompt": "Say it: ", "chosen": " river" * (n % 7 + 1), "rejected": " stone" * (n % 3 + 1)} for n in range(24)
-    ]
-    run = [*tiny_run(tmp_path, rows), "objective.kind=dpo", "batch.examples_per_step=3", *changes]
-    train_watched(run, tmp_path, watch=waits)
-    theirs = OF_TRL | OF_TRANSFORMERS if MASKED & {*changes} else OF_TRL
+    run = [*tiny_run(tmp_path, answers(kind, 24)), f"objective.kind={kind}", "batch.examples_per_step=4", *changes]
+    train_watched([*run, "batch.examples_per_device=2"], tmp_path, watch=waits)
+    theirs = OF_TRANSFORMERS if MASKED & {*changes} else set()
     assert split(waits, theirs) == (LATE, theirs)
 
 

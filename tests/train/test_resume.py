@@ -53,7 +53,9 @@ def test_lines_are_means_since_the_last_one_and_a_run_that_goes_on_writes_the_sa
     means = [np.mean(each_step.losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
     assert run.losses == pytest.approx(means, rel=1e-6)
     checkpoint = run.folder / "checkpoints" / "step-000006"
-    assert train_here(load_config(str(path), [f"trainer.resume={checkpoint}"]), tmp_path / "on").losses == run.losses[4:]
+    assert (
+        train_here(load_config(str(path), [f"trainer.resume={checkpoint}"]), tmp_path / "on").losses == run.losses[4:]
+    )
 
 
 def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:

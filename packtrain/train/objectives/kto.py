@@ -85,6 +85,10 @@ class KTOLoss(ReferenceLoss):
         if estimated:
             self.open_step([batch])
 
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """See Loss; labels stay on the host, so that TRL finds the desirable answers there (deferred_reads.py)."""
+        return super().inputs(batch) | {"label": batch.inputs["label"]}
+
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """The micro-batch's part of the mean loss over the answers of the step."""
         inputs = self.inputs(batch)

@@ -18,8 +18,9 @@ from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import IGNORE, on_device
+from packtrain.packing.collate import IGNORE, on_device, to_device
 from packtrain.train.loader import MicroBatch
+from packtrain.train.objectives.deferred_reads import compute_deferred
 from packtrain.train.patches import without_gathering
 from packtrain.train.settings import LoopSettings
 
@@ -206,7 +207,7 @@ class ReferenceLoss(ExampleLoss):
     def compute_with_trl(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss of a micro-batch."""
         with self.accelerator.autocast():
-            return self.trl._compute_loss(model, self.with_reference(inputs), False)
+            return compute_deferred(self.trl._compute_loss, model, self.with_reference(inputs), False)
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss: minus the mean log-probability of the answers' tokens."""
@@ -236,26 +237,35 @@ class ReferenceLoss(ExampleLoss):
 
 
 class WeightedMetrics:
-    """Sums of metrics, each weighted by the number of units that it is a mean over; `units` has the unit of each metric."""
+    """Sums of metrics, each weighted by the number of units that it is a mean over; `units` has the unit of each metric.
+
+    They are float64 on the device, which is read when a line is logged.
+    """
 
     def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
         """`derived` metrics follow from others, and are ignored; tokens are counted by packtrain, exactly even after a resume."""
         self.units, self._ignored = units, ("num_tokens", *derived)
-        self._sums = torch.zeros(len(units), 2, dtype=torch.float64)
+        self._sums: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, list[float]], unit_counts: Mapping[Any, int]) -> None:
+    def add(self, metrics: dict[str, list[torch.Tensor]], unit_counts: Mapping[Any, int]) -> None:
         """Moves TRL's `metrics` of a micro-batch into the sums; `unit_counts` is how many of each unit it has."""
-        for index, (name, unit) in enumerate(self.units.items()):
-            for value in metrics.pop(name, ()):
-                self._sums[index] += torch.tensor([value * unit_counts[unit], unit_counts[unit]], dtype=torch.float64)
+        given = {name: metrics.pop(name)[-1] for name in self.units if name in metrics}
         for name in self._ignored:
             metrics.pop(name, None)
         if metrics:
             raise NotImplementedError(f"metrics of TRL that packtrain does not know: {sorted(metrics)}")
+        nothing = torch.zeros_like(next(iter(given.values())))
+        counts = [unit_counts[unit] if name in given else 0 for name, unit in self.units.items()]
+        values = [given[name] if count else nothing for name, count in zip(self.units, counts, strict=True)]
+        weights = to_device(torch.tensor(counts, dtype=torch.float64), nothing.device)
+        part = torch.stack([torch.stack(values) * weights, weights], dim=1)
+        self._sums = part if self._sums is None else self._sums + part
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
         """Each metric that any process has; resets the sums."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        sums, self._sums = self._sums, None
+        if sums is None:
+            sums = torch.zeros(len(self.units), 2, dtype=torch.float64, device=accelerator.device)
         with waiting("the metrics of all ranks"):
-            sums = cast(torch.Tensor, accelerator.reduce(sums.to(accelerator.device), reduction="sum")).tolist()
-        return {name: total / weight for name, (total, weight) in zip(self.units, sums, strict=True) if weight}
+            totals = cast(torch.Tensor, accelerator.reduce(sums, reduction="sum")).tolist()
+        return {name: total / weight for name, (total, weight) in zip(self.units, totals, strict=True) if weight}

@@ -25,6 +25,7 @@ from packtrain.train.loader import MicroBatch, ScoredSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.deferred_reads import compute_deferred
 from packtrain.train.objectives.loss import ExampleLoss, WeightedMetrics
 from packtrain.train.objectives.training_objective import PairObjective
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
@@ -43,21 +44,22 @@ class RewardMetrics(WeightedMetrics):
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(MEANS, PAIRS))
-        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
+        self._ends: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, list[float]], unit_counts: Mapping[Any, int]) -> None:
+    def add(self, metrics: dict[str, list[torch.Tensor]], unit_counts: Mapping[Any, int]) -> None:
         """See WeightedMetrics."""
-        self._range[0] = self._range[0].clamp(max=metrics.pop(LEAST)[-1])
-        self._range[1] = self._range[1].clamp(min=metrics.pop(GREATEST)[-1])
+        ends = torch.stack([-metrics.pop(LEAST)[-1], metrics.pop(GREATEST)[-1]])
+        self._ends = ends if self._ends is None else self._ends.maximum(ends)
         super().add(metrics, unit_counts)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
         """See WeightedMetrics."""
-        means, ends = super().values(accelerator), self._range.to(accelerator.device)
-        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
+        means, ends, self._ends = super().values(accelerator), self._ends, None
+        if ends is None:
+            ends = torch.full((2,), -torch.inf, dtype=torch.float64, device=accelerator.device)
         with waiting("the metrics of all ranks"):
-            ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
-        metrics = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
+            least, greatest = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2).amax(dim=0).tolist()
+        metrics = {**means, LEAST: -least, GREATEST: greatest}
         return {name: metrics[name] for name in METRIC_ORDER} if means else {}  # none for a step without pairs
 
 
@@ -76,7 +78,7 @@ class RewardLoss(ExampleLoss):
         if not batch.examples:  # a filler, of a process that has fewer micro-batches
             return model(**inputs, use_cache=False).logits.sum() * 0.0
         with self.accelerator.autocast():
-            loss = self.trl.compute_loss(model, inputs)
+            loss = compute_deferred(self.trl.compute_loss, model, inputs)
         self.add_metrics({PAIRS: batch.examples})
         return loss * (batch.examples / counts[3])
 
