@@ -6,14 +6,17 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 
 
-class TorchWithGpus(MetaPathFinder, Loader):
-    """Finds torch, and puts the GPUs into it."""
+class Changed(MetaPathFinder, Loader):
+    """Finds the module `name`, and calls `change` with it when it is imported."""
+
+    def __init__(self, name, change):
+        self._name, self._change = name, change
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "torch":
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec("torch")
+        spec = find_spec(fullname)
         self._loader, spec.loader = spec.loader, self
         return spec
 
@@ -21,12 +24,19 @@ class TorchWithGpus(MetaPathFinder, Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
-        import standin_gpus.device  # its library registers the device guard, which torch looks for as it is imported
+        if self._name == "torch":
+            import standin_gpus.device  # noqa: F401 - its library registers the guard that torch looks for as it is imported
 
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        standin_gpus.install()
+        self._change(module)
+
+
+def _install(_):
+    import standin_gpus
+
+    standin_gpus.install()
 
 
 if os.environ.get("STANDIN_GPUS"):
-    sys.meta_path.insert(0, TorchWithGpus())
+    sys.meta_path.insert(0, Changed("torch", _install))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import types
+from collections import Counter
 from typing import Any
 
 import torch
@@ -115,13 +116,17 @@ def _random_state(device: Any = None) -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)  # random numbers are the CPU's
 
 
-def _reset_peak(device: Any = None) -> None:
-    Bytes.most = Bytes.now
+def _index(device: Any = None) -> int:
+    return device if isinstance(device, int) else current() if device is None else index_of(device)
 
 
 def _each(*names: str, of: Any) -> dict[str, Any]:
     """A function of its own for each name that returns what `of` does: torch's compiler tells functions apart by identity."""
     return {name: lambda *_, **__: of() for name in names}
+
+
+def _by_device(*names: str, of: Counter[int]) -> dict[str, Any]:
+    return {name: lambda device=None: of[_index(device)] for name in names}
 
 
 def install() -> None:
@@ -133,11 +138,11 @@ def install() -> None:
         **_each("set_rng_state", "set_rng_state_all", of=lambda: None),
     }
     memory = {
-        "mem_get_info": lambda device=None: (MEMORY - Bytes.now, MEMORY),
+        "mem_get_info": lambda device=None: (MEMORY - Bytes.now[_index(device)], MEMORY),
         "memory_stats": lambda device=None: {},
-        "reset_peak_memory_stats": _reset_peak,
-        **_each("memory_allocated", "memory_reserved", of=lambda: Bytes.now),
-        **_each("max_memory_allocated", "max_memory_reserved", of=lambda: Bytes.most),
+        "reset_peak_memory_stats": lambda device=None: Bytes.reset(_index(device)),
+        **_by_device("memory_allocated", "memory_reserved", of=Bytes.now),
+        **_by_device("max_memory_allocated", "max_memory_reserved", of=Bytes.most),
     }
     values = {
         **random,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from sitecustomize import Changed
 from torch.utils._pytree import tree_map_only
 
-from standin_gpus.tensor import GpuTensor
+from standin_gpus.tensor import Bytes, GpuTensor
 
 
 def install() -> None:
@@ -17,6 +20,7 @@ def install() -> None:
     _groups_over_gloo()
     _fsdp()
     _staging()
+    sys.meta_path.insert(0, Changed("trl.kernels.chunked_logprob", _head))
 
 
 def _generator(own: Any) -> Any:
@@ -82,7 +86,7 @@ def _groups_over_gloo() -> None:
 
 
 def _fsdp() -> None:
-    """FSDP2 moves what it shards by `.data`, and resizes storages; here gathered weights stay, so what it frees counts on."""
+    """FSDP2 moves what it shards by `.data`, and resizes the storages of what it gathers."""
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
 
     def move(params: Any, buffers: Any, device: torch.device) -> None:
@@ -95,9 +99,16 @@ def _fsdp() -> None:
                 torch.utils.swap_tensors(tensor, moved)
 
     _fsdp_init._move_states_to_device = move
-    modules: Any = (_fsdp_param, _fsdp_param_group)
-    for module in modules:
-        module.alloc_storage = module.free_storage = lambda tensor: None
+
+
+    def alloc_storage(tensor: GpuTensor) -> None:
+        Bytes.resize(tensor, tensor.numel() * tensor.itemsize)
+
+    def free_storage(tensor: GpuTensor) -> None:
+        Bytes.resize(tensor, 0)
+
+    _fsdp_param.alloc_storage, _fsdp_param.free_storage = alloc_storage, free_storage
+    _fsdp_param_group.alloc_storage = alloc_storage
 
 
 def _staging() -> None:
@@ -111,3 +122,15 @@ def _staging() -> None:
         return offload(self, x.inner if isinstance(x, GpuTensor) else x, memo, non_blocking=non_blocking)
 
     stager._offload_tensor = of_inner
+
+
+def _head(trl: Any) -> None:
+    """TRL's kernels for tiles of logits are Triton's on a GPU, where they need no memory of their own."""
+
+    def as_one(kernel: Callable[..., None]) -> Callable[..., None]:
+        def run(*tensors: Any, **options: Any) -> None:
+            kernel(*tree_map_only(GpuTensor, lambda one: one.inner, tensors), **options)
+
+        return run
+
+    trl._forward_tile, trl._backward_tile = as_one(trl._forward_tile), as_one(trl._backward_tile)

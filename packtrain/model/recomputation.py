@@ -1,0 +1,81 @@
+"""`trainer.gradient_checkpointing`: which layers keep their activations for the backward pass, and which compute them again.
+
+`full`: every layer keeps its input alone and runs once more in the backward pass. `every_n`: each nth layer does, the others keep
+all. `selective`: every layer does, but for the results of attention and of every second matrix product, which are kept: what is
+cheap to keep for what it costs, as in torchtitan (`torchtitan/distributed/activation_checkpoint.py`), by torch's
+`create_selective_checkpoint_contexts`. The result of an adapter's second factor, as wide as the layer and quickly made, is not
+kept. Losses and gradients are the same bits with each.
+
+Layers switch themselves (transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from packtrain.errors import UserError
+
+KEY = "trainer.gradient_checkpointing"
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
+_ATTENTION = re.compile(r"aten::_(scaled_dot_product|flash_attention|efficient_attention)|torch_attn::|flash_attn")
+_THIN = 8
+"""Products whose inner dimension is so many times smaller than their result is wide are made again, the reverse are kept."""
+
+
+def recompute(model: PreTrainedModel, policy: str) -> None:
+    """Has the layers of `model` (without adapters around it) work by `policy`: full, every_2 … or selective.
+
+    Raises UserError where the model has no layers that can.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
+        what = f"the layers of {type(model).__name__} cannot compute their activations again"
+        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={'full' if not layers else 'none'}")
+    every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
+    context: dict[str, Any] = {"context_fn": _selective} if policy == "selective" else {}
+
+    def switch(self: Any, enable: bool = True, **_: Any) -> None:
+        """In place of transformers' own: TRL switches off for a pass of the reference, and on again without our choices."""
+        rerun = partial(checkpoint, use_reentrant=False, **context)
+        type(self)._set_gradient_checkpointing(self, enable, rerun)
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = enable and number % every == 0
+
+    own: Any = model
+    own._set_gradient_checkpointing = types.MethodType(switch, model)
+    own.activation_checkpointing_enable()
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keep_every_second())
+
+
+def _keep_every_second() -> Callable[..., CheckpointPolicy]:
+    """The policy of one run of a layer. The first product is made again and the second kept: so the last of seven, whose result
+    the backward pass needs nowhere, is not."""
+    products: Counter[bool] = Counter()
+
+    def decide(run: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+        name, keep = operator.name().partition(".")[0], False
+        if name in _PRODUCTS:
+            rows, columns = args[-2:] if name == "aten::addmm" else args[:2]
+            inner, width = rows.shape[-1], columns.shape[-1]
+            if max(inner, width) < _THIN * min(inner, width):
+                products[run.is_recompute] += 1
+                keep = products[run.is_recompute] % 2 == 0
+            else:
+                keep = inner > width
+        elif _ATTENTION.match(name):
+            keep = "backward" not in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide

@@ -1,0 +1,103 @@
+"""The memory that a plan foresees, against the bytes that a run's tensors take on stand-in GPUs at the fullest moment.
+
+The peak is that of the whole run, proofs and the trial of the largest micro-batch before step 1 included, as metrics.jsonl has it.
+Documents are as long as `data.max_length` allows, so that each micro-batch is as full as a plan must assume. The model has six
+layers and a small vocabulary: weights, optimizer, activations and the output head are each a share that shows. Kernels that a GPU
+has as one, and which are computed in steps on a CPU (flash attention, TRL's Triton kernels for the head), count as what they return.
+Not counted: what CUDA's allocator rounds up (512 bytes a tensor) or cannot use.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import WORDS, write_jsonl
+
+from packtrain.config.compose import load_config
+from packtrain.plan.memory import GIB, Memory, estimate
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+}
+LENGTH = 256
+MASTERS, LORA = "model.dtype=bfloat16", "peft=lora"
+FULL = "trainer.gradient_checkpointing=true"
+PADDED = ("packing.mode=padding", "batch.examples_per_device=2", "batch.tokens_per_device=null")
+SETTINGS = {  # verb, processes, changes
+    "sft": ("sft", 1),
+    "sft masters": ("sft", 1, MASTERS),
+    "sft full": ("sft", 1, FULL),
+    "sft masters full": ("sft", 1, MASTERS, FULL),
+    "sft float32": ("sft", 1, "trainer.mixed_precision=no"),
+    "sft padded": ("sft", 1, *PADDED),
+    "sft lora": ("sft", 1, LORA, MASTERS),
+    "sft lora full": ("sft", 1, LORA, MASTERS, FULL),
+    "dpo": ("dpo", 1),
+    "dpo lora full": ("dpo", 1, LORA, FULL),
+    "kto": ("kto", 1, MASTERS),
+    "reward": ("reward", 1),
+    "ddp": ("sft", 2),
+    "zero1": ("sft", 2, "strategy=zero1", MASTERS),
+    "zero2": ("sft", 2, "strategy=zero2"),
+    "zero2 masters full": ("sft", 2, "strategy=zero2", MASTERS, FULL),
+    "zero3": ("sft", 2, "strategy=zero3", FULL),
+    "fsdp2": ("sft", 2, "strategy=fsdp2"),
+    "fsdp2 masters full": ("sft", 2, "strategy=fsdp2", MASTERS, FULL),
+    "fsdp2 dpo": ("dpo", 2, "strategy=fsdp2"),
+}
+IN_CI = ("sft", "dpo lora full", "zero2 masters full", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each objective a file of documents longer than LENGTH."""
+    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+
+    def said(role: str, words: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": " ".join(rng.choices(WORDS, k=words))}]
+
+    def pair() -> dict[str, Any]:
+        return {"prompt": said("user", 1), "chosen": said("assistant", 400), "rejected": said("assistant", 400)}
+
+    documents: dict[str, list[dict]] = {
+        "sft": [{"messages": said("user", 1) + said("assistant", 400)} for _ in range(16)],
+        "dpo": [pair() for _ in range(16)],
+        "kto": [
+            {"prompt": said("user", 1), "completion": said("assistant", 400), "label": bool(number % 2)}
+            for number in range(16)
+        ],
+    }
+    documents["reward"] = documents["dpo"]
+    return {verb: write_jsonl(folder / f"{verb}.jsonl", rows) for verb, rows in documents.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.exhaustive) for name in SETTINGS]
+)
+def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path], tmp_path: Path, name: str) -> None:
+    verb, processes, *changes = SETTINGS[name]
+    arguments = [
+        *(f"model.config.{key}={value}" for key, value in SIZES.items()),
+        *("model.init=random", "model.tokenizer=quickstart", f"data.train={data[verb]}", f"data.cache_dir={tmp_path}"),
+        *(f"data.max_length={LENGTH}", f"batch.examples_per_step={8 if processes == 2 else 4}", "trainer.max_steps=2"),
+        *("batch.tokens_per_device=512", f"trainer.output_dir={tmp_path / 'run'}", *changes),
+    ]
+    (empty := tmp_path / "run.yaml").write_text("{}\n")
+    gpus.packtrain(verb, str(empty), *arguments, devices=processes, ranks=processes)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    counted = max(json.loads(line).get("memory_bytes", 0) for line in lines)
+    planned = estimate(load_config(None, [*arguments, f"objective.kind={verb}"]), processes, 80 * GIB)
+    assert isinstance(planned, Memory)
+    shown = ", ".join(f"{part} {getattr(planned, part) / 2**20:.1f}" for part in ("weights", "gradients", "optimizer", "reference", "buffers", "activations"))
+    print(f"{name:20} planned {planned.total / 2**20:7.1f} MiB, counted {counted / 2**20:7.1f}: {planned.total / counted:.3f}   ({shown})")
+    assert planned.total == pytest.approx(counted, rel=0.1)
