@@ -24,8 +24,8 @@ class Gpus:
     """packtrain's command on stand-in GPUs, in processes that are forked from one that has imported everything."""
 
     def __init__(self, folder: Path) -> None:
-        self.touches = folder / "touches.jsonl"
-        environment = {**os.environ, **standin.variables(1, self.touches), "OMP_NUM_THREADS": "1"}
+        self.report = folder / "report.jsonl"
+        environment = {**os.environ, **standin.variables(1, self.report), "OMP_NUM_THREADS": "1"}
         environment.pop("DS_ACCELERATOR", None)
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.server = subprocess.Popen([sys.executable, "-m", "tests.standin.warm"], cwd=ROOT, env=environment, **pipes)
@@ -47,7 +47,7 @@ class Gpus:
         self._ask({"function": named, "variables": [{**(env or {}), "STANDIN_GPUS": str(devices)}]}, 0)
 
     def _ask(self, asked: dict[str, Any], expect: int) -> Any:
-        self.touches.unlink(missing_ok=True)
+        self.report.unlink(missing_ok=True)
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps({"cwd": str(ROOT), "timeout": 300, **asked}) + "\n")
         self.server.stdin.flush()
@@ -56,12 +56,24 @@ class Gpus:
             assert one["code"] == expect, f"exit {one['code']}\n{one['stdout']}\n{one['stderr']}"
         return subprocess.CompletedProcess(asked, *(results[0][name] for name in ("code", "stdout", "stderr")))
 
+    @property
+    def reported(self) -> list[dict[str, Any]]:
+        """What the processes of the last launch wrote down (site/standin_gpus/device.py::report)."""
+        return [json.loads(line) for line in self.report.read_text().splitlines()]
+
     def touched(self) -> dict[int, dict[int, str]]:
         """Of each rank of the last launch the devices that it used, and the first thread that used each."""
         touched: dict[int, dict[int, str]] = {}
-        for line in map(json.loads, self.touches.read_text().splitlines()):
-            touched.setdefault(line["rank"], {})[line["device"]] = line["thread"]
+        for line in self.reported:
+            if "device" in line:
+                touched.setdefault(line["rank"], {})[line["device"]] = line["thread"]
         return touched
+
+    def flash_calls(self, rank: int) -> tuple[list[int], list[int]]:
+        """The calls of flash attention's kernel in that rank of the last launch, forward and backward: the segments of each."""
+        lines = [line for line in self.reported if "flash" in line and line["rank"] == rank]
+        forward, backward = ([one["segments"] for one in lines if one["flash"] == way] for way in ("forward", "backward"))
+        return forward, backward
 
     def train(
         self, folder: Path, config: dict[str, Any], *overrides: str, verb: str = "sft", name: str = "run", **how: Any

@@ -41,7 +41,7 @@ def library() -> Path:
 
 
 def variables(devices: int, report: Path | None = None) -> dict[str, str]:
-    """The variables with which a process has so many devices; each touch of one goes to `report`, as a line of JSON."""
+    """The variables with which a process has so many devices; what they report (device.py) goes to `report`, as lines of JSON."""
     own = {"STANDIN_GPUS": str(devices), "STANDIN_LIBRARY": str(library())}
     own |= {"PATH": f"{SITE}:{os.environ['PATH']}"}
     own |= {"PYTHONPATH": ":".join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -10,8 +10,8 @@ from standin_gpus import device  # before torch is imported
 
 def install() -> None:
     """Puts the devices into torch, which has just been imported."""
-    from standin_gpus import cuda_calls, flash, libraries, tensor
+    from standin_gpus import cuda_calls, flash, libraries, nccl, tensor
 
-    for part in (tensor, flash, cuda_calls, libraries):
+    for part in (tensor, flash, cuda_calls, nccl, libraries):
         part.install()
     device.touched.clear()

@@ -61,11 +61,15 @@ def index_of(device: Any) -> int:
 
 
 def touch(index: int) -> None:
-    """Notes that this process uses a device; in the file STANDIN_REPORT, too."""
+    """Notes that this process uses a device; in the report, too."""
     if index in touched:
         return
     touched[index] = threading.current_thread().name
-    if report := os.environ.get("STANDIN_REPORT"):
-        line = {"rank": int(os.environ.get("RANK", "0")), "device": index, "thread": touched[index]}
-        with open(report, "a") as file:
-            file.write(json.dumps(line) + "\n")
+    report(device=index, thread=touched[index])
+
+
+def report(**what: Any) -> None:
+    """Adds a line of JSON about this process to the file STANDIN_REPORT."""
+    if path := os.environ.get("STANDIN_REPORT"):
+        with open(path, "a") as file:
+            file.write(json.dumps({"rank": int(os.environ.get("RANK", "0")), **what}) + "\n")

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from standin_gpus.device import report
 from standin_gpus.tensor import GpuTensor, replaced
 
 
@@ -26,6 +27,7 @@ def _forward(
 ):  # fmt: skip
     q, k, v = query.inner, key.inner, value.inner
     _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
+    report(flash="forward", segments=len(cum_seq_q) - 1)
     out, logsum = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for rows, columns in _segments(cum_seq_q, cum_seq_k, max_q, max_k):
         scores, _, values = _scores(q[rows], k[columns], v[columns], scale, window_size_left)
@@ -42,6 +44,7 @@ def _backward(
     """By hand, with the output and log-sum that are given: a caller may have changed both, to add sinks."""
     q, k, v, output, gradient = (one.inner.detach() for one in (query, key, value, out, grad_out))
     _check(q, k, v, dropout_p, is_causal, window_size_left, window_size_right)
+    report(flash="backward", segments=len(cum_seq_q) - 1)
     of_q, of_k, of_v = (torch.zeros_like(one, dtype=torch.float32) for one in (q, k, v))
     group, factor = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
 

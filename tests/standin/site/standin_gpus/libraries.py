@@ -17,7 +17,6 @@ def install() -> None:
     torch.Generator = _generator(torch.Generator)
     torch.nn.Module.to = _module_to(torch.nn.Module.to)
     torch.load = _load(torch.load)
-    _groups_over_gloo()
     _fsdp()
     _staging()
     sys.meta_path.insert(0, Changed("trl.kernels.chunked_logprob", _head))
@@ -60,29 +59,6 @@ def _load(own: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda one: one.to(map_location), found)
 
     return load
-
-
-def _groups_over_gloo() -> None:
-    """What asks for NCCL gets gloo, which takes the tensors' CPU side."""
-    import torch.distributed as dist
-
-    core: Any = dist.distributed_c10d
-    start = dist.init_process_group
-
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        if device_id is not None and device_id.index is None:
-            raise ValueError("init_process_group needs a device_id with an index")
-        start("gloo", *args, **kwargs)
-
-    def is_nccl_available() -> bool:
-        return True
-
-    for module in (dist, core):
-        module.init_process_group, module.is_nccl_available = init_process_group, is_nccl_available
-        if not hasattr(module, "ProcessGroupNCCL"):
-            module.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
-    logger: Any = torch._C._distributed_c10d.Logger
-    logger.set_runtime_stats_and_log = lambda self: None  # it reads the clock of DDP's events, which are CUDA's
 
 
 def _fsdp() -> None:

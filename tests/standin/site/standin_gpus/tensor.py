@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from standin_gpus import nccl
 from standin_gpus.device import check, current, index_of, touch
 
 waits: list[str] = []
@@ -185,6 +186,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _READS or masked or read:
         note_wait(name)
     on_cpu, options = tree_map_only(GpuTensor, lambda one: one.inner, (args, kwargs))
+    on_cpu = nccl.on_cpu(func, on_cpu)
     if index is not None and options.get("device") is not None:
         options["device"] = torch.device("cpu")
     if options.get("pin_memory"):

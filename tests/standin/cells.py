@@ -1,0 +1,75 @@
+"""The matrix of runs on GPUs: objective × attention × precision × strategy × devices, and the sample of it that CI runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+OBJECTIVES = ("sft", "dpo", "kto", "reward")
+ATTENTION = ("flash", "segmented", "padding")
+PRECISION = ("float32 weights", "bfloat16 weights")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+DEVICES = (1, 2)
+
+
+class Reference(NamedTuple):
+    """What the CPU's run that a cell is compared with depends on."""
+
+    objective: str
+    precision: str
+    packing: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    objective: str
+    attention: str
+    precision: str
+    strategy: str
+    devices: int
+
+    def __str__(self) -> str:
+        return "-".join(str(value).replace(" weights", "") for value in astuple(self))
+
+    @property
+    def packing(self) -> str:
+        return "padding" if self.attention == "padding" else "packed"
+
+    @property
+    def reference(self) -> Reference:
+        return Reference(self.objective, self.precision, self.packing)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys of the config that make the cell; flash is what `auto` is to choose, so it is not asked for."""
+        backend = "segmented" if self.attention == "segmented" else "auto"
+        return [f"strategy={self.strategy}", f"model.attention={backend}", *overrides_of(self.reference)]
+
+
+def overrides_of(reference: Reference) -> list[str]:
+    """Weights in float32 are computed with in bfloat16 everywhere, so that a CPU rounds as a GPU does."""
+    dtype = reference.precision.removesuffix(" weights")
+    return [f"model.dtype={dtype}", "trainer.mixed_precision=bf16", f"packing.mode={reference.packing}"]
+
+
+CELLS = [Cell(*values) for values in product(OBJECTIVES, ATTENTION, PRECISION, STRATEGIES, DEVICES)]
+
+
+def pairs_of(cell: Cell) -> set[tuple[Any, ...]]:
+    """The pairs of values of two axes that the cell has."""
+    return set(combinations(enumerate(astuple(cell)), 2))
+
+
+def sample(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of the cells, with every pair of values of two axes: the next is always the one that has most new pairs."""
+    chosen, lacking = [], set().union(*map(pairs_of, cells))
+    while lacking:
+        best = max(cells, key=lambda cell: len(pairs_of(cell) & lacking))
+        chosen.append(best)
+        lacking -= pairs_of(best)
+    return chosen
+
+
+SAMPLE = sample(CELLS)

@@ -1,0 +1,85 @@
+"""Every cell of the matrix (cells.py) trains on GPUs as the CPU does: the same losses and gradients, by the kernel that is meant."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answer_runs import labelled, preferences
+from running import Run, base_config, conversations, train, write_jsonl
+
+from tests.standin import cells
+from tests.standin.cells import CELLS, SAMPLE, Cell, Reference
+
+STEPS = 3
+BY = {"loss": 1e-2, "grad_norm": 5e-2}
+"""How far figures may be from the CPU's, as a part of them: both compute in bfloat16, and add up in another order."""
+PICKED = {str(cell) for cell in SAMPLE}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+def config_of(folder: Path, objective: str) -> dict[str, Any]:
+    """Steps of 7 examples in several micro-batches; the learning rate is so high that losses tell of every update."""
+    slots = 128 if objective in ("sft", "kto") else 192  # a pair needs twice as many
+    rows = {"sft": conversations(22), "kto": labelled(22, 0)}.get(objective) or preferences(22, 0)
+    data = {"train": str(write_jsonl(folder / f"{objective}.jsonl", rows)), "max_length": 92}
+    trainer = {"max_steps": STEPS}
+    optim = {"learning_rate": 5e-3}
+    return base_config(folder, data=data, batch={"tokens_per_device": slots}, trainer=trainer, optim=optim)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder: Path) -> Any:
+    @cache
+    def run(reference: Reference) -> Run:
+        config, name = config_of(folder, reference.objective), "-".join(reference).replace(" ", "-")
+        return train(folder, config, *cells.overrides_of(reference), command=reference.objective, name=name)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(one, id=str(one), marks=[] if str(one) in PICKED else pytest.mark.exhaustive) for one in CELLS]
+)
+def test_a_cell_trains_as_the_cpu(gpus, folder: Path, on_cpu: Any, cell: Cell) -> None:
+    expected, config = on_cpu(cell.reference), config_of(folder, cell.objective)
+    run = gpus.train(
+        folder,
+        config,
+        *cell.overrides,
+        verb=cell.objective,
+        name=str(cell),
+        devices=cell.devices,
+        ranks=cell.devices,
+    )
+    for figure, by in BY.items():
+        values, of_cpu = ([line[figure] for line in one.steps] for one in (run, expected))
+        assert values == pytest.approx(of_cpu, rel=by), figure
+    assert {rank: set(own) for rank, own in gpus.touched().items()} == {rank: {rank} for rank in range(cell.devices)}
+    backend = run.summary["attention"]
+    assert (cell.packing == "padding" and backend is None) or backend.startswith(cell.attention), backend
+    for rank in range(cell.devices):
+        forward, backward = gpus.flash_calls(rank)
+        assert bool(forward) == bool(backward) == (cell.attention == "flash")
+        assert cell.attention != "flash" or max(backward) > 1
+
+
+@pytest.mark.parametrize("objective", cells.OBJECTIVES)
+def test_a_wrong_update_would_show(on_cpu: Any, objective: str) -> None:
+    """Losses of consecutive steps are further apart than what is allowed for rounding."""
+    losses = on_cpu(Reference(objective, cells.PRECISION[0], "packed")).losses
+    assert min(abs(after - before) for before, after in pairwise(losses)) > 2 * BY["loss"] * losses[0], losses
+
+
+def test_the_sample_has_every_pair_of_values() -> None:
+    pairs = set().union(*map(cells.pairs_of, CELLS))
+    assert set().union(*map(cells.pairs_of, SAMPLE)) == pairs and len(SAMPLE) <= 24
+    every = [getattr(cells, name) for name in ("OBJECTIVES", "ATTENTION", "PRECISION", "STRATEGIES", "DEVICES")]
+    assert len(CELLS) == 240 and {value for _, value in set().union(*pairs)} == set().union(*every)
