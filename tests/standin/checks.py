@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import types
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed
 from packtrain.model.spread import Ranks
 from packtrain.train.run import train
+from packtrain.train.sync import limit_collectives
 
 CUDA = torch.device("cuda", 0)
 HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
@@ -75,6 +81,57 @@ def indexes_as_torch_does() -> None:
         assert there[key].cpu().equal(row[key]), key
     there[[1, 3]] = 0
     assert there.sum().item() == 0 + 1 + 2 + 6 + 7 + 8
+
+
+def refuses_what_the_kernel_cannot_do() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(dtype=torch.bfloat16, size=16, borders=torch.int32, place="cuda", longest=4):
+        q, k, v = (torch.ones(6, 2, size, dtype=dtype, device="cuda") for _ in range(3))
+        starts = torch.tensor([0, 4, 6], dtype=borders, device=place)
+        return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+
+    assert attend().shape == (6, 2, 16)
+    wrong = {"fp16 and bf16": {"dtype": torch.float32}, "multiple of 8": {"size": 12}, "int32": {"borders": torch.int64}}
+    for said, argument in {**wrong, "same device": {"place": "cpu"}, "longer": {"longest": 3}}.items():
+        with pytest.raises(RuntimeError, match=said):
+            attend(**argument)  # type: ignore[arg-type]
+
+
+def sends_what_is_on_devices_alone() -> None:
+    """In two ranks."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    with pytest.raises(ValueError, match="with an index"):
+        dist.init_process_group("nccl", device_id=torch.device("cuda"))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=30))
+    assert dist.get_backend() == dist.get_backend(dist.new_group([0, 1])) == "nccl"
+    numbers = torch.ones(2, device="cuda") * (rank + 1)
+    dist.all_reduce(numbers)
+    each = torch.empty(4, device="cuda")
+    dist.all_gather_into_tensor(each, numbers * (rank + 1))
+    assert (numbers.tolist(), each.tolist()) == ([3, 3], [3, 3, 6, 6])
+    summed = all_reduce(numbers, "sum", dist.group.WORLD)
+    assert summed.device.index == rank and summed.tolist() == [6, 6]
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, f"of {rank}")
+    assert objects == ["of 0", "of 1"]
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
+
+
+def limits_what_waits_for_another_rank() -> None:
+    """In two ranks."""
+    rank, done = int(os.environ["RANK"]), Path(os.environ["DONE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=600))
+    limit_collectives(1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out"):
+            dist.all_reduce(torch.ones(2, device="cuda"))
+        done.touch()
+    while not done.exists():
+        time.sleep(0.05)
 
 
 def has_torchs_kernel_forward_and_backward() -> None:

@@ -37,14 +37,18 @@ class Gpus:
 
         Returns rank 0's result, a CompletedProcess; asserts the exit code of each.
         """
-        launched = forked.told_by_torchrun(ranks) if ranks > 1 else [{}]
-        variables = [{**one, **(env or {}), "STANDIN_GPUS": str(devices)} for one in launched]
-        return self._ask({"arguments": arguments, "variables": variables}, expect)
+        return self._launch({"arguments": arguments}, devices, ranks, expect, env)
 
-    def call(self, function: Any, devices: int = 1, env: Mapping[str, str] | None = None) -> None:
-        """Calls a function of a module on a machine with so many devices."""
-        named = f"{function.__module__}:{function.__name__}"
-        self._ask({"function": named, "variables": [{**(env or {}), "STANDIN_GPUS": str(devices)}]}, 0)
+    def call(self, function: Any, devices: int = 1, ranks: int = 1, env: Mapping[str, str] | None = None) -> None:
+        """Calls a function of a module in place of packtrain's command."""
+        self._launch({"function": f"{function.__module__}:{function.__name__}"}, devices, ranks, 0, env)
+
+    def _launch(
+        self, asked: dict[str, Any], devices: int, ranks: int, expect: int, env: Mapping[str, str] | None
+    ) -> Any:
+        launched = forked.told_by_torchrun(ranks) if ranks > 1 else [{}]
+        own = [{**one, **(env or {}), "STANDIN_GPUS": str(devices)} for one in launched]
+        return self._ask({"variables": own, **asked}, expect)
 
     def _ask(self, asked: dict[str, Any], expect: int) -> Any:
         self.report.unlink(missing_ok=True)

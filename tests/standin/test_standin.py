@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.standin import checks
@@ -14,6 +16,7 @@ from tests.train import forked
         (checks.refuses_what_cuda_refuses, 2),
         (checks.notes_touches_waits_and_bytes, 2),
         (checks.indexes_as_torch_does, 1),
+        (checks.refuses_what_the_kernel_cannot_do, 1),
         (checks.has_torchs_kernel_forward_and_backward, 1),
         (checks.ends_with_the_kernel_that_broke_the_device, 1),
         (checks.passes_over_a_kernel_without_code_for_the_device, 1),
@@ -22,6 +25,11 @@ from tests.train import forked
 )
 def test_it(gpus, check, devices: int) -> None:
     gpus.call(check, devices=devices)
+
+
+def test_ranks_have_nccl(gpus, tmp_path: Path) -> None:
+    gpus.call(checks.sends_what_is_on_devices_alone, devices=2, ranks=2)
+    gpus.call(checks.limits_what_waits_for_another_rank, devices=2, ranks=2, env={"DONE": str(tmp_path / "done")})
 
 
 @pytest.mark.parametrize("launched", ["by nobody", "by torchrun", "by nobody, in a shell with LOCAL_RANK"])

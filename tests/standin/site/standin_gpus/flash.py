@@ -77,10 +77,12 @@ def _check(q, k, v, dropout_p, is_causal, left, right) -> None:
 
 def _segments(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
     """Of each segment its queries and its keys in the row."""
-    assert cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+    if not cum_seq_q.dtype == cum_seq_k.dtype == torch.int32:
+        raise RuntimeError("cu_seqlens_q must have dtype torch.int32")
     queries, keys = (pairwise(one.inner.tolist()) for one in (cum_seq_q, cum_seq_k))
     for rows, columns in zip(queries, keys, strict=True):
-        assert rows[1] - rows[0] <= max_q and columns[1] - columns[0] <= max_k
+        if rows[1] - rows[0] > max_q or columns[1] - columns[0] > max_k:  # the kernel would leave the rest out
+            raise RuntimeError(f"a segment is longer than max_q or max_k: {rows}, {columns}, {max_q}, {max_k}")
         yield slice(*rows), slice(*columns)
 
 

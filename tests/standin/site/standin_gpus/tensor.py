@@ -6,12 +6,13 @@ import sys
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from standin_gpus import nccl
 from standin_gpus.device import check, current, index_of, touch
@@ -172,30 +173,56 @@ class GpuTensor(torch.Tensor):
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Does on the CPU what was asked of a device; refuses what CUDA refuses."""
     check()
-    if func in replaced:
-        return replaced[func](*args, **kwargs)
     name = func.overloadpacket.__name__
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = list(_tensors((args, kwargs)))
     on_gpus = [one for one in tensors if isinstance(one, GpuTensor)]
     if on_gpus and name not in (*_BETWEEN_DEVICES, *_INDEXING):
         _check_devices(func, tensors, on_gpus)
+    if func in replaced:
+        return replaced[func](*args, **kwargs)
     index = _index_of_result(name, args, kwargs, on_gpus)
     masked = name in _INDEXING and any(one is not None and one.dtype == torch.bool for one in args[1])
     at_once = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
     read = index is None and on_gpus and name in _BETWEEN_DEVICES and at_once
     if name in _READS or masked or read:
         note_wait(name)
-    on_cpu, options = tree_map_only(GpuTensor, lambda one: one.inner, (args, kwargs))
+    on_cpu, options = each_tensor(lambda one: one.inner if isinstance(one, GpuTensor) else one, (args, kwargs))
     on_cpu = nccl.on_cpu(func, on_cpu)
     if index is not None and options.get("device") is not None:
         options["device"] = torch.device("cpu")
     if options.get("pin_memory"):
         options["pin_memory"] = False
     result = _product(func, on_cpu, options) if name in _PRODUCTS else func(*on_cpu, **options)
+    result = nccl.ended(func, result)
     if index is None:
         return result
-    result = tree_map_only(torch.Tensor, lambda one: GpuTensor(one, index), result)
-    return return_and_correct_aliasing(func, args, kwargs, result)
+    result = each_tensor(lambda one: GpuTensor(one, index), result)
+    return return_and_correct_aliasing(func, args, kwargs, result) if _shares_memory(func) else result
+
+
+def each_tensor(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """The arguments or results `values` with their tensors changed (torch's own for trees takes most of a tiny run's time)."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, (tuple, list)):
+        return type(values)([each_tensor(change, one) for one in values])
+    if isinstance(values, dict):
+        return {name: each_tensor(change, one) for name, one in values.items()}
+    return values
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list, dict)):
+        for one in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(one)
+
+
+@cache
+def _shares_memory(func: Any) -> bool:
+    """Whether results are views of arguments, or arguments that it has changed."""
+    return any(one.alias_info is not None for one in (*func._schema.arguments, *func._schema.returns))
 
 
 def _product(func: Any, factors: Any, options: dict[str, Any]) -> Any:
