@@ -42,16 +42,18 @@ class Cell:
         return Reference(self.objective, self.precision, self.packing)
 
     @property
-    def overrides(self) -> list[str]:
+    def groups(self) -> dict[str, dict[str, Any]]:
         """The keys of the config that make the cell; flash is what `auto` is to choose, so it is not asked for."""
+        groups = groups_of(self.reference)
         backend = "segmented" if self.attention == "segmented" else "auto"
-        return [f"strategy={self.strategy}", f"model.attention={backend}", *overrides_of(self.reference)]
+        return {**groups, "strategy": {"name": self.strategy}, "model": {**groups["model"], "attention": backend}}
 
 
-def overrides_of(reference: Reference) -> list[str]:
+def groups_of(reference: Reference) -> dict[str, dict[str, Any]]:
     """Weights in float32 are computed with in bfloat16 everywhere, so that a CPU rounds as a GPU does."""
     dtype = reference.precision.removesuffix(" weights")
-    return [f"model.dtype={dtype}", "trainer.mixed_precision=bf16", f"packing.mode={reference.packing}"]
+    packing = {"mode": reference.packing}
+    return {"model": {"dtype": dtype}, "trainer": {"mixed_precision": "bf16"}, "packing": packing}
 
 
 CELLS = [Cell(*values) for values in product(OBJECTIVES, ATTENTION, PRECISION, STRATEGIES, DEVICES)]

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
+from packtrain.cli import main
 from packtrain.config.schema import RunConfig
+from packtrain.diagnose import env
 from packtrain.errors import CheckFailed
 from packtrain.model.spread import Ranks
 from packtrain.train.run import train
@@ -92,7 +94,11 @@ def refuses_what_the_kernel_cannot_do() -> None:
         return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
 
     assert attend().shape == (6, 2, 16)
-    wrong = {"fp16 and bf16": {"dtype": torch.float32}, "multiple of 8": {"size": 12}, "int32": {"borders": torch.int64}}
+    wrong = {
+        "fp16 and bf16": {"dtype": torch.float32},
+        "multiple of 8": {"size": 12},
+        "int32": {"borders": torch.int64},
+    }
     for said, argument in {**wrong, "same device": {"place": "cpu"}, "longer": {"longest": 3}}.items():
         with pytest.raises(RuntimeError, match=said):
             attend(**argument)  # type: ignore[arg-type]
@@ -127,7 +133,7 @@ def limits_what_waits_for_another_rank() -> None:
     dist.init_process_group("nccl", timeout=timedelta(seconds=600))
     limit_collectives(1)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="(?i)timed out"):
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
             dist.all_reduce(torch.ones(2, device="cuda"))
         done.touch()
     while not done.exists():
@@ -162,3 +168,15 @@ def passes_over_a_kernel_without_code_for_the_device() -> None:
     sys.modules["flash_attn_interface"] = types.SimpleNamespace(flash_attn_varlen_func=kernel)  # type: ignore[assignment]
     choice = choose_kernel(HALF, CUDA)
     assert choice.kernel is not None and "no kernel image" in dict(choice.lacks)["FlashAttention 3"]
+
+
+def takes_its_time_over_env() -> None:
+    """`packtrain env` with the ARGUMENTS, without its limit on time: a busy machine would say less."""
+    env.TORCH_S = env.DRIVER_S = env.FOLDER_S = 100.0
+    sys.argv = ["packtrain", "env", *os.environ["ARGUMENTS"].split()]
+    main()
+
+
+def passes_tests() -> None:
+    """Those of the ARGUMENTS of pytest; as many as are not skipped."""
+    raise SystemExit(pytest.main(["-q", "-p", "no:cacheprovider", *os.environ["ARGUMENTS"].split()]))

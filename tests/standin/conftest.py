@@ -39,9 +39,9 @@ class Gpus:
         """
         return self._launch({"arguments": arguments}, devices, ranks, expect, env)
 
-    def call(self, function: Any, devices: int = 1, ranks: int = 1, env: Mapping[str, str] | None = None) -> None:
+    def call(self, function: Any, devices: int = 1, ranks: int = 1, env: Mapping[str, str] | None = None) -> Any:
         """Calls a function of a module in place of packtrain's command."""
-        self._launch({"function": f"{function.__module__}:{function.__name__}"}, devices, ranks, 0, env)
+        return self._launch({"function": f"{function.__module__}:{function.__name__}"}, devices, ranks, 0, env)
 
     def _launch(
         self, asked: dict[str, Any], devices: int, ranks: int, expect: int, env: Mapping[str, str] | None
@@ -76,7 +76,9 @@ class Gpus:
     def flash_calls(self, rank: int) -> tuple[list[int], list[int]]:
         """The calls of flash attention's kernel in that rank of the last launch, forward and backward: the segments of each."""
         lines = [line for line in self.reported if "flash" in line and line["rank"] == rank]
-        forward, backward = ([one["segments"] for one in lines if one["flash"] == way] for way in ("forward", "backward"))
+        forward, backward = (
+            [one["segments"] for one in lines if one["flash"] == way] for way in ("forward", "backward")
+        )
         return forward, backward
 
     def train(

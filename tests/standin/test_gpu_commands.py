@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 from running import base_config
+
+from tests.standin import checks
 
 FLASH = "torch's varlen_attn"
 
@@ -21,18 +22,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def env(gpus, *arguments: str) -> str:
+    """What `packtrain env` prints on a machine with two GPUs."""
+    return gpus.call(checks.takes_its_time_over_env, devices=2, env={"ARGUMENTS": " ".join(arguments)}).stdout
+
+
 def test_env_shows_the_gpus_and_the_kernel_that_attends(gpus, run: str) -> None:
-    report = json.loads(gpus.packtrain("env", run, "--json", devices=2).stdout)
+    report = json.loads(env(gpus, run, "--json"))
     assert [device["index"] for device in report["devices"]] == [0, 1] and "H100" in report["devices"][0]["name"]
-    assert report["attention"]["flash"] == "available", report["attention"]
-    checks = {check["name"]: check["status"] for check in report["checks"]}
-    assert {checks[name] for name in ("gpu-driver", "torch", "attention")} == {"ok"}, checks
-    assert "fail" not in checks.values(), report["checks"]
+    assert report["attention"]["flash"]["available"] and FLASH in report["attention"]["flash"]["why"]
+    found = {check["name"]: check["status"] for check in report["checks"]}
+    assert {found[name] for name in ("gpu-driver", "torch", "gpus", "gpu-health", "gpu-use", "attention")} == {"ok"}
+    assert "fail" not in found.values(), report["checks"]
 
 
 @pytest.mark.exhaustive
 def test_env_in_words(gpus, run: str) -> None:
-    said = gpus.packtrain("env", run, devices=2).stdout
+    said = env(gpus, run)
     assert FLASH in said and "0 failed" in said and said.count("H100 80GB") >= 2
 
 

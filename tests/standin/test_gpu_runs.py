@@ -165,13 +165,21 @@ def test_two_ranks_train_as_one_each_on_its_own_gpu(
         ("dpo", "fsdp2", 2),
         *(
             pytest.param(*one, marks=pytest.mark.exhaustive)
-            for one in [("sft", "ddp", 1), ("sft", "zero2", 2), ("sft", "fsdp2", 1), ("dpo", "ddp", 1), ("kto", "zero2", 2)]
+            for one in [
+                ("sft", "ddp", 1),
+                ("sft", "zero2", 2),
+                ("sft", "fsdp2", 1),
+                ("dpo", "ddp", 1),
+                ("kto", "zero2", 2),
+            ]
         ),
     ],
 )
 def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: str, devices: int) -> None:
     """The reference of dpo and kto is the model with its adapters off. The first step is for the matrices that begin as zeros."""
-    config = of_objective(folder, verb, peft={"kind": "lora", "r": 4}, optim={"learning_rate": 1e-2}, trainer={"max_steps": 3})
+    config = of_objective(
+        folder, verb, peft={"kind": "lora", "r": 4}, optim={"learning_rate": 1e-2}, trainer={"max_steps": 3}
+    )
     name = f"lora-{verb}-{strategy}-{devices}"
     run = gpus.train(folder, config, f"strategy={strategy}", verb=verb, name=name, devices=devices, ranks=devices)
     assert run.summary["attention"].startswith(FLASH)
@@ -181,13 +189,16 @@ def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: s
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
-def test_recomputed_activations_change_no_bit(
-    gpus, folder: Path, config: dict[str, Any], strategy: str
-) -> None:
+def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2}
     kept, recomputed = (
         gpus.train(
-            folder, config, f"strategy={strategy}", f"trainer.gradient_checkpointing={one}", name=f"{one}-{strategy}", **how
+            folder,
+            config,
+            f"strategy={strategy}",
+            f"trainer.gradient_checkpointing={one}",
+            name=f"{one}-{strategy}",
+            **how,
         )
         for one in ("false", "true")
     )

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from running import Run, base_config
 
+from tests.standin import checks
 from tests.standin import gpus as standin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,12 @@ def test_what_holds_on_a_gpu_holds_here(tests: list[str]) -> None:
     files = [f"tests/gpu/{one}" if one.endswith(".py") else one for one in tests]
     result = on_gpus(1, "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_a_step_waits_for_nothing(gpus) -> None:
+    """Of all cases that of the recipes."""
+    said = gpus.call(checks.passes_tests, env={"ARGUMENTS": "tests/gpu/test_waits.py -k packed-sft"}).stdout
+    assert "1 passed" in said, said
 
 
 @pytest.mark.exhaustive

@@ -25,40 +25,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("matrix")
 
 
-def config_of(folder: Path, objective: str) -> dict[str, Any]:
+def config_of(folder: Path, objective: str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Steps of 7 examples in several micro-batches; the learning rate is so high that losses tell of every update."""
     slots = 128 if objective in ("sft", "kto") else 192  # a pair needs twice as many
     rows = {"sft": conversations(22), "kto": labelled(22, 0)}.get(objective) or preferences(22, 0)
     data = {"train": str(write_jsonl(folder / f"{objective}.jsonl", rows)), "max_length": 92}
-    trainer = {"max_steps": STEPS}
-    optim = {"learning_rate": 5e-3}
-    return base_config(folder, data=data, batch={"tokens_per_device": slots}, trainer=trainer, optim=optim)
+    of_all: dict[str, Any] = {"data": data, "batch": {"tokens_per_device": slots}, "optim": {"learning_rate": 5e-3}}
+    of_all |= {**groups, "trainer": {"max_steps": STEPS, **groups["trainer"]}}
+    return base_config(folder, **of_all)
 
 
 @pytest.fixture(scope="module")
 def on_cpu(folder: Path) -> Any:
     @cache
     def run(reference: Reference) -> Run:
-        config, name = config_of(folder, reference.objective), "-".join(reference).replace(" ", "-")
-        return train(folder, config, *cells.overrides_of(reference), command=reference.objective, name=name)
+        config, name = config_of(folder, reference.objective, cells.groups_of(reference)), "-".join(reference)
+        return train(folder, config, command=reference.objective, name=name.replace(" ", "-"))
 
     return run
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(one, id=str(one), marks=[] if str(one) in PICKED else pytest.mark.exhaustive) for one in CELLS]
+    "cell",
+    [pytest.param(one, id=str(one), marks=[] if str(one) in PICKED else pytest.mark.exhaustive) for one in CELLS],
 )
 def test_a_cell_trains_as_the_cpu(gpus, folder: Path, on_cpu: Any, cell: Cell) -> None:
-    expected, config = on_cpu(cell.reference), config_of(folder, cell.objective)
-    run = gpus.train(
-        folder,
-        config,
-        *cell.overrides,
-        verb=cell.objective,
-        name=str(cell),
-        devices=cell.devices,
-        ranks=cell.devices,
-    )
+    expected, config = on_cpu(cell.reference), config_of(folder, cell.objective, cell.groups)
+    how: dict[str, Any] = {"verb": cell.objective, "devices": cell.devices, "ranks": cell.devices}
+    run = gpus.train(folder, config, name=str(cell), **how)
     for figure, by in BY.items():
         values, of_cpu = ([line[figure] for line in one.steps] for one in (run, expected))
         assert values == pytest.approx(of_cpu, rel=by), figure

@@ -70,7 +70,9 @@ def told_by_torchrun(processes: int) -> list[dict[str, str]]:
 
 def enter(environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
     """Gives this process its own environment, folder, stdout and stderr."""
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the server's is not the usual one
+    multiprocessing.set_start_method(
+        multiprocessing.get_all_start_methods()[0], force=True
+    )  # the server's is not the usual one
     gc.freeze()  # what the server has imported is never garbage: looking through it takes longer than a tiny run
     os.environ.clear()
     os.environ.update(environment)
