@@ -188,6 +188,14 @@ def test_adapters_train_as_on_the_cpu(gpus, folder: Path, verb: str, strategy: s
 
 
 @pytest.mark.exhaustive
+def test_ranks_train_alike_while_torch_compares_their_collectives(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
+) -> None:
+    how: dict[str, Any] = {"devices": 2, "ranks": 2, "env": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
+    assert_trained(gpus.train(folder, config, "strategy=fsdp2", name="detail", **how), on_gpu)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
 def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
     how: dict[str, Any] = {"devices": 2, "ranks": 2}
