@@ -46,6 +46,11 @@ class Model:
     attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
         "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
     )
+    kernels: Literal["auto", "liger", "none"] = key(
+        "auto",
+        "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
+        "on the loaded model (docs/speed.md).",
+    )
 
     @property
     def is_base_for_adapters(self) -> bool:

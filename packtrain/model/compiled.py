@@ -2,7 +2,8 @@
 
 Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): what is compiled for the first layer serves
 all. The regions are a layer's parts, not the whole layer, around whose forward transformers checkpoints activations. Attention by
-Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row.
+Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row. FSDP2's hooks, which
+gather a layer's weights, are the layer's, and run as ever.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ from packtrain.train.sync import (
     limit_collectives,
     preparing_s,
 )
-from packtrain.train.verify.changes import make_changes
+from packtrain.train.verify.changes import changes_of, make_changes
 from packtrain.wording import counted
 
 _MAX_DESCRIBED = 200_000
@@ -283,7 +283,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    make_changes(trainer, ranks, [], log)
+    make_changes(trainer, ranks, changes_of(config.model, trainer), log)
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer

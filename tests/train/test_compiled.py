@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from running import base_config, packtrain, train, write_jsonl
+from running import Run, base_config, packtrain, train, write_jsonl
 from test_dpo_user import pairs
 from tiny_models import tiny_model
 from torch._dynamo.utils import counters
@@ -63,6 +64,30 @@ def traced(*given: Any) -> None:
     """`forked.run`, with graphs of torch.compile that run as they were traced: that takes seconds, compiling them a minute."""
     compiled.BACKEND = "eager"
     forked.run(*given)
+
+
+def counted(*given: Any) -> None:
+    """`traced`, and says at its end how many graphs that were."""
+    try:
+        traced(*given)
+    finally:
+        print("graphs:", counters["stats"]["unique_graphs"], file=sys.stderr, flush=True)
+
+
+def test_layers_that_fsdp2_gathers_are_compiled_and_train_as_uncompiled(tmp_path: Path) -> None:
+    config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer={"max_steps": 2})
+    plain = train(tmp_path, config, name="plain", processes=2)
+    config["trainer"]["torch_compile"] = True
+    (path := tmp_path / "fast.yaml").write_text(yaml.safe_dump(config))
+    for rank in forked.joined(2, "sft", str(path), f"trainer.output_dir={tmp_path / 'fast'}", begin=counted):
+        assert rank.returncode == 0, rank.stderr
+        assert 0 < int(rank.stderr.rpartition("graphs: ")[2].split()[0]) <= 4, (
+            "norms, projections, MLP: once for all layers"
+        )
+    fast = Run(tmp_path / "fast")
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, weight in plain.weights().items():
+        torch.testing.assert_close(fast.weights()[name], weight, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.exhaustive

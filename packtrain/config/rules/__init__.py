@@ -225,9 +225,9 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
     if name != "ddp" and config.model.dtype == "float16":
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
         yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)
-    if name in SHARDED_WEIGHTS and config.trainer.torch_compile:
-        what = f"{name} gathers the weights of a layer by hooks, which compiled layers do not run"
-        fix = "Remove it, or choose strategy=ddp or zero2."
+    if name in ("zero3", "zero3_offload") and config.trainer.torch_compile:
+        what = f"{name} gathers the weights of a module by hooks, which compiled modules do not run"
+        fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
         yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"

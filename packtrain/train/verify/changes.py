@@ -7,14 +7,18 @@ a machine with the same packages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 
+from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.compiled import is_compiled
+from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
@@ -42,6 +46,27 @@ class ModelChange:
     lacks: str = ""
     key: str | None = None
     tolerance: Tolerance | None = None
+
+
+def changes_of(model: Model, trainer: StepTrainer) -> list[ModelChange]:
+    """The changes to try, by the config's group `model`."""
+    loss, asked = trainer.loss, model.kernels == "liger"
+    if not asked and (model.kernels == "none" or loss.device.type != "cuda"):
+        return []
+    lacks = why_no_liger(trainer.model, loss.device)
+    if not lacks and is_compiled(base_model(trainer.model)):
+        lacks = "trainer.torch_compile fuses them already"
+    # the reference too: else it would round otherwise, and the first margins not be zero
+    models = [trainer.model, *filter(None, [getattr(loss.trl, "ref_model", None)])]
+
+    def make() -> Callable[[], None]:
+        undo = ExitStack()
+        for one in models:
+            undo.callback(fuse_by_liger(trainer.accelerator.unwrap_model(one)))
+        return undo.close
+
+    what = "norms, rotation and activations by Liger's kernels"
+    return [ModelChange("kernels", what, make, lacks, "model.kernels" if asked else None)]
 
 
 def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:

@@ -5,6 +5,11 @@ has (streams, events, pinned memory), which thread touches which device (`device
 and how many bytes of tensors are on the devices. It does not show speed, the rounding of real kernels, races, or NCCL.
 """
 
+import os
+import sys
+
+import triton_interpreter
+
 from standin_gpus import device  # before torch is imported
 
 
@@ -14,4 +19,8 @@ def install() -> None:
 
     for part in (tensor, flash, cuda_calls, nccl, libraries):
         part.install()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        triton_interpreter.install()
+    else:  # they could not be compiled, and nobody is to wait for the interpreter who has not asked for it
+        sys.modules |= dict.fromkeys(("triton", "liger_kernel"))
     device.touched.clear()

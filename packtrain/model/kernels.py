@@ -1,0 +1,68 @@
+"""`model.kernels`: norms, rotation and activations of the layers by Liger's fused kernels (arXiv 2410.10989), in place of torch's operations.
+
+Its own functions patch the loaded model, type by type; its cross-entropies stay off, since the output head is model/forward.py's.
+They also patch names in transformers' files. There only functions stay, such as the rotation, which the layers look up in each call:
+classes become transformers' again, so that models loaded later are as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.model.load import base_model
+
+_ABSENT = object()
+_OWN_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
+    """Why Liger's kernels cannot serve `model` on `device`, in words; "" if they can be tried."""
+    if device.type != "cuda":
+        return "they need a GPU"
+    if find_spec("liger_kernel") is None or find_spec("triton") is None:
+        return "liger-kernel is not installed: pip install 'packtrain[liger]'"
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of back ends for other devices
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = base_model(model).config.model_type
+    return "" if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"liger-kernel has none for {kind}"
+
+
+def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
+    """Has `model` compute by Liger's kernels; returns the undo function.
+
+    A kernel runs first, alone: where this process cannot build or run it, that raises an exception before anything is changed.
+    """
+    from liger_kernel.transformers import LigerRMSNorm
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    LigerRMSNorm(64).to(model.device)(torch.ones(2, 64, device=model.device)).sum().backward()
+    modules = [*base_model(model).modules()]
+    files = [vars(sys.modules[name]) for name in sorted({type(module).__module__ for module in modules})]
+    places: list[dict[str, Any]] = [*files, *(vars(module) for module in modules)]
+    before = [dict(place) for place in places]
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+
+    def undo() -> None:
+        for place, name, value in changed:
+            place.pop(name) if value is _ABSENT else place.__setitem__(name, value)
+
+    try:
+        _apply_liger_kernel_to_instance(base_model(model), **_OWN_HEAD)
+    finally:
+        for place, old in zip(places, before, strict=True):
+            names = [name for name, value in place.items() if old.get(name, _ABSENT) is not value]
+            changed += [(place, name, old.get(name, _ABSENT)) for name in names]
+        if sys.exc_info()[0] is not None:
+            undo()
+    for place, name, value in changed:
+        if isinstance(value, type):
+            place[name] = value
+    return undo

@@ -1,0 +1,42 @@
+"""Triton's own interpreter for kernels on a CPU and on stand-in GPUs: with TRITON_INTERPRET=1 they run in numpy, as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def install() -> None:
+    """Has it take what compiled kernels take: numbers with a comma, which it leaves as Python's, tensors of the stand-in, which it
+    reads where they are, bfloat16 in operations, and NVIDIA's functions, which it has not."""
+    import numpy as np
+    import triton.language as tl
+    from triton.language import extra
+    from triton.runtime import interpreter
+
+    own, run = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+    binary = interpreter.InterpreterBuilder.binary_op
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, float):
+            return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+        return own(value)
+
+    def on_cpu(value: Any) -> Any:
+        return getattr(value, "__dict__", {}).get("inner", value)
+
+    def call(self: Any, *values: Any, **named: Any) -> Any:
+        return run(self, *map(on_cpu, values), **{name: on_cpu(value) for name, value in named.items()})
+
+    def operate(self: Any, left: Any, right: Any, op: Any) -> Any:
+        if left.dtype.scalar != tl.bfloat16:
+            return binary(self, left, right, op)
+        output = binary(self, *(self.cast_impl(side, tl.float32) for side in (left, right)), op)
+        return output if output.data.dtype == np.bool_ else self.cast_impl(output, tl.bfloat16)
+
+    for library in (extra.libdevice, extra.cuda.libdevice):
+        library.rsqrt = lambda x: tl.math.rsqrt(
+            x
+        )  # looked up in each call: the interpreter replaces it while a kernel runs
+        library.tanh = lambda x: 2 / (1 + tl.math.exp(-2 * x)) - 1
+    interpreter._implicit_cvt, interpreter.GridExecutor.__call__ = convert, call
+    interpreter.InterpreterBuilder.binary_op = operate

@@ -1,0 +1,66 @@
+"""Liger's kernels in Triton's interpreter on tiny models, in a process of its own, since Triton decides as it is imported: the proof of
+each, as JSON, in float32 and under autocast, and the names that it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+
+from packtrain.model.kernels import fuse_by_liger
+from packtrain.model.load import base_model
+from packtrain.proof.change import prove_change
+from packtrain.proof.comparison import tolerance_of
+from tests.standin.site import triton_interpreter
+
+ROW = torch.arange(14)[None] * 7 % 94 + 3
+
+
+def proved(family: str, dtype: torch.dtype, *, adapters: bool) -> dict[str, Any]:
+    """The proof, whether the kernels were in place in its second half, and whether undoing them leaves what was there."""
+    model: Any = tiny_model(family, num_hidden_layers=2)
+    model.gradient_checkpointing_enable()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    layer: Any = base_model(model).base_model.layers[0]
+    undo: list[Any] = []
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return model(input_ids=ROW, labels=ROW).loss
+
+    def make() -> Any:
+        undo.append(fuse_by_liger(model))
+        return undo[0]
+
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    proof = prove_change(make, loss, weights, tolerance_of(dtype), lambda values: values)
+    inside = ["forward" in vars(module) for module in (layer.input_layernorm, layer.mlp)]
+    undo[0]()
+    after = ["forward" in vars(module) for module in (layer.input_layernorm, layer.mlp)]
+    rotation = vars(__import__(type(layer).__module__, fromlist=["_"]))["apply_rotary_pos_emb"].__module__
+    return {
+        "refusal": proof.refusal,
+        "figures": proof.figures(),
+        "inside": inside,
+        "after": after,
+        "rotation": rotation,
+    }
+
+
+if __name__ == "__main__":
+    triton_interpreter.install()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    cases = [
+        ("llama", torch.float32, False),
+        ("llama", torch.bfloat16, False),
+        ("qwen3", torch.float32, True),
+        ("gemma2", torch.float32, False),
+    ]
+    for family, dtype, adapters in cases:
+        print(json.dumps(proved(family, dtype, adapters=adapters)), flush=True)
