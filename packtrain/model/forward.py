@@ -5,9 +5,9 @@ fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row 
 padded batch [rows, L - 1], so that TRL's loss code runs unmodified.
 
 Both use TRL's fused LM head (no full logits) at the labelled places only. Their positions come with the batch, found on the CPU:
-TRL would read them from the device, and wait for it. On a CPU the loss of documents is torch's `linear_cross_entropy` in float32, whose gradients are made
-in the forward pass (1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores). Full logits replace the fused
-heads in models whose head they do not fit (`choose_head`).
+TRL would read them from the device, and wait for it. The loss of documents is summed by a head whose gradients are made in the
+forward pass (summed_loss.py), if the head is a plain linear layer. Full logits replace the fused heads in models whose head they do
+not fit (`choose_head`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -34,21 +34,25 @@ from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.model.score_head import add_scores
+from packtrain.model.summed_loss import compare_gradients, sum_losses, token_weights
 from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
-_HEAD_CHUNK = 512  # tokens whose logits exist at once
 _TOKEN_FACTOR = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
 _PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
+HeadKind = Literal["summed", "by token", "full logits"]
+"""How the losses of documents are made: summed (summed_loss.py), by TRL's head for each token, or from all logits at once."""
+
+
 @dataclass(slots=True)
 class Head:
-    """How the output head runs: `fused` (never all logits at once), or, after a `refusal` or a difference, as the model's own."""
+    """The output head of documents, and, if it is not the first that was tried, what the one before it lacks (`refusal`)."""
 
     loss: TokenLoss
-    fused: bool = True
+    kind: HeadKind
     refusal: str = ""
 
 
@@ -95,14 +99,14 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
     With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses of all positions whose label is
-    not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. With
-    `token_losses=True` it returns these losses [rows, T], elsewhere 0, for proofs. `neftune_alpha` adds noise while training
-    (`_embedding_noise`). `choose_head` may switch the returned Head to full logits.
+    not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. For proofs,
+    with `token_losses=True` it returns these losses [rows, T], elsewhere 0, with `head_gradients=True` how far the gradients of a
+    summed head are from those of full logits. `neftune_alpha` adds noise while training (`_embedding_noise`). `choose_head` may
+    change the kind of the returned Head.
     """
     name_backbone(model)
     inner_forward = model.forward
-    head = Head(loss)
-    linear, labelled = loss == "nll" and _is_linear(model), _LabelledHead(model, ("log_probs",))
+    head, labelled = Head(loss, "summed" if _is_linear(model) else "by token"), _LabelledHead(model, ("log_probs",))
 
     @functools.wraps(type(model).forward)
     def forward(
@@ -110,25 +114,29 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
         *args: Any,
         loss_sum: bool = False,
         token_losses: bool = False,
+        head_gradients: bool = False,
         label_places: np.ndarray | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not (loss_sum or token_losses):
+        if not (loss_sum or token_losses or head_gradients):
             return inner_forward(*args, **kwargs)
         labels = kwargs.pop("shift_labels")
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
         noise = _embedding_noise(self, neftune_alpha, kwargs) if neftune_alpha and self.training else nullcontext()
         with noise:
-            if not head.fused:
+            if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
             else:
                 places = _on_device_of(labels, label_places)
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-                if linear and hidden.device.type == "cpu" and not token_losses:
-                    return _linear_nll_sum(hidden, labels, places, self.get_output_embeddings())
+                if head.kind == "summed" and not token_losses:
+                    run = compare_gradients if head_gradients else sum_losses
+                    return run(
+                        hidden.flatten(0, 1)[places], labels.flatten()[places], self.get_output_embeddings(), loss
+                    )
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, places).log_probs)
-        losses = _losses(log_probs, loss)
+        losses = -token_weights(log_probs, loss) * log_probs
         return losses if token_losses else losses.sum()
 
     model.forward = types.MethodType(forward, model)
@@ -165,10 +173,6 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -nll.view(labels.shape)
 
 
-def _losses(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
-    return -log_probs * log_probs.exp().detach() if loss == "dft" else -log_probs
-
-
 @torch.no_grad()
 def choose_head(
     model: PreTrainedModel,
@@ -178,26 +182,42 @@ def choose_head(
     autocast: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and uses those if they differ: the model's
-    head may have what the fused one lacks (a transform before it, a cap under another name).
+    """Takes the first kind of head whose losses on one collated micro-batch are those of the model's own full logits: that may have
+    what the others lack (a transform before it, a cap under another name). Of a summed head the gradients must be right, too.
 
-    Sums could agree by chance, so single tokens are compared too. Returns the relative difference, infinite if the fused head
-    cannot run. Raises CheckFailed if the model cannot run the batch.
+    Sums could agree by chance, so single tokens are compared as well. Returns the relative difference of the losses, infinite if
+    no fused head can run. Raises CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
+    allowed, difference = tolerance_of(autocast or model.dtype), math.inf
+    kinds: tuple[HeadKind, ...] = ("summed", "by token") if head.kind == "summed" else ("by token",)
     with evaluating(model, autocast):
         with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
-            reference = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
-        try:
-            with model_refusals("cannot run", fix=""):
-                off_sum = (model(**batch, loss_sum=True) - reference.sum()).abs()
-                off_tokens = (model(**batch, token_losses=True) - reference).abs().sum() / _TOKEN_FACTOR
-                difference = (off_sum.maximum(off_tokens) / reference.sum().abs().clamp(min=1e-8)).item()
-        except CheckFailed as refusal:
-            difference, head.refusal = math.inf, refusal.problems[0].what
-    head.fused = difference <= (tolerance or tolerance_of(autocast or model.dtype).loss)  # False for NaN, too
+            log_probs = _log_probs(model(**plain, use_cache=False).logits, labels)
+        losses = -token_weights(log_probs, head.loss) * log_probs
+        for kind in kinds:
+            head.kind = kind
+            try:
+                with model_refusals("cannot run", fix=""):
+                    difference = _loss_difference(model, batch, losses)
+                    gradients = model(**batch, head_gradients=True).item() if kind == "summed" else 0.0
+            except CheckFailed as refusal:
+                difference, head.refusal = math.inf, refusal.problems[0].what
+                continue
+            # False for NaN, too
+            if difference <= (tolerance or allowed.loss) and gradients <= (tolerance or allowed.gradients):
+                return difference
+            head.refusal = f"does not fit {name} (its loss is off by {difference:.1g}, gradients by {gradients:.1g})"
+    head.kind = "full logits"
     return difference
+
+
+def _loss_difference(model: PreTrainedModel, batch: dict[str, Any], losses: torch.Tensor) -> float:
+    """How far the sum of losses and single ones are from these, relative to their sum."""
+    off_sum = (model(**batch, loss_sum=True) - losses.sum()).abs()
+    off_tokens = (model(**batch, token_losses=True) - losses).abs().sum() / _TOKEN_FACTOR
+    return (off_sum.maximum(off_tokens) / losses.sum().abs().clamp(min=1e-8)).item()
 
 
 def _is_linear(model: PreTrainedModel) -> bool:
@@ -205,16 +225,6 @@ def _is_linear(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     plain = all(getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS)
     return plain and type(model.get_output_embeddings()) is nn.Linear
-
-
-def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
-    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`, in float32; `head` is an nn.Linear."""
-    if not len(places):  # a differentiable zero that touches every parameter, as DDP's reducer needs
-        return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0
-    rows, targets = hidden.flatten(0, 1)[places].float(), labels.flatten()[places]
-    weight, bias = head.weight.float(), None if head.bias is None else head.bias.float()
-    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK)
-    return F.linear_cross_entropy(rows, weight, targets, linear_bias=bias, reduction="sum", options=chunks)
 
 
 def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:

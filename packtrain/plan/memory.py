@@ -4,7 +4,7 @@ Every strategy is counted with the copies that its framework keeps (docs/plannin
 to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
 counts as fitting; fragmentation is not estimated. Activations are counted for llama and models like it as in Korthikanti et al. 2022
 (arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With gradient checkpointing a layer keeps its
-input, and one layer at a time is computed again. Logits never exist as a whole: TRL's head works in tiles.
+input, and one layer at a time is computed again. Logits never exist as a whole: the heads work in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernel
 # elements that ZeRO-1 reduces at once of bfloat16 gradients (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
 _REDUCED = 5 * 10**8
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
+HEAD_CHUNK = 2048
+"""Tokens of documents whose logits exist at once (model/summed_loss.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
@@ -221,13 +223,22 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = count_layers(config, layers, batch)
-    # the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight
-    head = batch.tokens * layers.hidden * (batch.compute + 4)
-    if not config.objective.traits.scores:  # else it is one number a token
-        head += min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
-        trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
-        head += layers.vocabulary * layers.hidden * 4 if trained else 0
-    return waiting + max(working, head), ""
+    return waiting + max(working, _head(config, layers, batch)), ""
+
+
+def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Bytes of the output head while it makes its gradients: its input and the gradient of it, logits, the gradient of its weight."""
+    if config.objective.traits.scores:  # one number a token
+        return batch.tokens * layers.hidden * (batch.compute + 4)
+    trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
+    weight = layers.vocabulary * layers.hidden
+    of_weight = 4 * weight if trained else 0
+    if config.objective.traits.documents > 1 or config.objective.traits.reference:  # single tokens, by TRL's head
+        tile = min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
+        return batch.tokens * layers.hidden * (batch.compute + 4) + tile + of_weight
+    cast = batch.compute if batch.compute != batch.weight else 0  # the copies that it computes with
+    chunk = min(batch.tokens, HEAD_CHUNK) * layers.vocabulary * batch.compute
+    return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
 def _first_check(config: RunConfig, model: _Model) -> int:

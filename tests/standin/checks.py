@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed
 from packtrain.model.spread import Ranks
+from packtrain.model.summed_loss import sum_losses
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 
@@ -180,3 +182,22 @@ def takes_its_time_over_env() -> None:
 def passes_tests() -> None:
     """Those of the ARGUMENTS of pytest; as many as are not skipped."""
     raise SystemExit(pytest.main(["-q", "-p", "no:cacheprovider", *os.environ["ARGUMENTS"].split()]))
+
+
+def sums_losses_on_the_gpu_as_on_the_cpu() -> None:
+    """In bfloat16 by autocast, with a vocabulary of no round number, and more than one chunk of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(3000, 32, generator=generator), torch.nn.Linear(32, 101)
+    targets = torch.randint(101, (3000,), generator=generator)
+
+    def made(device: Any) -> list[torch.Tensor]:
+        rows, there = hidden.to(device).requires_grad_(), copy.deepcopy(head).to(device)
+        with torch.autocast("cuda", torch.bfloat16):
+            total = sum_losses(rows, targets.to(device), there, "nll")
+        (total / 3000).backward()
+        gradients = [tensor.grad for tensor in (rows, *there.parameters())]
+        return [tensor.cpu() for tensor in (total.detach(), *gradients) if tensor is not None]
+
+    for own, expected in zip(made(CUDA), made("cpu"), strict=True):
+        assert own.dtype == expected.dtype == torch.float32
+        assert (own - expected).norm() < 5e-3 * expected.norm()

@@ -98,6 +98,11 @@ def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path
     counted = max(json.loads(line).get("memory_bytes", 0) for line in lines)
     planned = estimate(load_config(None, [*arguments, f"objective.kind={verb}"]), processes, 80 * GIB)
     assert isinstance(planned, Memory)
-    shown = ", ".join(f"{part} {getattr(planned, part) / 2**20:.1f}" for part in ("weights", "gradients", "optimizer", "reference", "buffers", "activations"))
-    print(f"{name:20} planned {planned.total / 2**20:7.1f} MiB, counted {counted / 2**20:7.1f}: {planned.total / counted:.3f}   ({shown})")
+    shown = ", ".join(
+        f"{part} {getattr(planned, part) / 2**20:.1f}"
+        for part in ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
+    )
+    print(
+        f"{name:20} planned {planned.total / 2**20:7.1f} MiB, counted {counted / 2**20:7.1f}: {planned.total / counted:.3f}   ({shown})"
+    )
     assert planned.total == pytest.approx(counted, rel=0.1)

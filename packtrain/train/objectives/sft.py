@@ -116,10 +116,11 @@ class SFT(TrainingObjective):
         model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
         if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
             trainer.first_step_watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype).outputs)
-        difference = choose_head(model, loss.head, probe, autocast=autocast)
-        if not loss.head.fused:
-            reason = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {difference:.1g})"
-            log.fact("head", f"full logits, which take far more memory: the fused one {reason}")
+        choose_head(model, loss.head, probe, autocast=autocast)
+        if loss.head.kind == "full logits":
+            log.fact("head", f"full logits, which take far more memory: the fused one {loss.head.refusal}")
+        elif loss.head.refusal:
+            log.fact("head", f"makes logits a second time in the backward pass: the summed one {loss.head.refusal}")
         if loss.routers is not None:
             log.fact("routers", f"{loss.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:

@@ -128,7 +128,11 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "strategy": ranks.strategy,
         "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
         "rank": ranks.rank,
-        "head": "score" if config.objective.traits.scores else "fused" if head is None or head.fused else "full logits",
+        "head": "score"
+        if config.objective.traits.scores
+        else "full logits"
+        if head and head.kind == "full logits"
+        else "fused",
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.rejected],

@@ -76,7 +76,6 @@ def _fsdp() -> None:
 
     _fsdp_init._move_states_to_device = move
 
-
     def alloc_storage(tensor: GpuTensor) -> None:
         Bytes.resize(tensor, tensor.numel() * tensor.itemsize)
 

@@ -1,0 +1,147 @@
+"""The sum of token losses by the output head, with its gradients made in the forward pass, some thousand tokens at a time.
+
+TRL's fused head, which gives single tokens, computes all logits again in its backward pass: four products of tokens × hidden ×
+vocabulary in place of three. Where there is Triton, TRL's kernels turn logits into gradients here too, in place. torch's
+`linear_cross_entropy` and Liger's head also take three products, but in bfloat16 they add up the weight's gradient in bfloat16 over
+pieces of a few hundred tokens, and torch's the loss as well. Here both are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from trl.kernels import chunked_logprob
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from packtrain.config.objective import TokenLoss
+from packtrain.plan.memory import HEAD_CHUNK
+
+kernels: Any = chunked_logprob
+_CPU_CHUNK = 512
+_SLICE = 128  # tokens whose log-probabilities are float32 at a time, without Triton
+_ALIGNED = 64  # rows of logits are a multiple of it, so that products are fast for any vocabulary
+_PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # to TRL's kernels
+_NO_FIGURES = {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
+
+
+def token_weights(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
+    """What each token counts in `loss`, by its log-probability: a token's loss is its weight times -log_prob."""
+    return log_probs.exp().detach() if loss == "dft" else torch.ones_like(log_probs)
+
+
+def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
+    """Scalar float32: Σ of the losses of `targets` int64 [n] after `hidden` [n, d]. Its backward pass runs once.
+
+    `head` is an nn.Linear, whose products are in float32 on a CPU, elsewhere in autocast's format or that of `hidden`.
+    """
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):
+        return _SummedLoss.apply(hidden, head.weight, head.bias, targets, loss, torch.is_grad_enabled())  # type: ignore[return-value]
+
+
+@torch.enable_grad()
+def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
+    """Scalar: the largest relative difference of the gradients of `sum_losses` from those of full logits, of `hidden` [n, d] and of
+    the trained weights of `head`."""
+    with maybe_gather_lm_head_ctx(head.weight, head.bias):
+        rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
+        bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
+        inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
+        own = _SummedLoss.apply(rows, weight, bias, targets, loss, True)
+        log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
+        definition = -(token_weights(log_probs, loss) * log_probs).sum()
+        pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
+        return torch.stack([(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]).max()
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        loss: TokenLoss,
+        trains: bool,
+    ) -> torch.Tensor:
+        device, words, dtype = hidden.device, len(weight), _compute_dtype(hidden)
+        rows, matrix = hidden.to(dtype), weight.to(dtype)
+        needed = [trains and needs for needs in ctx.needs_input_grad[:3]]
+        chunk = _CPU_CHUNK if device.type == "cpu" else HEAD_CHUNK
+        buffer = rows.new_empty(min(len(rows), chunk), -(-words // _ALIGNED) * _ALIGNED)
+        total = torch.zeros((), device=device)
+        of_hidden = torch.empty_like(rows) if needed[0] else None
+        of_weight = torch.zeros(weight.shape, device=device) if needed[1] else None
+        of_bias = torch.zeros(words, device=device) if needed[2] else None
+        for start in range(0, len(rows), chunk):
+            part, goals = rows[start : start + chunk], targets[start : start + chunk]
+            logits = buffer[: len(part), :words]
+            torch.mm(part, matrix.t(), out=logits)
+            if bias is not None:
+                logits.add_(bias.to(dtype))
+            total += _loss_in_place(logits, goals, loss, trains=any(needed))
+            if of_hidden is not None:
+                torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
+            if of_weight is not None:
+                kernels._addmm_fp32(of_weight, logits.t(), part)
+            if of_bias is not None:
+                of_bias += logits.sum(dim=0, dtype=torch.float32)
+        ctx.gradients = (of_hidden, hidden.dtype), (of_weight, weight.dtype), (of_bias, bias is not None and bias.dtype)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [made if made is None else made.mul_(gradient).to(dtype) for made, dtype in gradients]
+        return *scaled, None, None, None
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if kind == "cpu":
+        return torch.float32
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+    """Scalar float32: Σ of the losses of `targets` [n]; if it `trains`, `logits` [n, words] become the gradients of that sum."""
+    by = _by_triton if kernels._use_triton(logits.device) else _by_torch
+    return by(logits, targets, loss, trains=trains)
+
+
+def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+    """`_loss_in_place` some rows at a time, in float32."""
+    total = torch.zeros((), device=logits.device)
+    for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
+        log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
+        own = log_probs.gather(1, goals)
+        weights = token_weights(own, loss)
+        total -= (weights * own).sum()
+        if trains:
+            part.copy_(log_probs.exp_().scatter_add_(1, goals, -torch.ones_like(own)).mul_(weights))
+    return total
+
+
+def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
+    """`_loss_in_place` by TRL's kernels, which read `logits` once for the loss and once for the gradients."""
+    (count, words), block = logits.shape, kernels._BLOCK_SIZE
+    highest = torch.full((count,), -math.inf, device=logits.device)
+    exps, own = torch.zeros(2, count, device=logits.device)
+    unused, given = exps, (logits, logits.stride(0), targets)
+    kernels._forward_kernel[(count,)](
+        *given, highest, exps, unused, unused, unused, unused, own, 0, words, **_NO_FIGURES, **_PLAIN, BLOCK_SIZE=block
+    )
+    log_sums = highest + exps.log()
+    own -= log_sums
+    weights = token_weights(own, loss)
+    if trains:
+        flags = {**_PLAIN, "HAS_LOGPROB_GRAD": True, "HAS_ENTROPY_GRAD": False, "BLOCK_SIZE": block}
+        kernels._backward_kernel[(count, -(-words // block))](
+            *given, log_sums, unused, -weights, unused, 0, words, **flags
+        )
+    return -(weights * own).sum()
