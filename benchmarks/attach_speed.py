@@ -37,19 +37,35 @@ def arguments(recompute: bool) -> dict[str, Any]:
     }
 
 
-def grpo(model: str, recompute: bool, prompt: int, completions: tuple[int, int]) -> tuple[Any, list[Any]]:
-    """The trainer and one group, as `_compute_loss` gets it."""
-    import datasets
+def loaded(model: str) -> tuple[Any, Any]:
+    """A model in float32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
+
+
+def grpo(
+    model: Any,
+    tokenizer: Any,
+    recompute: bool,
+    prompt: int,
+    completions: tuple[int, int],
+    words: int = 40_000,
+    **changes: Any,
+) -> tuple[Any, list[Any]]:
+    """The trainer and one group of ids below `words`, as `_compute_loss` gets it."""
+    import datasets
+    import torch
     from trl import GRPOConfig, GRPOTrainer
 
+    settings = {**arguments(recompute), **changes}
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(**arguments(recompute), per_device_train_batch_size=GROUP, num_generations=GROUP),
+        args=GRPOConfig(**settings, per_device_train_batch_size=GROUP, num_generations=GROUP),
         train_dataset=datasets.Dataset.from_dict({"prompt": ["a"] * GROUP}),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=tokenizer,
     )
     trainer.current_gradient_accumulation_steps = 1
     rng = torch.Generator().manual_seed(0)
@@ -57,9 +73,9 @@ def grpo(model: str, recompute: bool, prompt: int, completions: tuple[int, int])
     mask = (torch.arange(max(completions))[None] < lengths[:, None]).long()
     return trainer, [
         {
-            "prompt_ids": torch.randint(100, 40_000, (1, prompt), generator=rng).repeat(GROUP, 1),
+            "prompt_ids": torch.randint(100, words, (1, prompt), generator=rng).repeat(GROUP, 1),
             "prompt_mask": torch.ones(GROUP, prompt, dtype=torch.int64),
-            "completion_ids": torch.randint(100, 40_000, mask.shape, generator=rng) * mask,
+            "completion_ids": torch.randint(100, words, mask.shape, generator=rng) * mask,
             "completion_mask": mask,
             "advantages": torch.linspace(-1, 1.5, GROUP),
             "num_items_in_batch": mask.sum(),
@@ -128,7 +144,8 @@ def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
     from packtrain import attach
 
     torch.set_num_threads(options.threads)
-    made = grpo(options.model, options.recompute, options.prompt, options.completion) if kind == "grpo" else None
+    group = options.recompute, options.prompt, options.completion
+    made = grpo(*loaded(options.model), *group) if kind == "grpo" else None
     trainer, batches = made or of_pairs(kind, options.model, options.data, options.recompute, options.pairs)
     if only:
         if only == "attached":

@@ -1,13 +1,19 @@
-"""Everything of packtrain that needs a GPU, in one command: tests/gpu, kernels, and training speed beside TRL's.
+"""Everything of packtrain that needs a GPU, in one command: tests/gpu, training speed and memory, a profile, TRL beside it.
 
-    python benchmarks/gpu.py [--minutes 10] [--only NAME NAME …] [--output benchmarks/RESULTS.md] [--logs FOLDER]
-    python benchmarks/gpu.py --tiny [--output FILE]    # every part of it on a CPU, with tiny models: a test of this script
+    python benchmarks/gpu.py [--minutes 8] [--only NAME NAME …] [--output FILE] [--logs FOLDER] [--wheels FOLDER]
+    python benchmarks/gpu.py --tiny [--output FILE]    # every part of it with tiny models, on a CPU too: a test of this script
+    python tests/standin/gpus.py 1 python benchmarks/gpu.py --tiny    # the same on a GPU that is not there
 
-Needs no network: weights are random, with the sizes of Qwen3-0.6B and 8B, and documents are random tokens, as long as real
-conversations are (lengths.json). With several GPUs strategies are compared besides. Each part runs in processes of its own
-(gpu_parts.py) with a time limit; one that fails is listed, and the others go on. While one is measured, the next one imports. The
-section "On GPUs" of the output file is replaced by what was measured (with --tiny only of a file that is named); the exit code
-is 1 if anything failed, 2 if nothing could be run.
+Needs no network: weights are random, with the sizes of Qwen2.5-1.5B and Qwen3-0.6B and 8B, and documents are random tokens, as
+long as real conversations are (lengths.json), or of 2,048 to 8,192 tokens. Nor an installation: packtrain is taken from this
+checkout, and packages that the machine lacks from the wheels in a folder; without them it says which, and the command that
+fetches them (gpu_wheels.py). With several GPUs strategies are compared besides.
+
+Parts run with the most telling first, each in processes of its own with a time limit (gpu_parts.py, gpu_training.py); one that
+fails is listed, and the others go on. While one is measured, the next one imports. After each part the section "On GPUs" of the
+output file (benchmarks/RESULTS.md; with --tiny only a file that is named) and results.json in the folder of the logs are
+written anew, so that a run that is cut off leaves what it has measured. The exit code is 1 if anything failed, 2 if nothing
+could be run.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -34,12 +40,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_parts
+import gpu_training
+import gpu_wheels
 from gpu_parts import Part
 
 HEADING = "## On GPUs"
 MODES = ("packed", "padding_free", "padding")
 MIN_S = 5
 """Less time than this is none."""
+SLOWER = 4
+"""Times that a part may take longer on a CPU, which others use as well."""
 WARM = (
     "attention",
     "packtrain.cli",
@@ -54,26 +64,46 @@ _STARTING = threading.Lock()
 
 def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     """All parts, the most telling first: those that no time is left for are listed as such."""
-    train, by_trl = gpu_parts.train, gpu_parts.train_by_trl
-    parts = [Part("tests/gpu", gpu_parts.gpu_tests, limit_s=180)]
-    for task in gpu_parts.TASKS:
-        for mode in MODES if task != "LoRA 8B" else ("packed", "padding"):
-            given = {"task": task, "changes": [f"packing.mode={mode}"]}
-            limit = 150 if task == "LoRA 8B" else 100  # its merged model is 16 GB to write, after two losses in float32
-            parts.append(Part(f"{task}, {mode}", train, given, limit_s=limit, group=task))
-        given = {"task": task}
-        parts.append(Part(f"{task}, TRL padding", by_trl, given, group=task))
-        if task.startswith("sft"):
-            parts.append(Part(f"{task}, TRL padding_free", by_trl, {**given, "padding_free": True}, group=task))
-    ranks = 2 if tiny else gpus
+
+    def trained(task: str, about: str, *changes: str, **given: Any) -> Part:
+        needs = "liger_kernel" if "Liger" in about else ""
+        return Part(
+            f"{task}, {about}", gpu_training.train, {"task": task, "changes": [*changes], **given}, 90, 1, task, needs
+        )
+
+    def by_trl(task: str, about: str, **given: Any) -> Part:
+        return Part(f"{task}, TRL {about}", gpu_training.train_by_trl, {"task": task, **given}, group=task)
+
+    packed, padding, main, small = "packing.mode=packed", "packing.mode=padding", "sft 1.5B", "sft 0.6B"
+    eager = gpu_training.WEIGHTS["bf16 + masters"]
+    parts = [
+        Part("quickstart", gpu_parts.quickstart, limit_s=60),
+        Part("tests/gpu, kernels", gpu_parts.gpu_tests, {"files": ["test_kernels.py"]}, limit_s=90),
+    ]
+    for layers, more in gpu_training.LAYERS.items():
+        for weights, dtype in reversed(gpu_training.WEIGHTS.items()):
+            parts.append(trained(main, f"packed, {weights}, {layers}", packed, *dtype, *more))
+        if layers == "eager":
+            parts.append(trained(main, f"padding, bf16 + masters, {layers}", padding, *eager))
+            parts.append(trained(main, "profile, bf16 + masters, eager", packed, *eager, profiled=True))
+    parts += [trained("dpo 0.6B", "packed", packed), trained("dpo 0.6B", "padding", padding)]
+    parts.append(Part("GRPO 0.6B, attach", gpu_training.attach_to_grpo))
+    parts += [trained("LoRA 8B", "packed", packed), trained("LoRA 8B", "padding", padding)]
     parts.append(Part("kernels", gpu_parts.kernels))
-    compiled = {"task": "sft 0.6B", "changes": ["packing.mode=packed", "trainer.torch_compile=true"]}
-    parts.append(Part("sft 0.6B, packed, compiled", train, compiled, limit_s=150, group="sft 0.6B"))
+    parts += [trained(small, mode, f"packing.mode={mode}") for mode in MODES]
+    parts += [by_trl(small, "padding"), by_trl(small, "padding_free", padding_free=True)]
+    parts.append(Part("tests/gpu, models", gpu_parts.gpu_tests, {"files": ["test_models.py", "test_waits.py"]}, 180))
+    parts += [
+        by_trl("dpo 0.6B", "padding"),
+        by_trl("LoRA 8B", "padding"),
+        by_trl("LoRA 8B", "padding_free", padding_free=True),
+    ]
+    ranks = gpus or (2 if tiny else 0)
     for strategy in ("ddp", "fsdp2", "zero3") if ranks > 1 else ():
-        given = {"task": "sft 0.6B", "changes": ["packing.mode=packed", f"strategy={strategy}"]}
+        given = {"task": small, "changes": [packed, f"strategy={strategy}"]}
         needs = "deepspeed" if strategy.startswith("zero") else ""
-        name = f"sft 0.6B, packed, {strategy} on {ranks}"
-        parts.append(Part(name, train, given, processes=ranks, group="several GPUs", needs=needs))
+        name = f"{small}, packed, {strategy} on {ranks}"
+        parts.append(Part(name, gpu_training.train, given, processes=ranks, group="several GPUs", needs=needs))
     return parts
 
 
@@ -83,25 +113,27 @@ class Failed(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts whose names begin so")
     parser.add_argument("--output", type=Path, help="benchmarks/RESULTS.md if none")
     parser.add_argument("--logs", type=Path, help="folder for what the parts print; a temporary one if none")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what is not installed")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if not options.minutes > 0:  # nor nan
         parser.error("--minutes: more than 0")
-    if gpu_parts.lacks("packtrain"):
-        parser.error("packtrain is not installed here: pip install -e '.[dev]' in its folder")
-    if options.tiny:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU's run, also on a machine with GPUs
-        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for one, and says that it found none
+    until = time.monotonic() + 60 * options.minutes
+    ignored = gpu_wheels.put_on_path(options.wheels)
+    if gpu_wheels.missing():
+        parser.error(gpu_wheels.advice(ignored))
     output = options.output or (None if options.tiny else Path(__file__).with_name("RESULTS.md"))
     if output is not None and (output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK)):
         parser.error(f"--output: {output} cannot be written")
     import torch
 
     gpus = torch.cuda.device_count()  # asked of the driver: a context would take memory from the parts
+    if not gpus:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for one, and says that it found none
     if not gpus and not options.tiny:
         built = "" if torch.version.cuda else f" (torch {torch.__version__} is made without CUDA)"
         print(f"there is no GPU here{built}; --tiny runs everything on a CPU", file=sys.stderr)
@@ -113,36 +145,50 @@ def main() -> int:
             f"--only: no part begins with {' or '.join(options.only)}; there are\n  "
             + "\n  ".join(one.name for one in every)
         )
-    until = time.monotonic() + 60 * options.minutes
     try:
         logs = options.logs or Path(tempfile.mkdtemp(prefix="packtrain-gpu-"))
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--logs: {error}")
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+
+    def write() -> str:
+        replace_file(logs / "results.json", json.dumps({"results": results, "failed": failed}, indent=1))
+        text = section(results, failed, parts, " ".join(sys.argv[1:]))
+        if output is not None:
+            replace_section(output, text)
+        return text
+
     try:
-        results, failed = measure(parts, logs, until, tiny=options.tiny)
+        measure(parts, logs, until, results, failed, write, tiny=options.tiny)
     except KeyboardInterrupt:
-        print("stopped: nothing is written", file=sys.stderr)
+        print(f"stopped: what was measured is in {logs / 'results.json'}", file=sys.stderr)
         return 130
-    text = section(results, failed, parts, " ".join(sys.argv[1:]))
-    if output is not None:
-        replace_section(output, text)
-    print(f"{text}\n\nwhat the parts printed is in {logs}" + (f", this in {output}" if output else ""))
-    return 1 if failed or results.get("tests/gpu", {}).get("failed") else 0
+    print(f"{write()}\n\nwhat the parts printed is in {logs}" + (f", this in {output}" if output else ""))
+    return 1 if failed or any(isinstance(one, dict) and one.get("failed") for one in results.values()) else 0
 
 
-def measure(parts: Sequence[Part], logs: Path, until: float, *, tiny: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The results of the parts by name, and why others have none. Ctrl-C ends all of them."""
+def measure(
+    parts: Sequence[Part],
+    logs: Path,
+    until: float,
+    results: dict[str, Any],
+    failed: dict[str, str],
+    write: Callable[[], Any],
+    *,
+    tiny: bool,
+) -> None:
+    """Fills in the results of the parts by name, and why others have none, and writes after each. Ctrl-C ends all of them."""
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of processes that are ended while they hold something
     # forked from a process that has imported everything: not with CUDA, which does not survive a fork
     context = multiprocessing.get_context("forkserver" if tiny else "spawn")
     if tiny:
         context.set_forkserver_preload([*WARM])
     device = nullcontext() if tiny else threading.Lock()
-    results, failed = {}, {}
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2) as turns:
         folder = Path(temporary)
-        gpu_parts.write_inputs(folder, tiny=tiny)
+        gpu_training.write_inputs(folder, tiny=tiny)
         always = Part("versions", gpu_parts.versions)
         going = {
             part.name: turns.submit(run, part, folder, logs, context, until, device, tiny=tiny)
@@ -155,11 +201,11 @@ def measure(parts: Sequence[Part], logs: Path, until: float, *, tiny: bool) -> t
                 except Exception as reason:  # whatever it is, the others go on
                     failed[name] = str(reason) or type(reason).__name__
                     print(f"{name}: FAILED: {reason}", flush=True)
+                write()
         except KeyboardInterrupt:
             turns.shutdown(wait=False, cancel_futures=True)
             end(multiprocessing.active_children())
             raise
-    return results, failed
 
 
 def run(
@@ -170,6 +216,8 @@ def run(
         raise Failed("not run: no time was left")
     if part.needs and gpu_parts.lacks(part.needs):
         raise Failed(f"not run: {part.needs} is not installed")
+    if key := gpu_training.unknown_key(part.given.get("changes", [])):
+        raise Failed(f"not run: packtrain has no key {key}")
     log = logs / f"{part.name.replace('/', '-').replace(' ', '_')}.log"
     log.unlink(missing_ok=True)
     result, ranks = log.with_suffix(".json"), environments(part.processes)
@@ -181,9 +229,10 @@ def run(
             process.start()
     with device:
         started = time.monotonic()
-        limit = min(part.limit_s, until - started)
+        most = part.limit_s * (SLOWER if tiny else 1)
+        limit = min(most, until - started)
         try:
-            if limit < MIN_S and limit < part.limit_s:
+            if limit < MIN_S and limit < most:
                 raise Failed("not run: no time was left")
             go.set()
             for process in processes:
@@ -245,22 +294,34 @@ def work(part: Part, folder: Path, log: Path, result: Path, environment: dict[st
 
 def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Part], arguments: str) -> str:
     """The section of the results in Markdown."""
-    found = results.get("versions", {})
+    found = dict(results.get("versions", {}))
     devices = found.pop("devices", ["?"])
     lines = [HEADING, "", f"    python benchmarks/gpu.py {arguments}".rstrip(), ""]
     memory = found.pop("memory", None)
     has = f"{len(devices)} × {devices[0]}" + (f" of {memory:.0f} GiB" if memory else "")
     installed = ", ".join(f"{name} {version or 'none'}" for name, version in found.items())
     lines += [f"{datetime.date.today():%d %B %Y}; {has}; {installed}.", ""]
+    if one := results.get("quickstart"):
+        first, last = one["losses"]
+        lines += [
+            f"Quickstart: {one['steps']} steps, loss {first:.3f} → {last:.3f}, attention {one['attention']}, {one['verify']}.",
+            "",
+        ]
     lines += training_table([part for part in parts if part.group and part.name in results], results)
+    for part in parts:
+        lines += profile_table(part.name, (results.get(part.name) or {}).get("profile"))
+    lines += grpo_lines(results.get("GRPO 0.6B, attach"))
     lines += kernel_tables(results.get("kernels"))
-    if tests := results.get("tests/gpu"):
-        skipped = sum(tests["skipped"].values())
-        lines += [f"tests/gpu: {tests['passed']} passed, {len(tests['failed'])} failed, {skipped} skipped.", ""]
-        lines += [f"- skipped: {count} × {why}" for why, count in tests["skipped"].items()] + [""]
-        failed = failed | dict(tests["failed"])
+    for name, tests in results.items():
+        if name.startswith("tests/gpu"):
+            skipped = sum(tests["skipped"].values())
+            lines += [f"{name}: {tests['passed']} passed, {len(tests['failed'])} failed, {skipped} skipped.", ""]
+            lines += [f"- skipped: {count} × {why}" for why, count in tests["skipped"].items()] + [""]
+            failed = failed | dict(tests["failed"])
     lines += ["What failed:" if failed else "Nothing failed.", ""]
     lines += [f"- {name}: {why}" for name, why in failed.items()]
+    if open_ := [part.name for part in parts if part.name not in results and part.name not in failed]:
+        lines += ["", f"Not reached: {'; '.join(open_)}."]
     return "\n".join(lines).rstrip()
 
 
@@ -268,18 +329,44 @@ def training_table(parts: Sequence[Part], results: dict[str, Any]) -> list[str]:
     """One row a run. TRL's MFU is made of that of packtrain's `padding`, which shares no prompts, by the ratio of the speeds."""
     if not parts:
         return []
-    lines = ["Random weights; real tokens a second, padding not counted, after the steps that warm up.", ""]
-    lines += [
-        "| run | tokens/s | MFU | s a step | peak GiB | first loss | last loss |",
-        "|---|---|---|---|---|---|---|",
+    lines = [
+        "Random weights; real tokens a second, padding not counted, after the steps that warm up; the peak of what torch has",
+        "allocated, and what `packtrain plan` reckons with.",
+        "",
+        "| run | tokens/s | MFU | s a step | peak GiB | planned | first loss | last loss |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for part in parts:
         one = results[part.name]
+        planned = one.get("planned")
         known = [results[p.name] for p in parts if p.group == part.group and results[p.name]["mfu"]]
         mfu = one["mfu"] or (known and known[-1]["mfu"] / known[-1]["tokens_per_second"] * one["tokens_per_second"])
         lines.append(
             f"| {part.name} | {one['tokens_per_second']:,.0f} | {f'{mfu:.1%}' if mfu else ''} | {one['seconds_per_step']:.3f} "
-            f"| {one['peak']:.1f} | {one['losses'][0]:.5f} | {one['losses'][1]:.5f} |"
+            f"| {one['peak']:.1f} | {f'{planned:.1f}' if planned else ''} | {one['losses'][0]:.5f} | {one['losses'][1]:.5f} |"
+        )
+    return [*lines, ""]
+
+
+def profile_table(name: str, profile: dict[str, Any] | None) -> list[str]:
+    """The shares of a step by kind of work, and the kernels that take most."""
+    if not profile:
+        return []
+    lines = [f"A step of `{name}` by its {profile['of']}:", "", "| work | share |", "|---|---|"]
+    lines += [f"| {kind} | {share:.1%} |" for kind, share in profile["shares"].items()]
+    return [*lines, "", *(f"- {share:.1%} {kind}: `{kernel}`" for kernel, kind, share in profile["longest"]), ""]
+
+
+def grpo_lines(measured: dict[str, Any] | None) -> list[str]:
+    """TRL's GRPOTrainer with `attach` and without."""
+    if not measured:
+        return []
+    lines = [f"`attach` on TRL's GRPOTrainer, one group of {measured['tokens']:,} tokens, {measured['attention']}:", ""]
+    for way in ("padded", "attached"):
+        one = measured[way]
+        peak = f", {one['peak']:.1f} GiB" if one["peak"] else ""
+        lines.append(
+            f"- {way}: {one['seconds']:.3f} s{peak}, loss {one['loss']:.6f}, norm of the gradient {one['norm']:.5f}"
         )
     return [*lines, ""]
 
@@ -304,9 +391,17 @@ def replace_section(file: Path, text: str) -> None:
     old = file.read_text() if file.exists() else ""
     before, heading, rest = old.partition(f"{HEADING}\n")
     _, following, after = rest.partition("\n## ")
-    file.write_text(
-        f"{before.rstrip()}\n\n{text}\n{following}{after}".lstrip() if heading else f"{old.rstrip()}\n\n{text}\n"
+    replace_file(
+        file,
+        f"{before.rstrip()}\n\n{text}\n{following}{after}".lstrip() if heading else f"{old.rstrip()}\n\n{text}\n",
     )
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that was there: a run may be cut off at any time."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(file)
 
 
 if __name__ == "__main__":
