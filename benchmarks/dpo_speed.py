@@ -185,7 +185,7 @@ def main() -> None:
         if changes is None:
             result = run_trl(options.model, options.data, options.batch, options.longest, recompute=options.recompute)
         else:
-            changes = [*changes, f"trainer.gradient_checkpointing={options.recompute}"]
+            changes = [*changes, f"trainer.gradient_checkpointing={'full' if options.recompute else 'none'}"]
             result = run_packtrain(
                 changes, options.model, options.data, options.batch, options.longest, Path(folder), options.tokens
             )

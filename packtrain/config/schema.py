@@ -16,6 +16,7 @@ from packtrain.config.objective import Objective, key
 PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
+Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
 Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
@@ -248,7 +249,11 @@ class Trainer:
         False,
         "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",
     )
-    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: Checkpointing = key(
+        "auto",
+        "Which layers compute their activations again in the backward pass, to save memory: none, every fourth to every second, "
+        "all (full), or all but their costliest results (selective). auto: the fewest that the plan says fit the GPU (docs/planning.md).",
+    )
     torch_compile: bool = key(
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",

@@ -4,7 +4,8 @@ Every strategy is counted with the copies that its framework keeps (docs/plannin
 to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
 counts as fitting; fragmentation is not estimated. Activations are counted for llama and models like it as in Korthikanti et al. 2022
 (arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With gradient checkpointing a layer keeps its
-input, and one layer at a time is computed again. Logits never exist as a whole: the heads work in chunks of tokens.
+input (and with `selective` what is costly to make again), and one layer at a time is computed again. Logits never exist as a
+whole: the heads work in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
-from packtrain.config.rules import check_strategy
+from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.known_model import (
@@ -57,6 +58,10 @@ CHECKED_LOGITS = 2**27
 """The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
 STEPPED = 2**26
 """Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
+CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
+"""Values of trainer.gradient_checkpointing, from the fewest products of matrices that are computed again to all of them."""
+SPARE = 0.1
+"""The share of a device that trainer.gradient_checkpointing=auto leaves free, for fragmentation."""
 PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -66,7 +71,8 @@ class Memory:
 
     `reference` is taken to be as large as the trained model; `buffers` are those of strategies and autocast at the peak.
     `activations` is None if they are not known, for the reason `unknown`. `host` is for each process, `device` the memory of a
-    GPU if it is known, `outside` what is allowed for there beside torch's allocator.
+    GPU if it is known, `outside` what is allowed for there beside torch's allocator. `checkpointing` is what
+    trainer.gradient_checkpointing comes to, and `chosen` says why.
     """
 
     parameters: int
@@ -82,6 +88,8 @@ class Memory:
     device: int | None = None
     advice: str = ""
     outside: int = OUTSIDE
+    checkpointing: str = "none"
+    chosen: str = ""
 
     @property
     def total(self) -> int:
@@ -142,10 +150,28 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         model = _measure(config)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        memory = replace(_count(config, model, processes), device=device_bytes)
+        memory = _choose_checkpointing(config, model, processes, device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
-    return replace(memory, advice=_advice(config, processes)) if memory.fits is False else memory
+    advice = _advice(config, processes, memory.checkpointing)
+    return replace(memory, advice=advice) if memory.fits is False else memory
+
+
+def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, device_bytes: int | None) -> Memory:
+    """The memory with what trainer.gradient_checkpointing comes to: `auto` computes as little again as leaves SPARE of the device."""
+    counts: dict[str, Memory] = {}
+    for policy in CHECKPOINTING:
+        tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
+        if not any(check_checkpointing(tried)):
+            counts[policy] = replace(_count(tried, model, processes), device=device_bytes, checkpointing=policy)
+    asked, kept = config.trainer.gradient_checkpointing, counts["none"]
+    if asked != "auto":
+        return replace(counts[asked], chosen="asked for")
+    if device_bytes is None or kept.activations is None:
+        return replace(kept, chosen="auto: no GPU" if device_bytes is None else "auto: activations are not known")
+    room = (1 - SPARE) * device_bytes - kept.outside
+    chosen = next((memory for memory in counts.values() if memory.total <= room), counts["full"])
+    return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB" if chosen is not kept else "auto: all fits")
 
 
 def _measure(config: RunConfig) -> _Model:
@@ -255,8 +281,9 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     """Bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if mixed and width == 4 and (full or not config.trainer.gradient_checkpointing):
-        copies = 2 * model.linear  # autocast keeps those of trained weights until the forward pass ends
+    if mixed and width == 4:  # autocast keeps those of trained weights until the step ends, others as long as activations
+        every = _period(config.trainer.gradient_checkpointing)
+        copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
@@ -299,7 +326,12 @@ def _reference(config: RunConfig, model: _Model) -> int:
     return model.all * model.width if kind in ("model", "path") else 0
 
 
-def _advice(config: RunConfig, processes: int) -> str:
+def _period(checkpointing: str) -> int:
+    """n, if each nth layer computes activations again, from the first on; 0 if none does."""
+    return 0 if checkpointing in ("none", "auto") else int(checkpointing.removeprefix("every_")) if "every" in checkpointing else 1
+
+
+def _advice(config: RunConfig, processes: int, checkpointing: str) -> str:
     """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
@@ -309,7 +341,7 @@ def _advice(config: RunConfig, processes: int) -> str:
 
     tries = {
         f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and possible(sharded),
-        "trainer.gradient_checkpointing=true": not config.trainer.gradient_checkpointing,
+        "trainer.gradient_checkpointing=full": checkpointing != "full",
         "smaller micro-batches (batch.tokens_per_device, examples_per_device)": not config.objective.sorting_losses,
         f"strategy={offload}": now != offload and possible(offload),
         "peft=lora": config.peft.kind == "none",
@@ -358,9 +390,16 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
     layer = batch.tokens * _count_layer(config, layers, batch)
     gradients = batch.tokens * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
     last_norm = batch.tokens * layers.hidden * (4 + batch.weight)
-    if config.trainer.gradient_checkpointing:
-        return layers.number * batch.tokens * layers.hidden * batch.weight + last_norm, layer + gradients
-    return layers.number * layer + last_norm, gradients
+    checkpointing = config.trainer.gradient_checkpointing
+    every = _period(checkpointing)
+    again = math.ceil(layers.number / every) if every else 0
+    held, made = batch.tokens * layers.hidden * batch.weight, layer  # by one of these: its input at first, then all
+    if checkpointing == "selective":  # its keys, the outputs of attention and of two products beside it (model/recomputation.py)
+        results = layers.key + layers.query + layers.hidden + layers.inner
+        kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
+        held, made = held + kept, layer - kept
+    waiting = again * held + (layers.number - again) * layer + last_norm
+    return waiting, gradients + (made if every and (layers.number - 1) % every == 0 else 0)
 
 
 def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:

@@ -15,6 +15,8 @@ from transformers.integrations.deepspeed import deepspeed_init
 from packtrain.boundary import boundary
 from packtrain.config.rules.paths_and_packages import without_package
 from packtrain.config.schema import Optim
+from packtrain.model.load import base_model
+from packtrain.model.recomputation import recompute
 from packtrain.model.spread import check_active
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
@@ -30,9 +32,9 @@ class Engine:
     optimizer: Any
     lr_schedule: Any
 
-    def __init__(self, loss: Loss, strategy: str) -> None:
-        """`strategy` is strategy.name."""
-        self._trl, self.strategy = loss.trl, strategy
+    def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none") -> None:
+        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py)."""
+        self._trl, self.strategy, self.checkpointing = loss.trl, strategy, checkpointing
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.trl.is_deepspeed_enabled
@@ -44,9 +46,8 @@ class Engine:
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
         """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
         self.accelerator.free_memory()
-        if self.args.activation_checkpointing:
-            options = self.args.activation_checkpointing_kwargs or None
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        if self.checkpointing != "none":
+            recompute(base_model(self.model), self.checkpointing)
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]

@@ -22,7 +22,7 @@ _PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
 LESS_MEMORY = (
-    "trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
+    "trainer.gradient_checkpointing=full, or strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
     f"packtrain plan shows what takes how much. Then {_GO_ON}"
 )
 """What to set where memory is lacking, after what else there is."""

@@ -6,8 +6,10 @@ Train, verify and bench prepare a run by these functions. `Prepared` is what the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
 
 from packtrain.attention.backends import own_attention
 from packtrain.boundary import boundary
@@ -24,6 +26,7 @@ from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.known_model import reference_of
+from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
@@ -129,6 +132,18 @@ def settle_attention(run: Prepared) -> None:
         with outputs_of_tokens(base):
             wanted = run.config.model.attention
             run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+
+
+def choose_checkpointing(run: Prepared) -> tuple[str, str]:
+    """(what trainer.gradient_checkpointing comes to on this process's GPU, with the precision as it is now; why)."""
+    trainer, device = run.config.trainer, run.ranks.device
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    decided = replace(run.config, trainer=replace(trainer, mixed_precision=cast(Any, run.precision.mixed)))
+    planned = estimate(decided, run.ranks.world_size, total)
+    if isinstance(planned, Memory):
+        return planned.checkpointing, planned.chosen
+    asked = trainer.gradient_checkpointing
+    return ("none", f"auto: memory is {planned}") if asked == "auto" else (asked, "asked for")
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:

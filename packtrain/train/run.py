@@ -56,6 +56,7 @@ from packtrain.train.preparation import (
     Prepared,
     begin,
     check_model,
+    choose_checkpointing,
     load,
     prepare_data,
     settle_attention,
@@ -260,6 +261,9 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if prove:
         with outputs_of_tokens(base):
             check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
+    checkpointing, why = choose_checkpointing(prepared)
+    if checkpointing != "none" or ranks.device.type == "cuda":
+        log.fact("recompute", f"{checkpointing} ({why})")
     settings = LoopSettings(
         steps,
         evaluation,
@@ -276,6 +280,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         limits=TimeLimits(config.topology.step_timeout),
         spikes=_spike_rules(run, data),
         largest_first=tries_largest(config.trainer, ranks),
+        checkpointing=checkpointing,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):

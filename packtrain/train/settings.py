@@ -25,7 +25,7 @@ class LoopSettings:
 
     `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `autocast`
     the format of mixed precision (None: that of the weights), `backend` the attention backend of packed rows (None: the
-    model's own attention), `optim` the config's group.
+    model's own attention), `optim` the config's group, `checkpointing` what trainer.gradient_checkpointing came to.
     """
 
     steps: Steps
@@ -43,6 +43,7 @@ class LoopSettings:
     limits: TimeLimits | None = None
     spikes: SpikeRules | None = None
     largest_first: bool = False
+    checkpointing: str = "none"
 
     @property
     def sharded(self) -> bool:
@@ -108,7 +109,7 @@ def training_arguments(
         "adam_beta1": optim.beta1,
         "adam_beta2": optim.beta2,
         "max_grad_norm": optim.max_grad_norm,
-        "activation_checkpointing": trainer.gradient_checkpointing,
+        "activation_checkpointing": settings.checkpointing != "none",
         "use_cpu": not torch.cuda.is_available(),  # else several CPU processes silently train separate copies
         "seed": trainer.seed,
         "logging_steps": trainer.log_every,

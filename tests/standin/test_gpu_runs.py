@@ -216,7 +216,7 @@ def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[s
 
 @pytest.mark.exhaustive
 def test_bfloat16_weights_with_masters_and_checkpointed_activations(gpus, folder: Path, config: dict[str, Any]) -> None:
-    changes = ["model.dtype=bfloat16", "trainer.gradient_checkpointing=true"]
+    changes = ["model.dtype=bfloat16", "trainer.gradient_checkpointing=full"]
     run = gpus.train(folder, config, *changes, name="masters")
     assert run.summary["attention"].startswith(FLASH)
     assert_trained(run, train(folder, config, *changes, name="masters-cpu"))

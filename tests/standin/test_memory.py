@@ -31,7 +31,7 @@ SIZES = {
 }
 LENGTH = 256
 MASTERS, LORA = "model.dtype=bfloat16", "peft=lora"
-FULL = "trainer.gradient_checkpointing=true"
+FULL = "trainer.gradient_checkpointing=full"
 PADDED = ("packing.mode=padding", "batch.examples_per_device=2", "batch.tokens_per_device=null")
 SETTINGS = {  # verb, processes, changes
     "sft": ("sft", 1),

@@ -161,7 +161,7 @@ def test_a_loss_that_differs_from_the_models_own_is_caught_before_training() -> 
 
 RUNS = {
     "one padded micro-batch": ["packing.mode=padding", "batch.examples_per_device=8", "batch.tokens_per_device=null"],
-    "packed": ["trainer.gradient_checkpointing=true"],
+    "packed": ["trainer.gradient_checkpointing=full"],
     "without": ["model.config.output_router_logits=false"],
 }
 

@@ -48,6 +48,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_peft(config, given),
         *_topology(config.topology),
         *check_strategy(config),
+        *check_checkpointing(config),
     ]
 
 
@@ -233,6 +234,14 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
         yield Fault(("model.attention", "strategy.name"), what, fix)
+
+
+def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
+    """The impossible combinations of trainer.gradient_checkpointing with other keys."""
+    if config.trainer.gradient_checkpointing == "selective" and config.trainer.torch_compile:
+        what = "the products inside compiled parts cannot be told apart, so none would be kept"
+        fix = "Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false."
+        yield Fault(("trainer.gradient_checkpointing", "trainer.torch_compile"), what, fix)
 
 
 def _topology(topology: Topology) -> Iterator[Fault]:

@@ -32,7 +32,7 @@ QWEN3_8B = {
     "head_dim": 128,
     "vocab_size": 151936,
 }
-CHECKPOINTING, OFFLOAD = "trainer.gradient_checkpointing=true", "strategy=zero3_offload"
+CHECKPOINTING, OFFLOAD = "trainer.gradient_checkpointing=full", "strategy=zero3_offload"
 SMALLER = "smaller micro-batches (batch.tokens_per_device, examples_per_device)"
 
 
@@ -214,7 +214,7 @@ def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() ->
     large = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=1", "data.max_length=2"]
     head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]  # the largest tensor is stepped by itself
     for how, each in (("", 4), ("optim.bf16_rounding=stochastic", 20), ("optim.bf16_rounding=nearest", 0)):
-        found = known([*large, *how.split(), "trainer.gradient_checkpointing=true"])
+        found = known([*large, *how.split(), "trainer.gradient_checkpointing=full"])
         assert found.buffers == max(each * head - (found.activations or 0), 0), how
 
 
@@ -271,7 +271,7 @@ def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> No
     config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     whole = known(config).activations
     half = known([*config, "batch.tokens_per_device=4096"]).activations
-    checkpointed = known([*config, "trainer.gradient_checkpointing=true"]).activations
+    checkpointed = known([*config, "trainer.gradient_checkpointing=full"]).activations
     assert whole and half and checkpointed
     assert 60 < whole / GIB < 64 and half < 0.55 * whole and checkpointed < 0.1 * whole
     few = known([*config, "batch.examples_per_step=1"]).activations  # a step is one document of data.max_length
@@ -304,7 +304,7 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
     [
         (8, [], "ddp", f"strategy=fsdp2, {CHECKPOINTING}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
         (8, [], "zero2", f"strategy=zero3, {CHECKPOINTING}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, ["trainer.gradient_checkpointing=true"], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+        (8, ["trainer.gradient_checkpointing=full"], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
         (1, ["peft=lora"], "ddp", f"{CHECKPOINTING}, {SMALLER}, {OFFLOAD}, larger GPUs"),
         (8, ["optim.name=adafactor"], "ddp", f"{CHECKPOINTING}, {SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
         (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", f"{CHECKPOINTING}, peft=lora, larger GPUs"),

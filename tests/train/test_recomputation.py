@@ -1,0 +1,151 @@
+"""trainer.gradient_checkpointing: what is computed again changes no bit of losses and gradients, and saves what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answer_runs import preferences
+from running import base_config, train, write_jsonl
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from packtrain.attention.segmented import NAME
+from packtrain.config.compose import load_config
+from packtrain.errors import UserError
+from packtrain.model.recomputation import recompute
+from packtrain.packing.segments import Segments
+from packtrain.plan.memory import CHECKPOINTING
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "vocab_size": 97}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.of[name] = self.of.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def passes(kind: str, attention: str, policy: str) -> tuple[torch.Tensor, list[torch.Tensor | None], Calls]:
+    """Loss and gradients of a model on a row of three documents (a plain one where attention is sdpa), and what ran."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).train()
+    model.set_attn_implementation(attention)
+    ids = torch.randint(0, SIZES["vocab_size"], (1, 40))
+    positions = torch.cat([torch.arange(length) for length in (10, 20, 10)])[None]
+    row = {"segments": Segments((10, 20, 10), (None, None, None)), "position_ids": positions}
+    if policy != "none":
+        recompute(model, policy)
+    with Calls() as calls:
+        loss = model(input_ids=ids, labels=ids, use_cache=False, **(row if attention == NAME else {})).loss
+        loss.backward()
+    return loss.detach(), [weight.grad for weight in model.parameters()], calls
+
+
+@pytest.mark.parametrize("attention", ["sdpa", NAME])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
+def test_losses_and_gradients_are_the_same_bits(kind: str, attention: str) -> None:
+    loss, gradients, _ = passes(kind, attention, "none")
+    for policy in CHECKPOINTING[1:]:
+        other, theirs, _ = passes(kind, attention, policy)
+        assert other.equal(loss), policy
+        assert all(one is two is None or one.equal(two) for one, two in zip(gradients, theirs, strict=True)), policy
+
+
+def test_what_is_computed_again_is_what_the_policy_says() -> None:
+    """Of a layer's seven products the last is never made again: nothing in the backward pass needs its result."""
+    calls = {policy: passes("llama", "sdpa", policy)[2].of for policy in CHECKPOINTING}
+    product, attention = "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu"
+    layers = SIZES["num_hidden_layers"]
+    again = {policy: of[product] - calls["none"][product] for policy, of in calls.items()}
+    assert again == {
+        "none": 0,
+        "every_4": 2 * 6,
+        "every_3": 2 * 6,
+        "selective": layers * 3,
+        "every_2": 3 * 6,
+        "full": layers * 6,
+    }
+    attended = {policy: of[attention] - layers for policy, of in calls.items()}
+    assert attended == {"none": 0, "every_4": 2, "every_3": 2, "selective": 0, "every_2": 3, "full": layers}
+
+
+def test_trl_may_switch_it_off_and_on_again() -> None:
+    """As it does around a pass of the reference."""
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    recompute(model, "every_2")
+    before = [layer.gradient_checkpointing for layer in model.model.layers]
+    model.activation_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == before == [True, False, True, False, True]
+    assert model.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+
+
+def test_a_model_whose_layers_cannot_is_refused() -> None:
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match="cannot compute their activations again"):
+        recompute(model, "selective")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("true", "none|every_4"), ("selective", "trainer.torch_compile=false"), ("every_5", "every_4")]
+)
+def test_what_cannot_be_is_refused_with_what_can(value: str, said: str) -> None:
+    given = ["model.path=owner/model", "data.train=owner/data", f"trainer.gradient_checkpointing={value}"]
+    compiled = ["trainer.torch_compile=true"] if value == "selective" else []
+    with pytest.raises(UserError) as refused:
+        load_config(None, [*given, *compiled])
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy", "peft"),
+    [
+        ("sft", "ddp", "none"),
+        ("sft", "ddp", "lora"),
+        ("dpo", "fsdp2", "none"),
+        ("dpo", "zero2", "lora"),
+        *(
+            pytest.param(verb, strategy, peft, marks=pytest.mark.exhaustive)
+            for verb, strategy, peft in [
+                ("sft", "zero2", "none"),
+                ("sft", "fsdp2", "lora"),
+                ("sft", "zero3", "none"),
+                ("sft", "zero3", "lora"),
+                ("dpo", "ddp", "lora"),
+                ("kto", "ddp", "none"),
+            ]
+        ),
+    ],
+)
+def test_runs_train_the_same_bits(verb: str, strategy: str, peft: str, tmp_path: Path) -> None:
+    processes = 1 if strategy == "ddp" else 2
+    config = base_config(tmp_path, trainer={"max_steps": 2, "mixed_precision": "no"})
+    config["model"]["config"] = {**config["model"]["config"], "num_hidden_layers": 3}
+    if verb != "sft":
+        config["data"] |= {"train": str(write_jsonl(tmp_path / "pairs.jsonl", preferences(8, 0))), "max_length": 92}
+    how: Any = {"command": verb, "processes": processes}
+    changes = [f"strategy={strategy}", f"peft={peft}"]
+    plain, *runs = (
+        train(tmp_path, config, *changes, f"trainer.gradient_checkpointing={policy}", name=policy, **how)
+        for policy in ("none", "selective", "every_2")
+    )
+    place = "final" if peft == "none" else "final-adapters"
+    for run in runs:
+        assert run.losses == plain.losses
+        assert [line["grad_norm"] for line in run.steps] == [line["grad_norm"] for line in plain.steps]
+        own, expected = (one.folder / place for one in (run, plain))
+        file = "model.safetensors" if peft == "none" else "adapter_model.safetensors"
+        assert (own / file).read_bytes() == (expected / file).read_bytes()
