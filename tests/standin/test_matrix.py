@@ -14,9 +14,11 @@ from running import Run, base_config, conversations, train, write_jsonl
 from tests.standin import cells
 from tests.standin.cells import CELLS, SAMPLE, Cell, Reference
 
-STEPS = 3
-BY = {"loss": 1e-2, "grad_norm": 5e-2}
-"""How far figures may be from the CPU's, as a part of them: both compute in bfloat16, and add up in another order."""
+LOSS_OF_STEP = (1e-3, 5e-3, 2e-2)
+"""How far the loss of each step may be from the CPU's, as a part of it: both compute in bfloat16 and add up in another order, and Adam moves
+weights apart whose gradients are near 0."""
+FIRST_NORM = 2e-2
+"""The same of the norm of the first gradient, which is of equal weights."""
 PICKED = {str(cell) for cell in SAMPLE}
 
 
@@ -31,7 +33,7 @@ def config_of(folder: Path, objective: str, groups: dict[str, dict[str, Any]]) -
     rows = {"sft": conversations(22), "kto": labelled(22, 0)}.get(objective) or preferences(22, 0)
     data = {"train": str(write_jsonl(folder / f"{objective}.jsonl", rows)), "max_length": 92}
     of_all: dict[str, Any] = {"data": data, "batch": {"tokens_per_device": slots}, "optim": {"learning_rate": 5e-3}}
-    of_all |= {**groups, "trainer": {"max_steps": STEPS, **groups["trainer"]}}
+    of_all |= {**groups, "trainer": {"max_steps": len(LOSS_OF_STEP), **groups["trainer"]}}
     return base_config(folder, **of_all)
 
 
@@ -53,9 +55,9 @@ def test_a_cell_trains_as_the_cpu(gpus, folder: Path, on_cpu: Any, cell: Cell) -
     expected, config = on_cpu(cell.reference), config_of(folder, cell.objective, cell.groups)
     how: dict[str, Any] = {"verb": cell.objective, "devices": cell.devices, "ranks": cell.devices}
     run = gpus.train(folder, config, name=str(cell), **how)
-    for figure, by in BY.items():
-        values, of_cpu = ([line[figure] for line in one.steps] for one in (run, expected))
-        assert values == pytest.approx(of_cpu, rel=by), figure
+    for loss, of_cpu, by in zip(run.losses, expected.losses, LOSS_OF_STEP, strict=True):
+        assert loss == pytest.approx(of_cpu, rel=by), (run.losses, expected.losses)
+    assert run.steps[0]["grad_norm"] == pytest.approx(expected.steps[0]["grad_norm"], rel=FIRST_NORM)
     assert {rank: set(own) for rank, own in gpus.touched().items()} == {rank: {rank} for rank in range(cell.devices)}
     backend = run.summary["attention"]
     assert (cell.packing == "padding" and backend is None) or backend.startswith(cell.attention), backend
@@ -69,7 +71,8 @@ def test_a_cell_trains_as_the_cpu(gpus, folder: Path, on_cpu: Any, cell: Cell) -
 def test_a_wrong_update_would_show(on_cpu: Any, objective: str) -> None:
     """Losses of consecutive steps are further apart than what is allowed for rounding."""
     losses = on_cpu(Reference(objective, cells.PRECISION[0], "packed")).losses
-    assert min(abs(after - before) for before, after in pairwise(losses)) > 2 * BY["loss"] * losses[0], losses
+    for (before, after), by in zip(pairwise(losses), LOSS_OF_STEP[1:], strict=True):
+        assert abs(after / before - 1) > 1.2 * by, losses
 
 
 def test_the_sample_has_every_pair_of_values() -> None:
