@@ -28,6 +28,7 @@ class Gpus:
     def __init__(self, folder: Path) -> None:
         self.report = folder / "report.jsonl"
         environment = {**os.environ, **standin.variables(1, self.report), "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] += f":{ROOT / 'tests' / 'train'}"  # as pytest has it
         environment.pop("DS_ACCELERATOR", None)
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.server = subprocess.Popen([sys.executable, "-m", "tests.standin.warm"], cwd=ROOT, env=environment, **pipes)
