@@ -1,7 +1,7 @@
 """The memory that a plan foresees, against the bytes that a run's tensors take on stand-in GPUs at the fullest moment.
 
 The peak is that of the whole run, proofs and the trial of the largest micro-batch before step 1 included, as metrics.jsonl has it.
-Documents are as long as `data.max_length` allows, so that each micro-batch is as full as a plan must assume. The model has six
+Documents are as long as `data.max_length` allows, so that each micro-batch is as full as a plan must assume. The model has four
 layers and a small vocabulary: weights, optimizer, activations and the output head are each a share that shows. Kernels that a GPU
 has as one, and which are computed in steps on a CPU (flash attention, TRL's Triton kernels for the head), count as what they return.
 Not counted: what CUDA's allocator rounds up (512 bytes a tensor) or cannot use.
@@ -24,7 +24,7 @@ SIZES = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 704,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 4096,
@@ -89,7 +89,7 @@ def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path
     arguments = [
         *(f"model.config.{key}={value}" for key, value in SIZES.items()),
         *("model.init=random", "model.tokenizer=quickstart", f"data.train={data[verb]}", f"data.cache_dir={tmp_path}"),
-        *(f"data.max_length={LENGTH}", f"batch.examples_per_step={8 if processes == 2 else 4}", "trainer.max_steps=2"),
+        *(f"data.max_length={LENGTH}", f"batch.examples_per_step={8 if processes == 2 else 4}", "trainer.max_steps=1"),
         *("batch.tokens_per_device=512", f"trainer.output_dir={tmp_path / 'run'}", *changes),
     ]
     (empty := tmp_path / "run.yaml").write_text("{}\n")

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
+from packtrain.model.recomputation import recompute
 from packtrain.plan.known_model import Layers, read_layers
 from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
 from packtrain.train.loop import StepTrainer
@@ -104,8 +105,8 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
     if config.peft.kind == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=config.peft.target_modules, task_type="CAUSAL_LM"))
     model.train()
-    if config.trainer.gradient_checkpointing:
-        base.activation_checkpointing_enable()
+    if (policy := config.trainer.gradient_checkpointing) != "none":
+        recompute(base, policy)
         base.enable_input_require_grads()
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -124,7 +125,7 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
     return kept, watch.most
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("policy", ["none", "every_2", "selective", "full"])
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -136,9 +137,9 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
         ("qwen3", ["model.dtype=bfloat16", "packing.mode=padding"]),
     ],
 )
-def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], checkpointing: bool) -> None:
+def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], policy: str) -> None:
     made = ["model.init=random", "model.tokenizer=quickstart", "data.train=x", "batch.examples_per_step=4"]
-    switch = f"trainer.gradient_checkpointing={str(checkpointing).lower()}"
+    switch = f"trainer.gradient_checkpointing={policy}"
     config = load_config(None, [*made, f"model.config.model_type={kind}", switch, *overrides])
     padded = config.packing.mode == "padding"
     layers = read_layers({"model_type": kind, **SIZES})
@@ -155,7 +156,8 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], che
 
 def kept_copies(config: RunConfig, layers: Layers) -> int:
     """bfloat16 copies of the linear layers' weights, which the estimate counts among its buffers."""
-    if config.trainer.mixed_precision == "no" or config.trainer.gradient_checkpointing:
+    if config.trainer.mixed_precision == "no" or config.trainer.gradient_checkpointing in ("selective", "full"):
         return 0
     of_one = layers.hidden * (2 * layers.query + 2 * layers.key + 3 * layers.inner)
-    return 2 * layers.number * of_one
+    kept = layers.number // 2 if config.trainer.gradient_checkpointing == "every_2" else layers.number
+    return 2 * kept * of_one

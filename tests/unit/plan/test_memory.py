@@ -13,7 +13,7 @@ from tiny_models import SIZES
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
-from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
+from packtrain.plan.memory import CHECKPOINTING, GIB, NCCL, OUTSIDE, SPARE, Memory, estimate
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
@@ -32,7 +32,8 @@ QWEN3_8B = {
     "head_dim": 128,
     "vocab_size": 151936,
 }
-CHECKPOINTING, OFFLOAD = "trainer.gradient_checkpointing=full", "strategy=zero3_offload"
+FULL, OFFLOAD = "trainer.gradient_checkpointing=full", "strategy=zero3_offload"
+NONE = "trainer.gradient_checkpointing=none"
 SMALLER = "smaller micro-batches (batch.tokens_per_device, examples_per_device)"
 
 
@@ -255,7 +256,7 @@ def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> Non
     bf16, no = (known([*sized("llama"), f"trainer.mixed_precision={one}"]) for one in ("bf16", "no"))
     for asked in ("auto", "fast"):
         on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}"], device=40 * GIB)
-        assert replace(on_gpus, device=None) == bf16
+        assert replace(on_gpus, device=None, chosen=bf16.chosen) == bf16
         assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
 
 
@@ -281,6 +282,35 @@ def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> No
     assert (known(padded).activations or 0) > whole  # its mask, and keys for every head
 
 
+def test_auto_computes_as_little_again_as_fits_with_a_tenth_to_spare() -> None:
+    config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
+    asked = {
+        policy: known([*config, f"trainer.gradient_checkpointing={policy}"], 8, GIB, "fsdp2") for policy in CHECKPOINTING
+    }
+    kept = [memory.activations or 0 for memory in asked.values()]
+    assert kept[0] == max(kept) and kept[-1] == min(kept) and asked["selective"].total < asked["every_2"].total
+    for policy, memory in asked.items():
+        device = round((memory.total + memory.outside / (1 - SPARE)) / (1 - SPARE)) + GIB // 100
+        found = known(config, 8, device, "fsdp2")
+        better = [one for one in CHECKPOINTING[: CHECKPOINTING.index(policy)] if asked[one].total <= memory.total]
+        assert found.checkpointing == (better or [policy])[0] and found.fits, policy
+        assert found.activations == asked[found.checkpointing].activations
+        assert found.chosen == "auto: all fits" if policy == "none" else "auto: with none it would take" in found.chosen
+    least = known(config, 8, GIB, "fsdp2")
+    assert (least.checkpointing, least.fits) == ("full", False) and "gradient_checkpointing" not in least.advice
+    compiled = known([*config, "trainer.torch_compile=true"], 8, asked["selective"].total + 20 * GIB, "zero2")
+    assert compiled.checkpointing != "selective"
+
+
+def test_auto_keeps_all_where_nothing_is_known_to_be_too_much() -> None:
+    config = [*sized("llama"), "data.max_length=null", "packing.mode=padding"]
+    for device, why in ((None, "auto: no GPU"), (GIB, "auto: activations are not known")):
+        found = known(config, device=device)
+        assert (found.checkpointing, found.chosen) == ("none", why)
+    asked = known([*config, "trainer.gradient_checkpointing=full"], device=GIB)
+    assert (asked.checkpointing, asked.chosen) == ("full", "asked for")
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -302,12 +332,12 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
 @pytest.mark.parametrize(
     ("processes", "overrides", "strategy", "tries"),
     [
-        (8, [], "ddp", f"strategy=fsdp2, {CHECKPOINTING}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, [], "zero2", f"strategy=zero3, {CHECKPOINTING}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, ["trainer.gradient_checkpointing=full"], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (1, ["peft=lora"], "ddp", f"{CHECKPOINTING}, {SMALLER}, {OFFLOAD}, larger GPUs"),
-        (8, ["optim.name=adafactor"], "ddp", f"{CHECKPOINTING}, {SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
-        (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", f"{CHECKPOINTING}, peft=lora, larger GPUs"),
+        (8, [], "ddp", f"strategy=fsdp2, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+        (8, [NONE], "zero2", f"strategy=zero3, {FULL}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+        (8, [FULL], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+        (1, [NONE, "peft=lora"], "ddp", f"{FULL}, {SMALLER}, {OFFLOAD}, larger GPUs"),
+        (8, ["optim.name=adafactor"], "ddp", f"{SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
+        (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_flagged_with_what_to_try(
