@@ -4,9 +4,11 @@ Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and
 loading, which each process does on the CPU. From then on every call of the model, proofs included, is a call of all processes
 together: one that calls it once more than the others hangs.
 
-FSDP2 is applied here, not by accelerate, which would silently use DDP on CPUs: one group for each layer and one for all the
-rest, which stays gathered during a forward pass, since the loss reads the output head's weights without calling it. Gradients are
-summed in float32. Its checkpoints are torch's distributed ones, which any number of processes can load.
+FSDP2 is applied here, not by accelerate, which would silently use DDP on CPUs: one group for each layer, one for the embedding if no
+other layer has its weights, and one for the rest, which stays gathered during a forward pass, since the loss reads the output head's
+weights without calling it. The embedding is not gathered for its backward pass, which needs only the tokens. No order of prefetching is
+set (torchtitan does that for expert parallelism alone): the CPU queues the next layer's gathering while the device computes one, as nothing
+in a layer waits for it (experts run by grouped_mm). Gradients are summed in float32. Its checkpoints are torch's distributed ones, which any number of processes can load.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
 "leaf"), since calls within a layer may differ by process (experts).
@@ -138,6 +140,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in names]
 
 
+def embedding_apart(base: PreTrainedModel) -> Any:
+    """The embedding of the tokens, if it is called wherever its weights are read: not tied, and without adapters; else None."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    called = isinstance(embedding, nn.Embedding) and getattr(head, "weight", None) is not embedding.weight
+    return embedding if called else None
+
+
 def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -146,11 +155,14 @@ def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.d
     # inputs are autocast's matter; gradients of bfloat16 weights, too, are added up in float32
     policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     base: Any = base_model(model)
-    for part in (*reversed(layers_of(model)), base):  # inner ones first
+    layers, embedding = layers_of(model), embedding_apart(base)
+    for part in (*reversed(layers), *filter(None, [embedding]), base):  # inner ones first
         own = type(part)
         # torch's default keeps the last group gathered
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
+    if embedding is not None:
+        embedding.set_unshard_in_backward(False)
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
     if base is not model:  # peft calls its model's forward by name, past the hooks that gather the weights
         cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)

@@ -21,7 +21,9 @@ from packtrain.config.rules import check_checkpointing, check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.known_model import (
+    SCORE,
     Layers,
+    Shapes,
     adapter_shapes,
     is_adapted,
     plan_precision,
@@ -72,7 +74,8 @@ class Memory:
     `reference` is taken to be as large as the trained model; `buffers` are those of strategies and autocast at the peak.
     `activations` is None if they are not known, for the reason `unknown`. `host` is for each process, `device` the memory of a
     GPU if it is known, `outside` what is allowed for there beside torch's allocator. `checkpointing` is what
-    trainer.gradient_checkpointing comes to, and `chosen` says why.
+    trainer.gradient_checkpointing comes to, and `chosen` says why. `accumulated` are the whole float32 gradients that stay on each
+    GPU between the micro-batches of a step where FSDP2 exchanges them with the last one only.
     """
 
     parameters: int
@@ -90,6 +93,7 @@ class Memory:
     outside: int = OUTSIDE
     checkpointing: str = "none"
     chosen: str = ""
+    accumulated: int | None = None
 
     @property
     def total(self) -> int:
@@ -103,6 +107,22 @@ class Memory:
             return None
         fits = self.total + self.outside <= self.device
         return None if fits and self.activations is None else fits
+
+    @property
+    def exchanges_once(self) -> bool:
+        """Whether FSDP2 exchanges gradients once a step, and not after each micro-batch: where the accumulated ones fit too."""
+        if not self.fits or self.accumulated is None or self.device is None:
+            return False
+        return self.total + self.outside + self.accumulated <= self.device
+
+    def exchange(self) -> str:
+        """When FSDP2 exchanges gradients, in words; "" for other strategies."""
+        if self.accumulated is None:
+            return ""
+        if self.exchanges_once:
+            return f"exchanged once a step; {in_gib(self.accumulated)} GiB more between its micro-batches"
+        why = "not known to fit" if self.fits is None else "too much"
+        return f"exchanged after each micro-batch; once a step would take {in_gib(self.accumulated)} GiB more, {why}"
 
     def sentence(self) -> str:
         """What it comes to; where it does not fit, what to try."""
@@ -120,7 +140,8 @@ class Memory:
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
-        return {**asdict(self), "total": self.total, "fits": self.fits, "summary": self.sentence()}
+        told = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
+        return {**asdict(self), **told, "summary": self.sentence()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +149,7 @@ class _Model:
     """A model in numbers, computed once for all configs that are tried.
 
     `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers of its blocks, in the largest
-    `block`, outside of blocks (`rest`), in the `largest` tensor, and `trained`. `sizes` are the known values of its own config.
+    `block`, outside of blocks (`rest`), of it in an `embedding` that is not tied, in the `largest` tensor, and `trained`. `sizes` are the known values of its own config.
     """
 
     width: int
@@ -136,6 +157,7 @@ class _Model:
     linear: int
     block: int
     rest: int
+    embedding: int
     largest: int
     trained: int
     sizes: Mapping[str, Any]
@@ -193,10 +215,17 @@ def _measure(config: RunConfig) -> _Model:
         linear=linear,
         block=max(blocks.values(), default=0),
         rest=rest,
+        embedding=_embedding(shapes),
         largest=max(map(math.prod, shapes.values())),
         trained=sum(map(math.prod, trained)),
         sizes=weights.sizes,
     )
+
+
+def _embedding(shapes: Shapes) -> int:
+    """Numbers in the embedding of the tokens, 0 if the output head has the same."""
+    sizes = [math.prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
 def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
@@ -236,6 +265,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         host=host,
         unknown=unknown,
         outside=OUTSIDE + communicators * NCCL,
+        accumulated=4 * model.trained if name == "fsdp2" and processes > 1 else None,
     )
 
 
@@ -287,7 +317,8 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
-        gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
+        # a layer, what it was gathered in, and the next one; the rest stays, without the embedding (model/spread.py)
+        gathered = 3 * model.block + model.rest - model.embedding
         compute = 2 if mixed else width
         made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, reduced in float32
         return gathered * compute + made * min(compute, trained_width) + reduced * 4

@@ -92,6 +92,8 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple
             yield from _wrapped("recompute", f"{memory.checkpointing} ({memory.chosen})", width)
         parts |= {"CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA": memory.outside} if memory.device else {}
         yield from _wrapped("", " + ".join(f"{name} {in_gib(size)}" for name, size in parts.items() if size), width)
+        if exchange := memory.exchange():
+            yield from _wrapped("gradients", exchange, width)
     if launch.network:
         chosen = ", ".join(f"{item.name}={item.value}" if item.value else item.name for item in launch.network)
         yield from _wrapped("network", f"{chosen} (--full says why)", width)

@@ -32,9 +32,11 @@ class Engine:
     optimizer: Any
     lr_schedule: Any
 
-    def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none") -> None:
-        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py)."""
+    def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none", *, exchange_once: bool = False) -> None:
+        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py);
+        `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
         self._trl, self.strategy, self.checkpointing = loss.trl, strategy, checkpointing
+        self.exchanges_once = exchange_once
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.trl.is_deepspeed_enabled
@@ -85,10 +87,14 @@ class Engine:
             return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only; sharded strategies do so with each.
+        """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only, FSDP2 if it `exchanges_once`; else
+        sharded strategies do so with each.
 
         DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """
+        if self.exchanges_once:
+            base_model(self.model).set_requires_gradient_sync(last)
+            return nullcontext()
         if self.deepspeed:
             self.accelerator.gradient_state._set_sync_gradients(last)
             return nullcontext()

@@ -91,9 +91,10 @@ def try_largest(
     no_step = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_metrics(), no_step:
         held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
-        for _ in range(2):
+        for again in (False, True):
             cast_once = nullcontext() if settings.sharded else weights_cast_once()
-            with cast_once, engine.exchanging_gradients(last=engine.deepspeed):
+            last = engine.deepspeed or (engine.exchanges_once and again)
+            with cast_once, engine.exchanging_gradients(last=last):
                 engine.accelerator.backward(loss.compute(engine.wrapped, batch, counts))
         del held
     engine.wrapped.zero_grad()

@@ -34,7 +34,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
-from packtrain.model.spread import Ranks, open_strategy
+from packtrain.model.spread import Ranks, max_over_ranks, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
@@ -274,6 +274,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         first_step=step_of(checkpoint) if checkpoint else 0,
         say=log.warn,
         strategy=ranks.strategy,
+        exchange_once=_exchanges_once(run),
         autocast=prepared.precision.autocast,
         backend=prepared.backend.backend.name if prepared.backend else None,
         optim=config.optim,
@@ -292,6 +293,19 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
+
+
+def _exchanges_once(run: Run) -> bool:
+    """Whether FSDP2's ranks exchange gradients once a step: where the plan has memory for that on each of their GPUs."""
+    if run.ranks.strategy != "fsdp2" or run.ranks.world_size == 1 or run.ranks.device.type != "cuda":
+        return False
+    total = torch.cuda.get_device_properties(run.ranks.device).total_memory
+    total = -max_over_ranks(-total, run.ranks.device)  # all ranks decide alike
+    memory = estimate(run.config, run.ranks.world_size, total)
+    if isinstance(memory, str):
+        return False
+    run.log.fact("gradients", memory.exchange())
+    return memory.exchanges_once
 
 
 def _listeners(run: Run) -> list[Any]:

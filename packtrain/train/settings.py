@@ -23,9 +23,10 @@ from packtrain.train.spikes import SpikeRules
 class LoopSettings:
     """The settings of a training loop.
 
-    `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `autocast`
-    the format of mixed precision (None: that of the weights), `backend` the attention backend of packed rows (None: the
-    model's own attention), `optim` the config's group, `checkpointing` what trainer.gradient_checkpointing came to.
+    `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `exchange_once`
+    is Memory.exchanges_once, `autocast` the format of mixed precision (None: that of the weights), `backend` the attention backend
+    of packed rows (None: the model's own attention), `optim` the config's group, `checkpointing` what
+    trainer.gradient_checkpointing came to.
     """
 
     steps: Steps
@@ -37,6 +38,7 @@ class LoopSettings:
     first_step: int = 0
     say: Callable[[str], None] = print
     strategy: str = "ddp"
+    exchange_once: bool = False
     autocast: torch.dtype | None = None
     backend: str | None = None
     optim: Optim = field(default_factory=Optim)

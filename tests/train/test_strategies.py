@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ from packtrain.errors import CheckFailed
 from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
+from packtrain.train import run as training
+from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo import METRIC_UNITS
 from packtrain.train.preflight import choose_on_all_ranks
-from tests.train import host_adam
+from tests.train import forked, host_adam
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero2", "zero3"))
@@ -119,6 +123,64 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
     _, mismatches = AutoModelForCausalLM.from_pretrained(run.folder / "final", output_loading_info=True)
     assert not any(mismatches.values())
     assert len(run.summary["answers"]) == len(alone.summary["answers"]) == 1
+
+
+def counting(*given: Any) -> None:
+    """The command; rank 0 writes what FSDP2 gathers and reduces in step 2."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, do: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return do(*args, **kwargs)
+
+        return call
+
+    for name in ("foreach_all_gather", "foreach_reduce"):
+        setattr(fsdp, name, counted(name, getattr(fsdp, name)))
+    begin, end = StepTrainer.next_batches, StepTrainer.update
+
+    def next_batches(self: StepTrainer, *args: Any) -> Any:
+        calls.clear()
+        batches = begin(self, *args)
+        calls["micro-batches"] = len(batches)
+        return batches
+
+    def update(self: StepTrainer, *args: Any) -> Any:
+        if self.state.global_step == 1 and self.accelerator.is_main_process:
+            Path(self.args.output_dir, "calls.json").write_text(json.dumps(calls))
+        return end(self, *args)
+
+    StepTrainer.next_batches, StepTrainer.update = next_batches, update
+    forked.run(*given)
+
+
+def exchanging_once(*given: Any) -> None:
+    """The same, of a plan that has memory for whole gradients."""
+    training._exchanges_once = lambda _: True
+    counting(*given)
+
+
+@pytest.mark.parametrize("mixed", ["no", pytest.param("bf16", marks=pytest.mark.exhaustive)])
+def test_under_fsdp2_gradients_are_exchanged_once_a_step_where_they_fit(folder: Path, mixed: str) -> None:
+    config = config_of(folder, packing={"mode": "padding"}, batch={"tokens_per_device": None, "examples_per_device": 1})
+    config["model"]["config"] = {**MODEL, "tie_word_embeddings": False}
+    found, made = [], []
+    for name, begin in (("each", counting), ("once", exchanging_once)):
+        overrides = ["strategy=fsdp2", f"trainer.mixed_precision={mixed}"]
+        found.append(train(folder, config, *overrides, name=f"{name}-{mixed}", processes=2, begin=begin))
+        made.append(json.loads((found[-1].folder / "calls.json").read_text()))
+    each, once = made
+    # of each micro-batch: two layers and the rest in both passes, the embedding in the forward pass alone
+    assert each == {"micro-batches": 4, "foreach_all_gather": 4 * 7, "foreach_reduce": 4 * 4}
+    assert once == {**each, "foreach_reduce": 4}
+    assert_same_training(found[1], found[0])
+    near = 1e-6 if mixed == "no" else 1e-3
+    assert found[1].losses == pytest.approx(found[0].losses, rel=near)
+    norms = [line["grad_norm"] for line in found[0].steps]
+    assert [line["grad_norm"] for line in found[1].steps] == pytest.approx(norms, rel=near)
 
 
 @pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])  # ddp: test_resume.py

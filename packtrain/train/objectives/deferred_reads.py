@@ -56,8 +56,10 @@ class _DeferredReads(TorchFunctionMode):
                 return self._note(to_device(first, second), first)
             case "tensor" if "device" in kwargs:
                 return to_device(func(*args, **{**kwargs, "device": "cpu"}), torch.device(kwargs["device"]))
-            case "as_tensor" | "__invert__" if (host := self._on_host(first)) is not None:
-                return self._note(func(*args, **kwargs), ~host if name == "__invert__" else host)
+            case "as_tensor" if (host := self._on_host(first)) is not None:
+                return self._note(first.to(kwargs.get("dtype", first.dtype)), host)
+            case "__invert__" if (host := self._on_host(first)) is not None:
+                return self._note(func(*args), ~host)
             case "nonzero" if (host := self._on_host(first)) is not None:
                 return to_device(_places(host), first.device)
         return func(*args, **kwargs)

@@ -242,14 +242,36 @@ def test_fsdp2_gathers_layers_beside_what_is_in_no_layer() -> None:
     found = known(sized("llama"), 64, strategy="fsdp2")
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
-    assert found.buffers == 4 * (3 * layer + rest) + 4 * (2 * layer + rest)  # weights, and gradients
+    gathered = rest - 97 * 64  # the embedding is gathered by itself
+    assert found.buffers == 4 * (3 * layer + gathered) + 4 * (2 * layer + rest)  # weights, and gradients
+    tied = known([*sized("llama"), "model.config.tie_word_embeddings=true"], 64, strategy="fsdp2")
+    assert tied.buffers == 4 * (3 * layer + gathered) + 4 * (2 * layer + gathered)
 
 
 def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:
     found = known([*sized("llama"), "trainer.mixed_precision=bf16"], 64, strategy="fsdp2")
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
-    assert found.buffers == 2 * (3 * layer + rest) + 2 * (layer + rest) + 4 * layer
+    assert found.buffers == 2 * (3 * layer + rest - 97 * 64) + 2 * (layer + rest) + 4 * layer
+
+
+def test_fsdp2_exchanges_gradients_once_a_step_where_whole_ones_fit() -> None:
+    batch = ["batch.tokens_per_device=64", "data.max_length=64"]
+    full, adapters = [*sized("llama"), *batch], [*sized("llama"), *batch, "peft=lora"]
+    for config in (full, adapters):
+        assert not known(config, 8, strategy="fsdp2").exchanges_once  # no GPU to compare with
+        found = known(config, 8, strategy="fsdp2", device=400 * GIB)
+        assert found.accumulated == 4 * found.trained
+        enough = found.total + found.outside + found.accumulated
+        for device, once in ((enough, True), (enough - 1, False)):
+            memory = known(config, 8, strategy="fsdp2", device=device)
+            assert memory.fits and memory.exchanges_once is once
+            assert ("once a step; " in memory.exchange()) is once and memory.to_json()["exchanges_once"] is once
+    endless = [*sized("llama"), "packing.mode=padding", "data.max_length=null"]  # activations are not known
+    unknown = known(endless, 8, strategy="fsdp2", device=40 * GIB)
+    assert unknown.fits is None and not unknown.exchanges_once and "not known to fit" in unknown.exchange()
+    for strategy, processes in (("ddp", 8), ("zero3", 8), ("fsdp2", 1)):
+        assert known(full, processes, strategy=strategy).exchange() == ""
 
 
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
