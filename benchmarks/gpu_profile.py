@@ -1,7 +1,8 @@
 """What the GPU does in a step of training: torch's profile of some steps, as shares by the kind of work.
 
-Kinds are told by the names of kernels. `waiting` is the time in which no kernel and no copy runs. A device of which torch's
-profiler sees no kernels (a CPU) is described by operators of the CPU in place of them, by the time that each takes itself.
+Kinds are told by the names of kernels; all that is launched inside of the output head's own function is `head`, its products
+too. `waiting` is the time in which no kernel and no copy runs. A device of which torch's profiler sees no kernels (a CPU, a
+stand-in) is described by operators of the CPU in place of them, by the time that each takes itself.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ STEPS = 2
 """Steps that are profiled."""
 KINDS = {  # the first that fits
     "attention": r"flash|fmha|varlen|scaled_dot|segment_attention",
-    "head": r"logprob|cross_entropy|_forward_kernel|_backward_kernel|log_softmax|nll_loss",
     "optimizer": r"adam|multi_tensor|_foreach|clip|lpnorm|norm_scalar",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|\bmm\b|addmm|bmm|linear|matmul|dot_kernel",
     "copies": r"memcpy|memset|copy|_to\b|catarray|\bcat\b|fill|index|gather|scatter|embedding",
 }
 """Kind of work → names of kernels (of operators, on a CPU). All others are `elementwise`: norms, activations, RoPE, sums."""
+
+
+HEAD = re.compile(r"logprob|log_?prob|cross_?entropy|lm_?head|nll_loss", re.IGNORECASE)
+"""Names of the functions of output heads, forwards and backwards."""
 
 
 def kind_of(kernel: str) -> str:
@@ -52,16 +56,27 @@ def stop(started: tuple[Any, float]) -> dict[str, Any]:
         torch.cuda.synchronize()
     wall_us = (time.perf_counter() - since) * 1e6
     profiler.stop()
+    events = profiler.events()
     spans = [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in events
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     if spans:
-        return {"of": "kernels", **shares([(name, end - begin) for name, begin, end in spans], wall_us, busy(spans))}
-    operators = [(one.key, one.self_cpu_time_total) for one in profiler.key_averages()]
-    spent = sum(time for _, time in operators)
-    return {"of": "operators of the CPU: the profiler saw no kernels", **shares(operators, spent, spent)}
+        inside = [(one.name, one.duration) for event in events if in_head(event) for one in event.kernels]
+        every = [(name, end - begin) for name, begin, end in spans]
+        return {"of": "kernels", **shares(every, inside, wall_us, busy(spans))}
+    every = [(event.name, event.self_cpu_time_total) for event in events]
+    inside = [(event.name, event.self_cpu_time_total) for event in events if in_head(event)]
+    spent = sum(own for _, own in every)
+    return {"of": "operators of the CPU (the profiler saw no kernels)", **shares(every, inside, spent, spent)}
+
+
+def in_head(event: Any) -> bool:
+    """Whether an operator of the CPU runs inside of the output head's function."""
+    while event is not None and not HEAD.search(event.name):
+        event = event.cpu_parent
+    return event is not None
 
 
 def busy(spans: Iterable[tuple[str, float, float]]) -> float:
@@ -73,18 +88,25 @@ def busy(spans: Iterable[tuple[str, float, float]]) -> float:
     return total
 
 
-def shares(times: Iterable[tuple[str, float]], whole: float, running: float) -> dict[str, Any]:
-    """Of (name, time) the `shares` of the `whole` by kind, and the `longest` names; kernels run for `running` of it.
+def shares(
+    times: Iterable[tuple[str, float]], in_head: Iterable[tuple[str, float]], whole: float, running: float
+) -> dict[str, Any]:
+    """Of (name, time) the `shares` of the `whole` by kind, and the `longest` names; some of them ran `in_head`.
 
-    Kernels that overlap count by their part of the time in which any runs, so that all shares add up to 1.
+    Kernels run for `running` of the whole. Those that overlap count by their part of that, so that all shares add up to 1.
     """
+    by_name, of_head = totals(times), totals(in_head)
+    scale = running / max(sum(by_name.values()), 1e-9) / whole
+    by_kind = Counter({"head": sum(of_head.values()) * scale, "waiting": max(0.0, 1 - running / whole)})
+    for name, one in by_name.items():
+        by_kind[kind_of(name)] += (one - of_head[name]) * scale
+    longest = [[name[:100], kind_of(name), one * scale] for name, one in by_name.most_common(12)]
+    return {"shares": dict(by_kind.most_common()), "longest": longest}
+
+
+def totals(times: Iterable[tuple[str, float]]) -> Counter[str]:
+    """The sum of (name, time) by name."""
     by_name: Counter[str] = Counter()
     for name, one in times:
         by_name[name] += one
-    scale = running / max(sum(by_name.values()), 1e-9) / whole
-    by_kind: Counter[str] = Counter()
-    for name, one in by_name.items():
-        by_kind[kind_of(name)] += one * scale
-    by_kind["waiting"] = max(0.0, 1 - running / whole)
-    longest = [[name[:100], kind_of(name), one * scale] for name, one in by_name.most_common(12)]
-    return {"shares": dict(by_kind.most_common()), "longest": longest}
+    return by_name

@@ -37,7 +37,6 @@ NOT_NEEDED = {
     "urllib3": "requests alone",
     "narwhals": "plotly alone",
     "tzdata": "time zones of pandas on Windows alone",
-    "six": "dateutil's old versions alone",
 }
 """Packages that packtrain's dependencies ask for, and that nothing imports which benchmarks/gpu.py runs: why."""
 
