@@ -24,31 +24,16 @@ import gpu_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING_RATE = 1e-6
-ROOMY_GIB = 100
-"""From this much memory on, a GPU trains the 1.5B model without gradient checkpointing."""
 WEIGHTS = {
     "float32 + autocast": ["model.dtype=float32", "trainer.mixed_precision=bf16"],
     "bf16 + masters": ["model.dtype=bfloat16", "trainer.mixed_precision=bf16"],
 }
-LAYERS = {"eager": [], "compiled": ["trainer.torch_compile=true"], "Liger": ["model.kernels=liger"]}
-"""How layers are computed. A part whose keys packtrain does not know is listed as not run."""
-
-
-def unknown_key(changes: list[str]) -> str:
-    """The first key of `changes` that packtrain's config does not have; "" if it has all."""
-    from packtrain.config.keys import keys
-
-    return next((key for key in (one.partition("=")[0] for one in changes) if key not in keys()), "")
-
-
-def recompute(what: Task, memory: float | None) -> list[str]:
-    """Gradient checkpointing for LoRA, and where a GPU of so many GiB is small; by itself where the config chooses."""
-    from packtrain.config.keys import keys
-
-    switch = keys()["trainer.gradient_checkpointing"].default is False
-    if what.lora or (switch and what.long and memory is not None and memory < ROOMY_GIB):
-        return [f"trainer.gradient_checkpointing={'true' if switch else 'full'}"]
-    return []
+LAYERS = {
+    "eager": ["model.kernels=none"],
+    "compiled": ["model.kernels=none", "trainer.torch_compile=true"],
+    "Liger": ["model.kernels=liger"],
+}
+"""How layers are computed; runs that do not say take packtrain's defaults."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +235,6 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str], profiled: 
         f"trainer.output_dir={output}",
         *(["topology=single"] if alone else []),  # also inside a Slurm job
         *(["peft=lora", "model.dtype=bfloat16"] if what.lora else []),
-        *recompute(what, memory and memory / 2**30),
         *changes,
     ]
     sys.argv = ["packtrain", what.objective, *arguments]
@@ -265,17 +249,17 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str], profiled: 
         if os.environ.get("RANK", "0") == "0":
             shutil.rmtree(output, ignore_errors=True)
     figures = figures_of(watch, tokens_of_steps(folder, what), steps, warm)
-    planned = planned_gib([f"objective.kind={what.objective}", *arguments], memory) if alone else None
-    return {**figures, **said, "planned": planned, "profile": watch.profile}
+    plan = planned([f"objective.kind={what.objective}", *arguments], memory) if alone else {}
+    return {**figures, **said, **plan, "profile": watch.profile}
 
 
-def planned_gib(arguments: list[str], memory: int | None) -> float | None:
-    """The peak GiB that `packtrain plan` reckons with for a device of so many bytes; None if it does not know."""
+def planned(arguments: list[str], memory: int | None) -> dict[str, Any]:
+    """What `packtrain plan` says of a device of so many bytes: the peak GiB (`planned`), and the gradient checkpointing."""
     from packtrain.config.compose import load_config
     from packtrain.plan.memory import GIB, estimate
 
-    planned = estimate(load_config(None, arguments), 1, memory)
-    return None if isinstance(planned, str) else planned.total / GIB
+    plan = estimate(load_config(None, arguments), 1, memory)
+    return {} if isinstance(plan, str) else {"planned": plan.total / GIB, "checkpointing": plan.checkpointing}
 
 
 def drawn_on_device(load: Callable[..., Any]) -> Callable[..., Any]:

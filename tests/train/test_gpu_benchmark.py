@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import gpu_wheels  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ["sft 1.5B, profile", "dpo 0.6B, packed", "GRPO"]
-LACKING = r"liger_kernel is not installed|packtrain has no key model\."
+LACKING = "liger_kernel is not installed"
 """Why parts may not have run: Liger's kernels are no dependency."""
 
 
@@ -47,7 +46,7 @@ def measured(folder: Path, gpus: int, *only: str) -> tuple[dict[str, Any], str]:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stdout + run.stderr
     found = json.loads((folder / "logs" / "results.json").read_text())
-    unexplained = {name: why for name, why in found["failed"].items() if not re.search(LACKING, why)}
+    unexplained = {name: why for name, why in found["failed"].items() if LACKING not in why}
     assert not unexplained, run.stdout + run.stderr
     text = output.read_text()
     assert text.startswith("# Results\n\n## Before\n\nkept\n\n## On GPUs\n")
@@ -123,7 +122,9 @@ def test_the_list_of_wheels_is_what_packtrain_needs_but_what_torch_brings() -> N
         for line in distribution(name).requires or []:
             one = Requirement(line)
             known = one.name.lower().replace("_", "-")
-            if known not in seen and (one.marker is None or one.marker.evaluate({"extra": "", "python_version": "3.12"})):
+            if known not in seen and (
+                one.marker is None or one.marker.evaluate({"extra": "", "python_version": "3.12"})
+            ):
                 seen.add(known)
                 needs(known, seen)
         return seen
@@ -198,8 +199,6 @@ def test_what_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
         run(gpu.Part("good", good), until=time.monotonic())
     with pytest.raises(gpu.Failed, match="not_there is not installed"):
         run(gpu.Part("good", good, needs="not_there"))
-    with pytest.raises(gpu.Failed, match=r"no key model\.not_there"):
-        run(gpu.Part("good", good, {"changes": ["packing.mode=packed", "model.not_there=1"]}))
     assert run(gpu.Part("good", good, processes=2)) == {"tiny": True, "rank": "0"}
     failed = {"a part": "why"}
     tests = {"passed": 1, "failed": [["tests/gpu/test_x.py::test_y", "assert 1 == 2"]], "skipped": {"reason": 2}}
