@@ -11,12 +11,15 @@ import sys
 import time
 import zipfile
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from torch.autograd import DeviceType
 
 from benchmarks import gpu
 from tests.standin import gpus as standin
@@ -80,20 +83,32 @@ def test_every_part_runs_with_tiny_models(tmp_path: Path, gpus: int) -> None:
         assert len(own) >= 4 and max(own) - min(own) <= 2e-3  # rounding of bfloat16
 
 
-def test_shares_of_a_step_add_up_with_kernels_that_overlap() -> None:
-    spans = [
-        ("nvjet_gemm", 0.0, 40.0),
-        ("void flash_fwd_kernel", 40.0, 60.0),
-        ("Memcpy HtoD", 50.0, 70.0),
-        ("silu", 80.0, 90.0),
+def test_a_profile_of_kernels_is_split_by_kind_and_by_who_launched_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's profiler gives it: kernels as events of the device, and below the operators of the CPU that launched them."""
+    event = partial(SimpleNamespace, kernels=[], cpu_parent=None, is_user_annotation=False)
+
+    def kernel(name: str, start: float, end: float, **more: Any) -> SimpleNamespace:
+        return event(name=name, device_type=DeviceType.CUDA, time_range=SimpleNamespace(start=start, end=end), **more)
+
+    head = event(name="ChunkedLogProbFunctionBackward", device_type=DeviceType.CPU)
+    product = SimpleNamespace(name="nvjet_tst_gemm", duration=10.0)
+    launched = event(name="aten::mm", device_type=DeviceType.CPU, cpu_parent=head, kernels=[product])
+    events = [
+        *(head, launched),
+        *(kernel("nvjet_tst_gemm", 0, 30), kernel("nvjet_tst_gemm", 30, 40), kernel("void flash_fwd_kernel", 40, 60)),
+        *(
+            kernel("Memcpy HtoD", 50, 70),
+            kernel("silu", 80, 90),
+            kernel("Optimizer.step", 0, 90, is_user_annotation=True),
+        ),
     ]
-    running = gpu_profile.busy(spans)
-    assert running == 80
-    times = [(name, end - begin) for name, begin, end in spans]
-    shares = gpu_profile.shares(times, [("nvjet_gemm", 10.0)], 100.0, running)["shares"]
+    monkeypatch.setattr(gpu_profile.time, "perf_counter", lambda: 100e-6)
+    profile = gpu_profile.stop((SimpleNamespace(stop=lambda: None, events=lambda: events), 0.0))
+    shares = profile["shares"]
+    assert profile["of"] == "kernels" and profile["longest"][0][:2] == ["nvjet_tst_gemm", "products"]
     assert sum(shares.values()) == pytest.approx(1) and shares["waiting"] == pytest.approx(0.2)
     assert shares["products"] == pytest.approx(3 * shares["head"]) and shares["attention"] == shares["copies"]
-    assert shares["elementwise"] == pytest.approx(shares["head"])
+    assert shares["elementwise"] == pytest.approx(shares["head"]) and shares["head"] == pytest.approx(0.8 * 10 / 90)
 
 
 @pytest.mark.usefixtures("nothing_imported")
