@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,18 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             return inner(*args, **kwargs)
 
     base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
+
+
+def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Has the embeddings of `model` hand on `dtype` under autocast, and so its residual stream flow in it; returns the undo function.
+
+    Autocast leaves embeddings, sums and norms in the format of their inputs: with float32 weights that of the whole stream is float32.
+    """
+
+    def cast(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded.to(dtype) if torch.is_autocast_enabled(embedded.device.type) else embedded
+
+    return base_model(model).get_input_embeddings().register_forward_hook(cast).remove
 
 
 @contextmanager

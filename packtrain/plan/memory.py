@@ -193,7 +193,12 @@ def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, devi
         return replace(kept, chosen="auto: no GPU" if device_bytes is None else "auto: activations are not known")
     room = (1 - SPARE) * device_bytes - kept.outside
     chosen = next((memory for memory in counts.values() if memory.total <= room), counts["full"])
-    return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB" if chosen is not kept else "auto: all fits")
+    return replace(
+        chosen,
+        chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB"
+        if chosen is not kept
+        else "auto: all fits",
+    )
 
 
 def _measure(config: RunConfig) -> _Model:
@@ -311,7 +316,9 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     """Bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if mixed and width == 4:  # autocast keeps those of trained weights until the step ends, others as long as activations
+    if (
+        mixed and width == 4
+    ):  # autocast keeps those of trained weights until the step ends, others as long as activations
         every = _period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
     if name == "ddp":
@@ -359,7 +366,13 @@ def _reference(config: RunConfig, model: _Model) -> int:
 
 def _period(checkpointing: str) -> int:
     """n, if each nth layer computes activations again, from the first on; 0 if none does."""
-    return 0 if checkpointing in ("none", "auto") else int(checkpointing.removeprefix("every_")) if "every" in checkpointing else 1
+    return (
+        0
+        if checkpointing in ("none", "auto")
+        else int(checkpointing.removeprefix("every_"))
+        if "every" in checkpointing
+        else 1
+    )
 
 
 def _advice(config: RunConfig, processes: int, checkpointing: str) -> str:
@@ -425,7 +438,9 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
     every = _period(checkpointing)
     again = math.ceil(layers.number / every) if every else 0
     held, made = batch.tokens * layers.hidden * batch.weight, layer  # by one of these: its input at first, then all
-    if checkpointing == "selective":  # its keys, the outputs of attention and of two products beside it (model/recomputation.py)
+    if (
+        checkpointing == "selective"
+    ):  # its keys, the outputs of attention and of two products beside it (model/recomputation.py)
         results = layers.key + layers.query + layers.hidden + layers.inner
         kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
         held, made = held + kept, layer - kept

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,30 @@ def test_flash_is_taken_proved_and_trains_as_the_cpu_in_float32(on_gpu: Run, on_
     assert proof["verdict"] == "exact" and proof["backend"] == "flash" and proof["control"] > proof["tolerance"]
     assert_trained(on_gpu, on_cpu)
     assert on_gpu.summary["answers"] and on_gpu.summary["checkpoints"]["failed"] == []
+
+
+def test_a_faster_model_is_taken_by_proof_and_said_to_be(on_gpu: Run) -> None:
+    changes = on_gpu.summary["changes"]
+    assert changes["residual"].startswith("stream in bfloat16 (loss off by ")
+    assert changes["kernels"].endswith("liger-kernel is not installed: pip install 'packtrain[liger]'")
+    assert "residual   stream in bfloat16 (loss off by" in on_gpu.log
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not find_spec("liger_kernel"), reason="no liger-kernel: pip install -e '.[liger]'")
+def test_ligers_kernels_train_as_the_model_does(gpus, folder: Path, config: dict[str, Any]) -> None:
+    """In Triton's interpreter, which a process has from its start or not: so it is none that is forked."""
+    short = {"data": {**config["data"], "max_length": 60, "eval": None}, "trainer": {"max_steps": 1}}
+    short |= {"batch": {"examples_per_step": 2, "tokens_per_device": 64}}
+    plain = gpus.train(folder, {**config, **short}, "model.kernels=none", name="no-liger")
+    command = [sys.executable, "tests/standin/gpus.py", "1", sys.executable, "-m", "packtrain", "sft"]
+    command += [str(folder / "no-liger.yaml"), "model.kernels=liger", f"trainer.output_dir={folder / 'liger'}"]
+    subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=900)
+    run = Run(folder / "liger")
+    assert run.summary["changes"]["kernels"].startswith(
+        "norms, rotation and activations by Liger's kernels (loss off by"
+    )
+    assert run.losses == pytest.approx(plain.losses, rel=ROUNDING)
 
 
 def test_in_float32_losses_and_weights_are_those_of_the_cpu(

@@ -60,7 +60,10 @@ LAYOUTS = {
 PRECOMPUTED = "objective.reference=precomputed"
 WORLDS = {"dpo": [(2, [PRECOMPUTED]), (3, [])], "kto": [(3, []), (2, [PRECOMPUTED])], "reward": [(2, []), (3, [])]}
 """Of each kind a world in which one process has no example of a step, and one that is tried by -m exhaustive."""
-LORA = {"peft": {"kind": "lora", "r": 4, "merge": True}, "trainer": {"gradient_checkpointing": "selective", "max_steps": 3}}
+LORA = {
+    "peft": {"kind": "lora", "r": 4, "merge": True},
+    "trainer": {"gradient_checkpointing": "selective", "max_steps": 3},
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)

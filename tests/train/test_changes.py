@@ -10,15 +10,17 @@ import pytest
 import torch
 from answer_runs import labelled, preferences
 from here import run_here
-from running import Run, assert_same_bits, base_config, write_jsonl
+from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
 from torch import nn
 
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.precision import carry_in
 from packtrain.proof.change import Change, ChangeProof, prove_change
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train import run as train_run
 from packtrain.train.verify.changes import ModelChange
+from tests.train import forked
 
 ROW = torch.arange(40)[None] * 7 % 94 + 3
 
@@ -105,6 +107,28 @@ def test_a_wrong_kernel_is_taken_out_and_the_reason_says_what_is_off(make: Any, 
     assert said in proof.refusal and plain, proof
 
 
+def test_under_autocast_alone_the_residual_stream_is_bfloat16_until_it_is_undone() -> None:
+    model: Any = tiny_model("llama")
+    seen = list[torch.dtype]()
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+
+    def run(autocast: bool) -> tuple[torch.Tensor, set[torch.dtype]]:
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=ROW).logits.detach(), {*seen}
+
+    plain, rounded = run(False), run(True)
+    assert rounded[1] == {torch.float32}
+    undo = carry_in(model, torch.bfloat16)
+    assert run(False)[0].equal(plain[0]) and run(False)[1] == {torch.float32}
+    logits, dtypes = run(True)
+    assert dtypes == {torch.bfloat16} and not logits.equal(rounded[0])
+    assert (logits - plain[0]).norm() <= 4 * (rounded[0] - plain[0]).norm()
+    undo()
+    assert run(True)[0].equal(rounded[0])
+
+
 def test_without_a_loss_nothing_is_proved() -> None:
     weight = torch.ones(3, requires_grad=True)
     proof = prove_change(
@@ -117,13 +141,19 @@ def test_without_a_loss_nothing_is_proved() -> None:
     assert "no loss to compare" in proof.refusal
 
 
-def changing(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[torch.Tensor], torch.Tensor], **more: Any) -> None:
-    """Has runs of this process try a kernel in the second layer."""
+def changing(
+    monkeypatch: pytest.MonkeyPatch,
+    wrap: Callable[[torch.Tensor], torch.Tensor],
+    before: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> None:
+    """Has runs of this process try a kernel in the second layer, after `before`."""
     own = train_run.make_changes
 
     def make(trainer: Any, ranks: Any, _: Any, log: Any) -> None:
         base: Any = train_run.base_model(trainer.model)
-        kernel = ModelChange("kernel", "a fast MLP", replaced(base.model.layers[1].mlp, wrap), **more)
+        change = replaced(base.model.layers[1].mlp, wrap)
+        kernel = ModelChange("kernel", "a fast MLP", lambda: (before(), change())[1], **more)
         own(trainer, ranks, [kernel], log)
 
     monkeypatch.setattr(train_run, "make_changes", make)
@@ -164,6 +194,41 @@ def test_asked_for_by_name_a_wrong_or_absent_kernel_ends_the_run(
     changing(monkeypatch, lambda x: x, key="model.kernel", lacks="it is not installed")
     with pytest.raises(UserError, match="not available, it is not installed"):
         run_here(tmp_path, base_config(tmp_path))
+
+
+def cannot_be_made_by_one(*given: Any) -> None:
+    """packtrain's command, with a kernel that rank 1 cannot build."""
+
+    def build(x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, 0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        rank = given[1]["RANK"]
+        changing(patch, build, before=lambda: {}["no compiler"] if rank == "1" else None)
+        forked.run(*given)
+
+
+def fails_in_its_forward(*given: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        changing(patch, lambda x: x[..., 1:])
+        forked.run(*given)
+
+
+@pytest.mark.parametrize(
+    "begin, said, other",
+    [
+        (cannot_be_made_by_one, "another process cannot compute by it", "KeyError: 'no compiler'"),
+        pytest.param(fails_in_its_forward, *2 * ["the model cannot compute by it"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_that_gather_their_weights_decide_alike_and_none_waits_for_another(
+    tmp_path: Path, begin: Any, said: str, other: str
+) -> None:
+    config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer={"max_steps": 2})
+    expected = train(tmp_path, config, name="plain", processes=2)
+    run = train(tmp_path, config, processes=2, begin=begin)
+    assert said in run.log and other in (run.folder / "logs" / "rank-00001.log").read_text()
+    assert_same_bits(run, expected)
 
 
 @pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])

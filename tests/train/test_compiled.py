@@ -74,6 +74,7 @@ def counted(*given: Any) -> None:
         print("graphs:", counters["stats"]["unique_graphs"], file=sys.stderr, flush=True)
 
 
+@pytest.mark.exhaustive
 def test_layers_that_fsdp2_gathers_are_compiled_and_train_as_uncompiled(tmp_path: Path) -> None:
     config = base_config(tmp_path, strategy={"name": "fsdp2"}, trainer={"max_steps": 2})
     plain = train(tmp_path, config, name="plain", processes=2)

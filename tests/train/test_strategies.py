@@ -209,7 +209,11 @@ def adapted(folder: Path) -> Run:
 
 @pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
 def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
-    overrides = [f"strategy={name}", "peft=lora", f"trainer.gradient_checkpointing={'selective' if name == 'fsdp2' else 'none'}"]
+    overrides = [
+        f"strategy={name}",
+        "peft=lora",
+        f"trainer.gradient_checkpointing={'selective' if name == 'fsdp2' else 'none'}",
+    ]
     run = train(folder, config_of(folder), *overrides, name=f"{name}-adapted", processes=2)
     assert_same_training(run, adapted)  # merged: the model it started from was new
     assert_same_training(run, adapted, file="final-adapters/adapter_model.safetensors")

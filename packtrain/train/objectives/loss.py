@@ -47,6 +47,8 @@ class Loss:
         """The number format of computation."""
         # accelerate wraps the forward in autocast, except under DeepSpeed
         self.autocast = settings.autocast if trl.is_deepspeed_enabled else None
+        self.changes: list[str] = []
+        """Names of the changes that were made to how the model computes (verify/changes.py)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
         """Called with each new phase where a loss runs the model more than once (set by loop.py)."""
 

@@ -212,7 +212,7 @@ class ReferenceObjective(TrainingObjective):
         loss, rows = cast(ReferenceLoss, trainer.loss), None
         if loss.compute_dtype.itemsize == 2:
             backend, device = trainer.settings.backend, computer(ranks.device)
-            rows = (steps.schedule.settings, steps.layout, backend, ranks.world_size, device)
+            rows = (steps.schedule.settings, steps.layout, backend, ranks.world_size, device, *loss.changes)
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import is_compiled
 from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
+from packtrain.model.precision import carry_in
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.proof.change import Change, ChangeProof, prove_change
@@ -49,24 +50,38 @@ class ModelChange:
 
 
 def changes_of(model: Model, trainer: StepTrainer) -> list[ModelChange]:
-    """The changes to try, by the config's group `model`."""
-    loss, asked = trainer.loss, model.kernels == "liger"
-    if not asked and (model.kernels == "none" or loss.device.type != "cuda"):
-        return []
-    lacks = why_no_liger(trainer.model, loss.device)
-    if not lacks and is_compiled(base_model(trainer.model)):
-        lacks = "trainer.torch_compile fuses them already"
-    # the reference too: else it would round otherwise, and the first margins not be zero
-    models = [trainer.model, *filter(None, [getattr(loss.trl, "ref_model", None)])]
+    """The changes to try, by the config's group `model`; on a CPU none but what is asked for by name."""
+    on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
+    changes = list[ModelChange]()
+    embeddings: Any = base_model(trainer.model).get_input_embeddings()
+    # under FSDP2 weights are gathered in that format already
+    if on_gpu and dtype is not None and not trainer.settings.sharded and embeddings.weight.dtype == torch.float32:
+        what, rounding = f"stream in {str(dtype).removeprefix('torch.')}", tolerance_of(dtype)
+        # more numbers are rounded, not the same ones elsewhere
+        wider = Tolerance(2 * rounding.outputs, 2 * rounding.loss, 2 * rounding.gradients)
+        make = _on_all(trainer, lambda model: carry_in(model, dtype))
+        changes.append(ModelChange("residual", what, make, tolerance=wider))
+    if model.kernels == "liger" or (model.kernels == "auto" and on_gpu):
+        lacks = why_no_liger(trainer.model, trainer.loss.device)
+        if not lacks and is_compiled(base_model(trainer.model)):
+            lacks = "trainer.torch_compile fuses them already"
+        what, key = "norms, rotation and activations by Liger's kernels", "model.kernels"
+        asked = key if model.kernels == "liger" else None
+        changes.append(ModelChange("kernels", what, _on_all(trainer, fuse_by_liger), lacks, asked))
+    return changes
 
-    def make() -> Callable[[], None]:
-        undo = ExitStack()
-        for one in models:
-            undo.callback(fuse_by_liger(trainer.accelerator.unwrap_model(one)))
-        return undo.close
 
-    what = "norms, rotation and activations by Liger's kernels"
-    return [ModelChange("kernels", what, make, lacks, "model.kernels" if asked else None)]
+def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]]) -> Change:
+    """The change, made to the model and to its reference: which would else round otherwise, so that first margins were not zero."""
+    models = [trainer.model, *filter(None, [getattr(trainer.loss.trl, "ref_model", None)])]
+
+    def make() -> Callable[[], object]:
+        with ExitStack() as undo:
+            for one in models:
+                undo.callback(change(trainer.accelerator.unwrap_model(one)))
+            return undo.pop_all().close
+
+    return make
 
 
 def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:
@@ -89,6 +104,8 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
             raise CheckFailed(what, where=candidate.key, fix=fix)
         said = f"as the model comes; {candidate.what}: {lacks}" if lacks else candidate.what
         trainer.changes[candidate.name] = f"{said} ({proof.figures()})" if proof and not lacks else said
+        if not lacks:
+            trainer.loss.changes.append(candidate.name)
         log.fact(candidate.name, trainer.changes[candidate.name])
 
 
