@@ -307,7 +307,8 @@ def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> No
 def test_auto_computes_as_little_again_as_fits_with_a_tenth_to_spare() -> None:
     config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     asked = {
-        policy: known([*config, f"trainer.gradient_checkpointing={policy}"], 8, GIB, "fsdp2") for policy in CHECKPOINTING
+        policy: known([*config, f"trainer.gradient_checkpointing={policy}"], 8, GIB, "fsdp2")
+        for policy in CHECKPOINTING
     }
     kept = [memory.activations or 0 for memory in asked.values()]
     assert kept[0] == max(kept) and kept[-1] == min(kept) and asked["selective"].total < asked["every_2"].total
