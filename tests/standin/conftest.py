@@ -95,7 +95,7 @@ class Gpus:
         return Run(folder / name)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # to import everything takes as long as a few runs
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpus]:
     try:
         standin.library()

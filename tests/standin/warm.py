@@ -1,7 +1,7 @@
 """A process that has imported everything beside stand-in GPUs, and forks each command from there: `python -m tests.standin.warm`.
 
-It reads a line of JSON for each launch, {"arguments", "cwd", "variables": [those of each rank]}, and answers with one: exit
-code, stdout and stderr of each. With "function" ("module:name") in place of the arguments each process calls that.
+It reads a line of JSON for each launch, {"arguments", "cwd", "variables": [those of each rank]}, and answers with one: exit code (none
+where it did not end in time), stdout and stderr of each. With "function" ("module:name") in place of the arguments each process calls that.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ def call(function: str, _: tuple[str, ...], environment: Mapping[str, str], cwd:
 def launch(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What became of each process of a launch."""
     begin = partial(call, asked["function"]) if "function" in asked else None
-    results = forked.results_of(
-        tuple(asked.get("arguments", ())), asked["variables"], Path(asked["cwd"]), asked["timeout"], begin
-    )
+    arguments, variables = tuple(asked.get("arguments", ())), asked["variables"]
+    try:
+        results = forked.results_of(arguments, variables, Path(asked["cwd"]), asked["timeout"], begin)
+    except TimeoutError as error:
+        return [{"code": None, "stdout": "", "stderr": str(error)}] * len(variables)
     return [{"code": one.returncode, "stdout": one.stdout, "stderr": one.stderr} for one in results]
 
 
