@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
-from packtrain.config.schema import Optim, RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.known_model import (
     SCORE,
@@ -149,7 +149,8 @@ class _Model:
     """A model in numbers, computed once for all configs that are tried.
 
     `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers of its blocks, in the largest
-    `block`, outside of blocks (`rest`), of it in an `embedding` that is not tied, in the `largest` tensor, and `trained`. `sizes` are the known values of its own config.
+    `block`, outside of blocks (`rest`), of it in an `embedding` that is not tied, in the `largest` tensor, and `trained`.
+    `sizes` are the known values of its own config.
     """
 
     width: int
@@ -185,7 +186,8 @@ def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, devi
     for policy in CHECKPOINTING:
         tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
         if not any(check_checkpointing(tried)):
-            counts[policy] = replace(_count(tried, model, processes), device=device_bytes, checkpointing=policy)
+            counts[policy] = _count(tried, model, processes, gpu=device_bytes is not None)
+            counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
     asked, kept = config.trainer.gradient_checkpointing, counts["none"]
     if asked != "auto":
         return replace(counts[asked], chosen="asked for")
@@ -193,12 +195,9 @@ def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, devi
         return replace(kept, chosen="auto: no GPU" if device_bytes is None else "auto: activations are not known")
     room = (1 - SPARE) * device_bytes - kept.outside
     chosen = next((memory for memory in counts.values() if memory.total <= room), counts["full"])
-    return replace(
-        chosen,
-        chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB"
-        if chosen is not kept
-        else "auto: all fits",
-    )
+    if chosen is kept:
+        return replace(kept, chosen="auto: all fits")
+    return replace(chosen, chosen=f"auto: with none it would take {in_gib(kept.total + kept.outside)} GiB")
 
 
 def _measure(config: RunConfig) -> _Model:
@@ -233,7 +232,7 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
+def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Memory:
     name, full = config.strategy.name, config.peft.kind == "none"
     rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 is for all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
@@ -249,7 +248,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    activations, unknown = _activations(config, model)
+    activations, unknown = _activations(config, model, gpu=gpu)
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
     # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
@@ -274,9 +273,9 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     )
 
 
-def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
+def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, str]:
     """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
-    batch = _fullest(config, model.width)
+    batch = _fullest(config, model.width, gpu=gpu)
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
@@ -316,9 +315,8 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     """Bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if (
-        mixed and width == 4
-    ):  # autocast keeps those of trained weights until the step ends, others as long as activations
+    if mixed and width == 4:
+        # autocast keeps those of trained weights until the step ends, others as long as activations
         every = _period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
     if name == "ddp":
@@ -366,13 +364,9 @@ def _reference(config: RunConfig, model: _Model) -> int:
 
 def _period(checkpointing: str) -> int:
     """n, if each nth layer computes activations again, from the first on; 0 if none does."""
-    return (
-        0
-        if checkpointing in ("none", "auto")
-        else int(checkpointing.removeprefix("every_"))
-        if "every" in checkpointing
-        else 1
-    )
+    if checkpointing in ("none", "auto"):
+        return 0
+    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
 
 
 def _advice(config: RunConfig, processes: int, checkpointing: str) -> str:
@@ -404,16 +398,18 @@ def in_gib(size: int) -> str:
 class FullestBatch:
     """The fullest micro-batch of a device: its token slots, and the keys per query of its mask (None: no mask).
 
-    `weight` and `compute` are the bytes of a stored weight and of a number in the layers' computation (2 under autocast).
+    `weight`, `compute` and `stream` are the bytes of a weight as layers see it, of a number in their computation (2 under autocast)
+    and of one that flows from layer to layer.
     """
 
     tokens: int
     masked: int | None
     weight: int
     compute: int
+    stream: int
 
 
-def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
+def _fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
@@ -426,21 +422,22 @@ def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     masked = most if config.model.attention == "sdpa_mask" else None
     if config.packing.mode == "padding":
         masked = min(longest or most, most)
-    return FullestBatch(most, masked, width, 2 if config.trainer.mixed_precision == "bf16" else width)
+    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name
+    width = 2 if mixed and strategy == "fsdp2" else width  # which gathers bfloat16
+    narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # where it proves exact: train/verify/changes.py
+    return FullestBatch(most, masked, width, 2 if mixed else width, 2 if narrow else width)
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
     layer = batch.tokens * _count_layer(config, layers, batch)
     gradients = batch.tokens * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
-    last_norm = batch.tokens * layers.hidden * (4 + batch.weight)
+    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
     checkpointing = config.trainer.gradient_checkpointing
     every = _period(checkpointing)
     again = math.ceil(layers.number / every) if every else 0
-    held, made = batch.tokens * layers.hidden * batch.weight, layer  # by one of these: its input at first, then all
-    if (
-        checkpointing == "selective"
-    ):  # its keys, the outputs of attention and of two products beside it (model/recomputation.py)
+    held, made = batch.tokens * layers.hidden * batch.stream, layer  # by one of these: its input at first, then all
+    if checkpointing == "selective":  # besides the keys, the results of attention, of o_proj and of up_proj
         results = layers.key + layers.query + layers.hidden + layers.inner
         kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
         held, made = held + kept, layer - kept
@@ -451,7 +448,7 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
 def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     """Bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
-    norms = 2 * layers.hidden * (4 + (batch.weight if full else 0)) + 8
+    norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
     if layers.kind == "qwen3":
         norms += (layers.query + layers.key) * (4 + (compute if full else 0))
     keys = layers.query if batch.masked else layers.key  # a mask makes sdpa repeat them for every head

@@ -74,6 +74,10 @@ def notes_touches_waits_and_bytes() -> None:
     assert torch.cuda.memory_allocated() == before + 4096 and len(tensor.waits) == waits
     assert (twice.sum().item(), twice[row < 2].tolist()) == (1023 * 1024, [0, 2])
     assert tensor.waits[waits:] == ["_local_scalar_dense", "index", "tolist"]
+    tensor.Bytes.resize(twice, 0)
+    assert torch.cuda.memory_allocated() == before
+    tensor.Bytes.resize(twice, 4096)
+    assert torch.cuda.memory_allocated() == before + 4096 and torch.cuda.memory_allocated(1) > 0
     del twice
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() > before + 4096
@@ -140,6 +144,29 @@ def limits_what_waits_for_another_rank() -> None:
         done.touch()
     while not done.exists():
         time.sleep(0.05)
+
+
+def attends_by_the_kernels_of_a_gpu() -> None:
+    """Those that torch takes for the format, the mask and the heads; outputs and gradients are the CPU's, and no scores are kept."""
+    torch.manual_seed(0)
+    heads, length = 4, 64
+    for dtype, groups, masked in ((torch.bfloat16, 2, False), (torch.bfloat16, 1, True), (torch.float32, 1, True)):
+        drawn = [torch.randn(2, number, length, 8).to(dtype) for number in (heads, heads // groups, heads // groups)]
+        mask = torch.ones(2, 1, length, length, dtype=torch.bool).tril() if masked else None
+        results = []
+        for device in ("cpu", "cuda"):
+            inputs = [one.detach().to(device).requires_grad_() for one in drawn]
+            before = torch.cuda.memory_allocated()
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *inputs, None if mask is None else mask.to(device), is_causal=not masked, enable_gqa=groups > 1
+            )
+            kept = torch.cuda.memory_allocated() - before
+            (out * out).sum().backward()
+            results.append([one.detach().cpu().float() for one in (out, *(given.grad for given in inputs))])
+        scores = 2 * heads * length * length * dtype.itemsize
+        assert 0 < kept < scores
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
 def has_torchs_kernel_forward_and_backward() -> None:

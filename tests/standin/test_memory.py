@@ -3,7 +3,8 @@
 The peak is that of the whole run, proofs and the trial of the largest micro-batch before step 1 included, as metrics.jsonl has it.
 Documents are as long as `data.max_length` allows, so that each micro-batch is as full as a plan must assume. The model has four
 layers and a small vocabulary: weights, optimizer, activations and the output head are each a share that shows. Kernels that a GPU
-has as one, and which are computed in steps on a CPU (flash attention, TRL's Triton kernels for the head), count as what they return.
+has as one, and which are computed in steps on a CPU (attention, TRL's Triton kernels for the head), count as what they return; of the
+summed loss a slice of 128 tokens in float32 counts, which Triton does not need.
 Not counted: what CUDA's allocator rounds up (512 bytes a tensor) or cannot use.
 """
 
@@ -98,11 +99,12 @@ def test_a_plan_is_within_a_tenth_of_what_a_run_takes(gpus, data: dict[str, Path
     counted = max(json.loads(line).get("memory_bytes", 0) for line in lines)
     planned = estimate(load_config(None, [*arguments, f"objective.kind={verb}"]), processes, 80 * GIB)
     assert isinstance(planned, Memory)
+    total = planned.total + (planned.accumulated or 0) * planned.exchanges_once
     shown = ", ".join(
         f"{part} {getattr(planned, part) / 2**20:.1f}"
         for part in ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
     )
     print(
-        f"{name:20} planned {planned.total / 2**20:7.1f} MiB, counted {counted / 2**20:7.1f}: {planned.total / counted:.3f}   ({shown})"
+        f"{name:20} planned {total / 2**20:7.1f} MiB, counted {counted / 2**20:7.1f}: {total / counted:.3f}   ({shown})"
     )
-    assert planned.total == pytest.approx(counted, rel=0.1)
+    assert total == pytest.approx(counted, rel=0.1)

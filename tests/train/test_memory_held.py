@@ -146,7 +146,7 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], pol
     assert isinstance(layers, Layers)
     weight = 2 if config.model.dtype == "bfloat16" else 4
     compute = 2 if config.trainer.mixed_precision == "bf16" else weight
-    batch = FullestBatch(TOKENS, TOKENS // 4 if padded else None, weight, compute)
+    batch = FullestBatch(TOKENS, TOKENS // 4 if padded else None, weight, compute, weight)
     waiting, working = count_layers(config, layers, batch)
     kept, most = watched(kind, config, padded=padded)
     copies = kept_copies(config, layers)

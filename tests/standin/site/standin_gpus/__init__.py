@@ -15,9 +15,9 @@ from standin_gpus import device  # before torch is imported
 
 def install() -> None:
     """Puts the devices into torch, which has just been imported."""
-    from standin_gpus import cuda_calls, flash, libraries, nccl, tensor
+    from standin_gpus import cuda_calls, flash, libraries, nccl, sdpa, tensor
 
-    for part in (tensor, flash, cuda_calls, nccl, libraries):
+    for part in (tensor, flash, sdpa, cuda_calls, nccl, libraries):
         part.install()
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.install()
