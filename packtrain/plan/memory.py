@@ -63,7 +63,8 @@ STEPPED = 2**26
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
 """Values of trainer.gradient_checkpointing, from the fewest products of matrices that are computed again to all of them."""
 SPARE = 0.1
-"""The share of a device that trainer.gradient_checkpointing=auto leaves free, for fragmentation."""
+"""The share of a device that stays free, for fragmentation, where the plan chooses to take memory: trainer.gradient_checkpointing=auto,
+gradients that are exchanged once a step."""
 PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -113,7 +114,7 @@ class Memory:
         """Whether FSDP2 exchanges gradients once a step, and not after each micro-batch: where the accumulated ones fit too."""
         if not self.fits or self.accumulated is None or self.device is None:
             return False
-        return self.total + self.outside + self.accumulated <= self.device
+        return self.total + self.outside + self.accumulated <= (1 - SPARE) * self.device
 
     def exchange(self) -> str:
         """When FSDP2 exchanges gradients, in words; "" for other strategies."""
