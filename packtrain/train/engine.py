@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import get_scheduler
 from transformers.integrations.deepspeed import deepspeed_init
 
@@ -93,7 +94,7 @@ class Engine:
         DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """
         if self.exchanges_once:
-            base_model(self.model).set_requires_gradient_sync(last)
+            cast(FSDPModule, base_model(self.model)).set_requires_gradient_sync(last)
             return nullcontext()
         if self.deepspeed:
             self.accelerator.gradient_state._set_sync_gradients(last)

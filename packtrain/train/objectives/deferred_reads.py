@@ -42,7 +42,8 @@ class _DeferredReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        first, second = (*args, None, None)[:2]
+        first: Any = args[0] if args else None
+        second: Any = args[1] if args[1:] else None
         match name:
             case "item":
                 return (first.double() if first.is_floating_point() else first).detach().reshape(())
@@ -50,7 +51,7 @@ class _DeferredReads(TorchFunctionMode):
                 isinstance(second, int) and second == 0 and not (first.dim() or first.is_floating_point())
             ):
                 return True
-            case "__getitem__" if getattr(second, "dtype", None) == torch.bool:
+            case "__getitem__" if isinstance(second, torch.Tensor) and second.dtype == torch.bool:
                 return _Kept(first, second)
             case "to" if isinstance(second, torch.device):
                 return self._note(to_device(first, second), first)
