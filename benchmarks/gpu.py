@@ -303,8 +303,9 @@ def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Par
     lines += [f"{datetime.date.today():%d %B %Y}; {has}; {installed}.", ""]
     if one := results.get("quickstart"):
         first, last = one["losses"]
+        kernel = " (".join(one["attention"].split(" (")[:2])  # without the kernels that are not there
         lines += [
-            f"Quickstart: {one['steps']} steps, loss {first:.3f} → {last:.3f}, attention {one['attention']}, {one['verify']}.",
+            f"Quickstart: {one['steps']} steps, loss {first:.3f} → {last:.3f}, attention {kernel}: {one['verify']}.",
             "",
         ]
     lines += training_table([part for part in parts if part.group and part.name in results], results)

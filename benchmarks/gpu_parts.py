@@ -125,9 +125,10 @@ def kernels(folder: Path, *, tiny: bool) -> dict[str, Any]:
         return torch.cat(outputs)
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    heads, kv_heads, width, dtype = (4, 2, 16, torch.float32) if tiny else (32, 8, 128, torch.bfloat16)
+    heads, kv_heads, width = (4, 2, 16) if tiny else (32, 8, 128)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     usable, found = attention.usable_kernels(LayerFeatures(dtype, heads // kv_heads, width, width), device)
-    if tiny:  # in place of kernels that no CPU has
+    if device.type == "cpu":  # in place of kernels that it has not
         usable.append(Kernel("the definition", definition))
     rows, documents = ([128], ["32", "groups"]) if tiny else ([8192, 32_768], ["512", "2048", "mixed", "groups"])
     measured = [

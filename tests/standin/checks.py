@@ -91,6 +91,24 @@ def indexes_as_torch_does() -> None:
     assert there.sum().item() == 0 + 1 + 2 + 6 + 7 + 8
 
 
+def makes_tensors_of_their_size_where_they_belong() -> None:
+    made = {
+        torch.arange: (4,),
+        torch.linspace: (0, 1, 4),
+        torch.eye: (4,),
+        torch.randperm: (4,),
+        torch.tensor: ([1, 2, 3, 4],),
+    }
+    for make, arguments in made.items():
+        with torch.device("cuda"):
+            inside = make(*arguments)
+        for one in (inside, make(*arguments, device="cuda")):
+            assert (
+                one.is_cuda and one.shape[0] == 4 and len(one.repeat_interleave(torch.full((4,), 2).cuda(), dim=0)) == 8
+            )
+        assert not make(*arguments).is_cuda
+
+
 def refuses_what_the_kernel_cannot_do() -> None:
     from torch.nn.attention.varlen import varlen_attn
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from standin_gpus import nccl
@@ -276,7 +278,8 @@ def install() -> None:
 
     _library.impl("empty.memory_format", empty)
     _library.impl("empty_strided", empty_strided)
-    torch.tensor, torch.as_tensor = _from_cpu(torch.tensor), _from_cpu(torch.as_tensor)
+    for name in ("tensor", "as_tensor", "arange", "linspace", "eye", "randperm"):
+        setattr(torch, name, _from_cpu(getattr(torch, name)))
     for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided", "rand", "randn"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, device=None: self
@@ -287,11 +290,13 @@ def install() -> None:
 
 
 def _from_cpu(make: Any) -> Any:
-    """`make`, which goes past the dispatcher: values become a CPU tensor first."""
+    """`make`, which goes past the dispatcher, or below it resizes what it has made: values become a CPU tensor first."""
 
     def made(
         *args: Any, device: Any = None, requires_grad: bool = False, pin_memory: bool = False, **kwargs: Any
     ) -> Any:
+        if device is None and not any(isinstance(one, torch.Tensor) for one in args):
+            device = _device_of_context()
         if device is None or torch.device(device).type != "cuda":
             tensor = make(*args, device=device, **kwargs)
         else:
@@ -299,6 +304,12 @@ def _from_cpu(make: Any) -> Any:
         return tensor.requires_grad_() if requires_grad else tensor
 
     return made
+
+
+def _device_of_context() -> Any:
+    """The device of the `with torch.device(...)` that this is in, which torch gives to its own functions alone."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _unpinned(make: Any) -> Any:
