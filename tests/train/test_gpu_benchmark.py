@@ -79,7 +79,7 @@ def test_every_part_runs_with_tiny_models(tmp_path: Path, gpus: int) -> None:
     assert {part.name for part in parts if "Liger" not in part.name} <= {*results}
     for task in ("sft 1.5B", "sft 0.6B", "dpo 0.6B", "LoRA 8B"):  # all of them train on the same, TRL too
         own = [one["losses"][1] for name, one in results.items() if name.startswith(task) and "profile" not in name]
-        assert len(own) >= 4 and max(own) - min(own) <= 2e-3  # rounding of bfloat16
+        assert len(own) >= 3 and max(own) - min(own) <= 2e-3  # rounding of bfloat16
 
 
 def test_a_profile_of_kernels_is_split_by_kind_and_by_who_launched_them(monkeypatch: pytest.MonkeyPatch) -> None:
