@@ -240,10 +240,10 @@ class Trainer:
     log_every: int = key(
         10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
     )
-    mixed_precision: Literal["auto", "no", "bf16", "fast"] = key(
+    mixed_precision: Literal["auto", "no", "bf16", "fast", "fp8"] = key(
         "auto",
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
-        "faster in it.",
+        "faster in it; fp8: products of layers in 8 bits (docs/precision.md).",
     )
     deterministic: bool = key(
         False,

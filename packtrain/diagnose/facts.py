@@ -120,7 +120,7 @@ class PlannedRun:
     def dtype(self) -> str:
         """What the attention layers compute in on a GPU, by torch's name."""
         dtype = self.config.model.dtype
-        return "bfloat16" if dtype == "auto" or plan_precision(self.config, dtype, gpu=True)[0] == "bf16" else dtype
+        return "bfloat16" if dtype == "auto" or plan_precision(self.config, dtype, gpu=True)[0] != "no" else dtype
 
     def variables(self, facts: Facts) -> dict[str, str]:
         """The environment variables that change how training runs, as its processes will have them."""

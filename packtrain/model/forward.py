@@ -6,7 +6,7 @@ padded batch [rows, L - 1], so that TRL's loss code runs unmodified.
 
 Both use TRL's fused LM head (no full logits) at the labelled places only. Their positions come with the batch, found on the CPU:
 TRL would read them from the device, and wait for it. The loss of documents is summed by a head whose gradients are made in the
-forward pass (summed_loss.py), if the head is a plain linear layer. Full logits replace the fused heads in models whose head they do
+forward pass (heads/summed.py), if the head is a plain linear layer. Full logits replace the fused heads in models whose head they do
 not fit (`choose_head`).
 """
 
@@ -32,9 +32,9 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
+from packtrain.model.heads.score import add_scores
+from packtrain.model.heads.summed import compare_gradients, sum_losses, token_weights
 from packtrain.model.precision import compute_in
-from packtrain.model.score_head import add_scores
-from packtrain.model.summed_loss import compare_gradients, sum_losses, token_weights
 from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
@@ -44,7 +44,7 @@ _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "
 
 
 HeadKind = Literal["summed", "by token", "full logits"]
-"""How the losses of documents are made: summed (summed_loss.py), by TRL's head for each token, or from all logits at once."""
+"""How the losses of documents are made: summed (heads/summed.py), by TRL's head for each token, or from all logits at once."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def patch_forward(
     """Wraps the forward of `model`, innermost first:
 
     1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `answer_outputs`)
-    2. the objective's own call: `loss_sum=True` for `token_objective`, `layout=` for `answer_outputs` and `scores` (score_head.py)
+    2. the objective's own call: `loss_sum=True` for `token_objective`, `layout=` for `answer_outputs` and `scores` (heads/score.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 

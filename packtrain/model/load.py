@@ -29,7 +29,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
-from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
 

@@ -17,6 +17,7 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
 from transformers import PreTrainedModel
 
+from packtrain.model.float8 import check_float8
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
@@ -25,27 +26,33 @@ from packtrain.plan.known_model import choose_precision
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The formats of the loaded `weights` and of `autocast` (None: no mixed precision), and `why`."""
+    """The formats of the loaded `weights` and of `autocast` (None: no mixed precision), and `why`. `fp8`: products of layers are to
+    be in 8 bits (float8.py), over autocast."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
     why: str = ""
+    fp8: bool = False
 
     @property
     def mixed(self) -> str:
-        """As trainer.mixed_precision: no | bf16."""
-        return "bf16" if self.autocast else "no"
+        """As trainer.mixed_precision: no | bf16 | fp8."""
+        return "fp8" if self.fp8 else "bf16" if self.autocast else "no"
 
 
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
     """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; `recorded` is that of the run that is resumed.
 
-    A rank that cannot compute in bfloat16, or is not faster in it, decides for all.
+    A rank that cannot compute in bfloat16, or is not faster in it, decides for all. Raises UserError where fp8 cannot be computed.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
-    formats = {"no": None, "bf16": torch.bfloat16}
-    if recorded in formats and asked in ("auto", "fast"):
-        return Precision(weights, formats[recorded], "as before the checkpoint")
+    formats = {"no": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+    goes_on = recorded in formats and asked in ("auto", "fast")
+    asked = str(recorded) if goes_on else asked
+    if asked == "fp8":
+        check_float8(ranks.device)
+    if goes_on:
+        return Precision(weights, formats[asked], "as before the checkpoint", fp8=asked == "fp8")
     own = choose_precision(
         asked,
         weights=str(weights).removeprefix("torch."),
@@ -57,7 +64,7 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
     with waiting("the number formats of all ranks"):
         choices = gather_object([own]) if ranks.world_size > 1 else [own]
     value, why = min(choices, key=lambda choice: choice[0] != "no")
-    return Precision(weights, formats[value], why)
+    return Precision(weights, formats[value], why, fp8=value == "fp8")
 
 
 def bf16_speed(limit_s: float = 0.2) -> float:

@@ -168,12 +168,12 @@ def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
 def choose_precision(
     asked: str, *, weights: str, adapters: bool, gpu: bool, has_bf16: bool, speed: Callable[[], float]
 ) -> tuple[str, str]:
-    """What trainer.mixed_precision=`asked` comes to for `weights` in this format: ("no" or "bf16", why).
+    """What trainer.mixed_precision=`asked` comes to for `weights` in this format: ("no", "bf16" or "fp8", why).
 
     `adapters`: some are trained, which are float32. `has_bf16` is whether the GPU has bfloat16; `speed` measures a CPU's in
     bfloat16 over that in float32.
     """
-    if asked in ("no", "bf16"):
+    if asked in ("no", "bf16", "fp8"):
         return asked, "asked for"
     if weights == "float16":
         return "no", "the weights are float16"
@@ -201,7 +201,9 @@ def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
     """What the layers compute in."""
     weights = config.model.dtype
     value, why = plan_precision(config, "float32" if weights == "auto" else weights, gpu=gpu)
-    computed = "computed in bfloat16" if value == "bf16" else "no mixed precision"
+    computed = {"no": "no mixed precision", "bf16": "computed in bfloat16"}.get(
+        value, "layers multiplied in 8 bits (fp8)"
+    )
     if weights == "auto":
         return f"weights as in the model's files; if they are float32, {computed} ({why})"
     return f"{weights} weights, {computed} ({why})"

@@ -54,7 +54,7 @@ _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernel
 _REDUCED = 5 * 10**8
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 HEAD_CHUNK = 2048
-"""Tokens of documents whose logits exist at once (model/summed_loss.py)."""
+"""Tokens of documents whose logits exist at once (model/heads/summed.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
@@ -173,6 +173,8 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
     try:
         model = _measure(config)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
+        # products in 8 bits keep what those in bfloat16 do, but for autocast's copies of weights
+        decided = decided.replace("fp8", "bf16")
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         memory = _choose_checkpointing(config, model, processes, device_bytes)
     except UserError as error:

@@ -19,9 +19,9 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.compiled import compile_layers
+from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
-from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule

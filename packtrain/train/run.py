@@ -30,10 +30,10 @@ from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import find_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
+from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
-from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, max_over_ranks, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -289,7 +289,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    make_changes(trainer, ranks, changes_of(config.model, trainer), log)
+    make_changes(trainer, ranks, changes_of(config.model, trainer, fp8=prepared.precision.fp8), log)
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer

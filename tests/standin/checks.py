@@ -22,8 +22,8 @@ from packtrain.cli import main
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
 from packtrain.errors import CheckFailed
+from packtrain.model.heads.summed import sum_losses
 from packtrain.model.spread import Ranks
-from packtrain.model.summed_loss import sum_losses
 from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 

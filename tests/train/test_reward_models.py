@@ -20,8 +20,8 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
+from packtrain.model.heads.score import add_scores, outputs_of_tokens
 from packtrain.model.load import load_model, weights_hash
-from packtrain.model.score_head import add_scores, outputs_of_tokens
 from packtrain.packing.collate import RowLayout, collate_scored
 from packtrain.proof.choice import choose_attention
 

@@ -187,12 +187,26 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.topology.min_nodes is not None and not trainer.restarts:
         what = "it does nothing without trainer.restarts"
         yield Fault(("topology.min_nodes", "trainer.restarts"), what, "Set trainer.restarts, or remove the key.")
-    if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
-        what = "bf16 computation over float16 weights is not supported"
+    if trainer.mixed_precision in ("bf16", "fp8") and config.model.dtype == "float16":
+        what = f"{trainer.mixed_precision} computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
     elif config.model.dtype == "float16" and config.peft.kind == "none":
         what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
+    against_fp8 = {
+        "strategy.name": (
+            config.strategy.name.startswith("zero"),
+            "DeepSpeed has not been tried with layers that multiply in 8 bits",
+        ),
+        "peft.kind": (config.peft.kind != "none", "torchao's layers make gradients of frozen weights too, for nothing"),
+        "objective.kind": (
+            config.objective.traits.reference,
+            "losses that compare with a reference have not been tried in 8 bits",
+        ),
+    }
+    for key, (applies, what) in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
+        if applies:
+            yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
     if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
         what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
         yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")

@@ -38,6 +38,8 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
     if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
         yield from _not_installed("optim.name", config.optim.name, package, package)
+    if trainer.mixed_precision == "fp8":
+        yield from _not_installed("trainer.mixed_precision", "fp8", "torchao", "'packtrain[fp8]'")
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # as torch searches for it
     if trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."

@@ -1,6 +1,6 @@
 """Reward models: the loss of TRL's RewardTrainer, unmodified, over the pairs of a whole step, and the objective.
 
-The least and the greatest reward are those of all answers of the global step. The model's side is in model/score_head.py.
+The least and the greatest reward are those of all answers of the global step. The model's side is in model/heads/score.py.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ import torch
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import is_compiled
+from packtrain.model.float8 import KEY as FP8_KEY
+from packtrain.model.float8 import TOLERANCE as FP8_TOLERANCE
+from packtrain.model.float8 import multiply_in_float8
 from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
 from packtrain.model.precision import carry_in
@@ -49,8 +52,8 @@ class ModelChange:
     tolerance: Tolerance | None = None
 
 
-def changes_of(model: Model, trainer: StepTrainer) -> list[ModelChange]:
-    """The changes to try, by the config's group `model`; on a CPU none but what is asked for by name."""
+def changes_of(model: Model, trainer: StepTrainer, *, fp8: bool = False) -> list[ModelChange]:
+    """The changes to try, by the config's group `model` and to products in `fp8`; on a CPU none but what is asked for by name."""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
     embeddings: Any = base_model(trainer.model).get_input_embeddings()
@@ -68,6 +71,9 @@ def changes_of(model: Model, trainer: StepTrainer) -> list[ModelChange]:
         what, key = "norms, rotation and activations by Liger's kernels", "model.kernels"
         asked = key if model.kernels == "liger" else None
         changes.append(ModelChange("kernels", what, _on_all(trainer, fuse_by_liger), lacks, asked))
+    if fp8:
+        what, make = "products of layers in 8 bits (torchao, rowwise)", _on_all(trainer, multiply_in_float8)
+        changes.append(ModelChange("fp8", what, make, key=FP8_KEY, tolerance=FP8_TOLERANCE))
     return changes
 
 

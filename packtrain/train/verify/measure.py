@@ -24,8 +24,8 @@ from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head, choose_head
+from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
-from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend

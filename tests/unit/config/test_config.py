@@ -351,6 +351,13 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["data.eval=5%"], "data.eval", "0.05"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
+        (["trainer.mixed_precision=fp8", "strategy=zero2"], "trainer.mixed_precision", "DeepSpeed has not been tried"),
+        (["trainer.mixed_precision=fp8", "peft=lora"], "trainer.mixed_precision", "frozen weights"),
+        (
+            ["trainer.mixed_precision=fp8", "model.dtype=float16"],
+            "trainer.mixed_precision",
+            "fp8 computation over float16",
+        ),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),

@@ -358,8 +358,21 @@ def _add_types() -> None:
         out.inner.copy_(added(acc, a, b, beta, alpha))
         return out
 
+    def scaled_mm(
+        a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+    ):  # of 8-bit factors, whose inner sizes and layouts CUDA prescribes
+        if a.shape[1] % 16 or b.shape[0] % 16 or b.shape[1] % 16:
+            raise RuntimeError(f"Expected sizes divisible by 16, got {tuple(a.shape)} and {tuple(b.shape)}")
+        if a.stride(1) != 1 or b.stride(0) != 1 or len({a.index, b.index, scale_a.index, scale_b.index}) > 1:
+            raise RuntimeError("mat1 must be row-major, mat2 column-major, all on one device")
+        if scale_a.dim() and out_dtype != torch.bfloat16:
+            raise RuntimeError("Only bf16 high precision output types are supported for row-wise scaling.")
+        product = (a.inner.float() * scale_a.inner) @ (b.inner.float() * scale_b.inner)
+        return GpuTensor((product if bias is None else product + bias.inner).to(out_dtype), a.index)
+
     replaced.update(
         {
+            aten._scaled_mm.default: scaled_mm,
             aten.histc.default: histc,
             aten.mm.dtype: mm,
             aten.mm.dtype_out: mm_out,

@@ -13,9 +13,9 @@ from trl.kernels import chunked_logprob as kernels
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.data.dataset import Document
-from packtrain.model import summed_loss
 from packtrain.model.forward import add_loss_sum, choose_head
-from packtrain.model.summed_loss import compare_gradients, sum_losses
+from packtrain.model.heads import summed
+from packtrain.model.heads.summed import compare_gradients, sum_losses
 from packtrain.packing.collate import collate_flat
 
 ROWS, WIDTH, WORDS = 70, 24, 211
@@ -64,7 +64,7 @@ def as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_and_gradients_are_those_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, loss: Any, bias: bool, triton: bool
 ) -> None:
-    monkeypatch.setattr(summed_loss, "_CPU_CHUNK", 32)  # three chunks, the last one smaller
+    monkeypatch.setattr(summed, "_CPU_CHUNK", 32)  # three chunks, the last one smaller
     if triton:
         as_triton(monkeypatch)
     hidden, targets, head = inputs(bias)
@@ -96,14 +96,14 @@ def test_a_second_backward_pass_is_refused() -> None:
 def test_the_measured_difference_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, targets, head = inputs()
     assert compare_gradients(hidden, targets, head, "nll") < 1e-5
-    right = summed_loss._loss_in_place
+    right = summed._loss_in_place
 
     def wrong(logits: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:
         total = right(logits, *given, **how)
         logits *= 1.01
         return total
 
-    monkeypatch.setattr(summed_loss, "_loss_in_place", wrong)
+    monkeypatch.setattr(summed, "_loss_in_place", wrong)
     assert compare_gradients(hidden, targets, head, "nll") == pytest.approx(0.01, rel=1e-2)
 
 
@@ -122,8 +122,8 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
     def refuse(*_: Any, **__: Any) -> torch.Tensor:
         raise TypeError("_forward_kernel() takes other arguments")
 
-    wrong = {"refused": refuse, "gradients": lambda logits, *_, **__: summed_loss._by_torch(logits * 1, *_, **__)}
-    monkeypatch.setattr(summed_loss, "_loss_in_place", wrong[fault])
+    wrong = {"refused": refuse, "gradients": lambda logits, *_, **__: summed._by_torch(logits * 1, *_, **__)}
+    monkeypatch.setattr(summed, "_loss_in_place", wrong[fault])
     assert choose_head(model, head, dict(batch)) < 1e-5 and head.kind == "by token"
     assert ("takes other arguments" if fault == "refused" else "gradients by") in head.refusal
     torch.testing.assert_close(model(**batch, loss_sum=True), expected)
@@ -131,8 +131,8 @@ def test_a_summed_head_that_is_wrong_gives_way_to_that_of_single_tokens(
 
 def test_in_bfloat16_the_loss_and_the_weights_gradient_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: of many chunks, which bfloat16 sums would round at every step."""
-    monkeypatch.setattr(summed_loss, "_compute_dtype", lambda hidden: hidden.dtype)
-    monkeypatch.setattr(summed_loss, "_CPU_CHUNK", 2)
+    monkeypatch.setattr(summed, "_compute_dtype", lambda hidden: hidden.dtype)
+    monkeypatch.setattr(summed, "_CPU_CHUNK", 2)
     hidden, targets, head = inputs(bias=False)
     exact = loss_and_gradients(by_full_logits(hidden, targets, head, "nll"), hidden, head)
     rounded, head16 = hidden.detach().bfloat16().requires_grad_(), nn.Linear(WIDTH, WORDS, bias=False).bfloat16()
