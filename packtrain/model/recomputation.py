@@ -2,9 +2,8 @@
 
 `full`: every layer keeps its input alone and runs once more in the backward pass. `every_n`: each nth layer does, the others keep
 all. `selective`: every layer does, but for the results of attention and of every second matrix product, which are kept: what is
-cheap to keep for what it costs, as in torchtitan (`torchtitan/distributed/activation_checkpoint.py`), by torch's
-`create_selective_checkpoint_contexts`. The result of an adapter's second factor, as wide as the layer and quickly made, is not
-kept. Losses and gradients are the same bits with each.
+cheap to keep for what it costs, as torchtitan does, by torch's `create_selective_checkpoint_contexts`. The result of an adapter's
+second factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each.
 
 Layers switch themselves (transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
 """

@@ -22,7 +22,7 @@ from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
-from packtrain.model.spread import Ranks, open_proofs, spread
+from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.known_model import reference_of
@@ -134,16 +134,20 @@ def settle_attention(run: Prepared) -> None:
             run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
 
 
-def choose_checkpointing(run: Prepared) -> tuple[str, str]:
-    """(what trainer.gradient_checkpointing comes to on this process's GPU, with the precision as it is now; why)."""
-    trainer, device = run.config.trainer, run.ranks.device
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    decided = replace(run.config, trainer=replace(trainer, mixed_precision=cast(Any, run.precision.mixed)))
-    planned = estimate(decided, run.ranks.world_size, total)
-    if isinstance(planned, Memory):
-        return planned.checkpointing, planned.chosen
-    asked = trainer.gradient_checkpointing
-    return ("none", f"auto: memory is {planned}") if asked == "auto" else (asked, "asked for")
+def plan_memory(run: Prepared) -> Memory | str:
+    """The memory on the smallest GPU of any rank, so that all decide alike by it, with the precision as it is now; or why it is not known."""
+    ranks, total = run.ranks, None
+    if ranks.device.type == "cuda":
+        total = -max_over_ranks(-torch.cuda.get_device_properties(ranks.device).total_memory, ranks.device)
+    trainer = replace(run.config.trainer, mixed_precision=cast(Any, run.precision.mixed))
+    return estimate(replace(run.config, trainer=trainer), ranks.world_size, total)
+
+
+def choose_checkpointing(asked: str, memory: Memory | str) -> tuple[str, str]:
+    """(what trainer.gradient_checkpointing=`asked` comes to by the planned `memory`, why)."""
+    if isinstance(memory, Memory):
+        return memory.checkpointing, memory.chosen
+    return ("none", f"auto: memory is {memory}") if asked == "auto" else (asked, "asked for")
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:

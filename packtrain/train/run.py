@@ -34,11 +34,11 @@ from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
-from packtrain.model.spread import Ranks, max_over_ranks, open_strategy
+from packtrain.model.spread import Ranks, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
-from packtrain.plan.memory import estimate
+from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.proof.isolation import check_causal_and_padding
 from packtrain.run_folder import RunFolder, write_json
@@ -58,6 +58,7 @@ from packtrain.train.preparation import (
     check_model,
     choose_checkpointing,
     load,
+    plan_memory,
     prepare_data,
     settle_attention,
     settle_precision,
@@ -261,9 +262,13 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if prove:
         with outputs_of_tokens(base):
             check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
-    checkpointing, why = choose_checkpointing(prepared)
+    memory = plan_memory(prepared)
+    checkpointing, why = choose_checkpointing(config.trainer.gradient_checkpointing, memory)
     if checkpointing != "none" or ranks.device.type == "cuda":
         log.fact("recompute", f"{checkpointing} ({why})")
+    exchange = memory.exchange() if isinstance(memory, Memory) else ""
+    if exchange and ranks.device.type == "cuda":
+        log.fact("gradients", exchange)
     settings = LoopSettings(
         steps,
         evaluation,
@@ -274,7 +279,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         first_step=step_of(checkpoint) if checkpoint else 0,
         say=log.warn,
         strategy=ranks.strategy,
-        exchange_once=_exchanges_once(run),
+        exchange_once=isinstance(memory, Memory) and memory.exchanges_once,
         autocast=prepared.precision.autocast,
         backend=prepared.backend.backend.name if prepared.backend else None,
         optim=config.optim,
@@ -293,19 +298,6 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
-
-
-def _exchanges_once(run: Run) -> bool:
-    """Whether FSDP2's ranks exchange gradients once a step: where the plan has memory for that on each of their GPUs."""
-    if run.ranks.strategy != "fsdp2" or run.ranks.world_size == 1 or run.ranks.device.type != "cuda":
-        return False
-    total = torch.cuda.get_device_properties(run.ranks.device).total_memory
-    total = -max_over_ranks(-total, run.ranks.device)  # all ranks decide alike
-    memory = estimate(run.config, run.ranks.world_size, total)
-    if isinstance(memory, str):
-        return False
-    run.log.fact("gradients", memory.exchange())
-    return memory.exchanges_once
 
 
 def _listeners(run: Run) -> list[Any]:

@@ -167,7 +167,10 @@ def test_a_run_goes_back_to_before_the_steps_since_the_last_line(gpus, folder: P
     """With figures of the GPU's peak, which are made over the steps since then. The tenth step has answers unlike all before."""
     rows = conversations(14 * 7)
     for row in rows[9 * 7 : 10 * 7]:
-        row["messages"] = [*row["messages"][:1], {"role": "assistant", "content": "Zxq! 48-07; Jvkp? (91:36) WBHF\n" * 3}]
+        row["messages"] = [
+            *row["messages"][:1],
+            {"role": "assistant", "content": "Zxq! 48-07; Jvkp? (91:36) WBHF\n" * 3},
+        ]
     data = {"train": str(write_jsonl(folder / "unlike.jsonl", rows)), "shuffle": False}
     jumps = {"on_spike": "rollback", "spike_factor": 1.3, "log_every": 12, "checkpoint_every": 2, "max_steps": 14}
     config = base_config(folder, data=data, trainer=jumps, optim={"learning_rate": 0.02, "schedule": "constant"})

@@ -276,11 +276,12 @@ def test_fsdp2_exchanges_gradients_once_a_step_where_whole_ones_fit() -> None:
 
 
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
-    bf16, no = (known([*sized("llama"), f"trainer.mixed_precision={one}"]) for one in ("bf16", "no"))
+    def planned(precision: str, device: int | None = None) -> Memory:
+        return known([*sized("llama"), f"trainer.mixed_precision={precision}"], device=device)
+
     for asked in ("auto", "fast"):
-        on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}"], device=40 * GIB)
-        assert replace(on_gpus, device=None, chosen=bf16.chosen) == bf16
-        assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
+        assert planned(asked, 40 * GIB) == planned("bf16", 40 * GIB) != planned("no", 40 * GIB)
+        assert planned(asked) == planned("no") != planned("bf16")
 
 
 def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
