@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
 from packtrain.cli import main
@@ -28,6 +30,7 @@ from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 
 CUDA = torch.device("cuda", 0)
+SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
 
 
@@ -185,6 +188,19 @@ def attends_by_the_kernels_of_a_gpu() -> None:
         assert 0 < kept < scores
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.1)
+
+
+def makes_tensors_on_the_device_around() -> None:
+    """As models are loaded: on `meta` first, so that what no file has is computed and not left as it came."""
+    for place in ("meta", "cuda:0"):
+        with torch.device(place):
+            made = torch.empty(2), torch.zeros(2), torch.arange(2), torch.tensor([1.0]), torch.nn.Linear(2, 2).weight
+        assert [str(one.device) for one in made] == [place] * 5
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+        model.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert all(loaded.get_buffer(name).equal(buffer) for name, buffer in model.named_buffers())
 
 
 def has_torchs_kernel_forward_and_backward() -> None:

@@ -17,6 +17,7 @@ from tests.train import forked
         (checks.notes_touches_waits_and_bytes, 2),
         (checks.indexes_as_torch_does, 1),
         (checks.makes_tensors_of_their_size_where_they_belong, 1),
+        (checks.makes_tensors_on_the_device_around, 1),
         (checks.refuses_what_the_kernel_cannot_do, 1),
         (checks.sums_losses_on_the_gpu_as_on_the_cpu, 1),
         (checks.attends_by_the_kernels_of_a_gpu, 1),

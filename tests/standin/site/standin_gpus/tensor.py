@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from standin_gpus import nccl
@@ -278,6 +279,7 @@ def install() -> None:
 
     _library.impl("empty.memory_format", empty)
     _library.impl("empty_strided", empty_strided)
+    _device_constructors()  # `with torch.device(...)` looks for the functions that there were when this was first called
     for name in ("tensor", "as_tensor", "arange", "linspace", "eye", "randperm"):
         setattr(torch, name, _from_cpu(getattr(torch, name)))
     for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided", "rand", "randn"):
