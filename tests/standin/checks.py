@@ -30,7 +30,13 @@ from packtrain.train.run import train
 from packtrain.train.sync import limit_collectives
 
 CUDA = torch.device("cuda", 0)
-SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+SIZES: Any = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
 
 
