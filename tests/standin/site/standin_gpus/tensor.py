@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from standin_gpus import nccl
