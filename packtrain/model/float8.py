@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,20 +44,19 @@ def multiply_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> Call
 
     `emulate`: on any device, by rounding the factors. Raises UserError where no module can.
     """
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
+    torchao = import_module("torchao.float8")
+    float8_linear: Any = import_module("torchao.float8.float8_linear").Float8Linear
     # the gradient of a weight is a sum over the tokens of a row, whose number is made a multiple of 16 by zeros
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True, emulate=emulate)
+    config = replace(torchao.Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True, emulate=emulate)
     modules = [module for layer in layers_of(model) for name, module in layer.named_modules() if _fits(name, module)]
     if not modules:
         what = f"{type(model).__name__} has no linear modules in its layers whose sizes are multiples of {_MULTIPLE}"
         raise UserError(what, where=f"{KEY} (fp8)", fix="set it to auto")
-    settings: Any = vars(Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta", config=config))
+    settings: Any = vars(float8_linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta", config=config))
     added = settings.keys() - vars(nn.Linear(1, 1))
     for module in modules:
         vars(module).update({name: settings[name] for name in added})
-        module.__class__ = Float8Linear
+        module.__class__ = float8_linear
 
     def undo() -> None:
         for module in modules:

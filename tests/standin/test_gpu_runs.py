@@ -283,16 +283,13 @@ def test_the_other_objectives_train_as_on_the_cpu(gpus, folder: Path, verb: str)
 def test_products_in_8_bits_are_proved_and_train_as_bfloat16_and_resume_bit_for_bit(
     gpus, folder: Path, config: dict[str, Any], on_gpu: Run
 ) -> None:
-    """Rows of any length, on weights in float32; what torchao adds to a model is in no file."""
+    """On rows of any length; what torchao adds to a model is in no file."""
     pytest.importorskip("torchao")
-    wide = {"hidden_size": 64, "intermediate_size": 128}
-    own = {**config, "model": {**config["model"], "config": {**config["model"]["config"], **wide}}}
-    run = gpus.train(folder, own, "trainer.mixed_precision=fp8", name="fp8")
-    said = run.summary["changes"]["fp8"]
-    assert "8 bits" in said and "gradients by" in said
-    assert_trained(run, gpus.train(folder, own, name="not-fp8"), 2e-2)
-    assert set(run.weights()) == set(on_gpu.weights())
+    run = gpus.train(folder, config, "trainer.mixed_precision=fp8", name="fp8")
+    assert "8 bits" in run.summary["changes"]["fp8"] and "gradients by" in run.summary["changes"]["fp8"]
+    assert_trained(run, on_gpu, 2e-2)
+    assert run.losses != on_gpu.losses and set(run.weights()) == set(on_gpu.weights())
     after = f"trainer.resume={run.folder / 'checkpoints' / 'step-000002'}"
-    again = gpus.train(folder, own, "trainer.mixed_precision=auto", after, name="fp8-again")
+    again = gpus.train(folder, config, "trainer.mixed_precision=auto", after, name="fp8-again")
     assert again.losses == run.losses[2:] and "fp8" in again.summary["changes"]
     assert all(again.weights()[name].equal(weight) for name, weight in run.weights().items())
