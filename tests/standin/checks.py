@@ -23,7 +23,8 @@ from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
 from packtrain.cli import main
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import env
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.float8 import check_float8
 from packtrain.model.heads.summed import sum_losses
 from packtrain.model.spread import Ranks
 from packtrain.train.run import train
@@ -268,3 +269,11 @@ def sums_losses_on_the_gpu_as_on_the_cpu() -> None:
     for own, expected in zip(made(CUDA), made("cpu"), strict=True):
         assert own.dtype == expected.dtype == torch.float32
         assert (own - expected).norm() < 5e-3 * expected.norm()
+
+
+def refuses_products_in_8_bits_on_a_gpu_that_has_none() -> None:
+    check_float8(CUDA)
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)  # type: ignore[assignment]
+    with pytest.raises(UserError, match="does not multiply in 8-bit") as refused:
+        check_float8(CUDA)
+    assert refused.value.problems[0].where == "trainer.mixed_precision (fp8)"

@@ -293,3 +293,12 @@ def test_products_in_8_bits_are_proved_and_train_as_bfloat16_and_resume_bit_for_
     again = gpus.train(folder, config, "trainer.mixed_precision=auto", after, name="fp8-again")
     assert again.losses == run.losses[2:] and "fp8" in again.summary["changes"]
     assert all(again.weights()[name].equal(weight) for name, weight in run.weights().items())
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_of_fsdp2_multiply_in_8_bits(gpus, folder: Path, config: dict[str, Any], on_cpu: Run) -> None:
+    pytest.importorskip("torchao")
+    changes = ["strategy=fsdp2", "trainer.mixed_precision=fp8"]
+    run = gpus.train(folder, config, *changes, devices=2, ranks=2, name="fp8-fsdp2")
+    assert "gradients by" in run.summary["changes"]["fp8"]
+    assert_trained(run, on_cpu, 2e-2)

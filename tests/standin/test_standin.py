@@ -20,6 +20,7 @@ from tests.train import forked
         (checks.makes_tensors_on_the_device_around, 1),
         (checks.refuses_what_the_kernel_cannot_do, 1),
         (checks.sums_losses_on_the_gpu_as_on_the_cpu, 1),
+        (checks.refuses_products_in_8_bits_on_a_gpu_that_has_none, 1),
         (checks.attends_by_the_kernels_of_a_gpu, 1),
         (checks.has_torchs_kernel_forward_and_backward, 1),
         (checks.ends_with_the_kernel_that_broke_the_device, 1),
