@@ -264,9 +264,11 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
     after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
     checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
     checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
+    watching = 0 if name == "zero3_offload" else _first_watch(config, model, gpu=gpu) - (activations or 0)
+    watching -= split["gradients"]
     communicators = 0 if processes == 1 else 2 if name in STAGES else 1  # DeepSpeed clones the group of all processes
     return Memory(
-        **{**split, "buffers": max(buffers, after, checking), "activations": activations},
+        **{**split, "buffers": max(buffers, after, checking, watching), "activations": activations},
         parameters=model.all,
         trained=model.trained,
         host=host,
@@ -312,6 +314,14 @@ def _first_check(config: RunConfig, model: _Model) -> int:
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
     every = 2 * COMPARED_PAIRS * longest * vocabulary if longest and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)
+
+
+def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
+    """Bytes that TRL's head takes where the first steps of documents are watched, without gradients: a tile of logits."""
+    batch = _fullest(config, model.width, gpu=gpu)
+    if config.objective.kind != "sft" or not config.verify.preflight or batch is None:
+        return 0
+    return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
@@ -402,7 +412,8 @@ class FullestBatch:
     """The fullest micro-batch of a device: its token slots, and the keys per query of its mask (None: no mask).
 
     `weight`, `compute` and `stream` are the bytes of a weight as layers see it, of a number in their computation (2 under autocast)
-    and of one that flows from layer to layer.
+    and of one that flows from layer to layer. `scores` are the keys per query whose scores are kept where torch has no kernel for fewer
+    heads of keys than of queries: for float32 on GPUs.
     """
 
     tokens: int
@@ -410,6 +421,7 @@ class FullestBatch:
     weight: int
     compute: int
     stream: int
+    scores: int = 0
 
 
 def _fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
@@ -428,7 +440,9 @@ def _fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None
     mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name
     width = 2 if mixed and strategy == "fsdp2" else width  # which gathers bfloat16
     narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # where it proves exact: train/verify/changes.py
-    return FullestBatch(most, masked, width, 2 if mixed else width, 2 if narrow else width)
+    compute = 2 if mixed else width
+    scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
+    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
@@ -454,8 +468,9 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
     if layers.kind == "qwen3":
         norms += (layers.query + layers.key) * (4 + (compute if full else 0))
-    keys = layers.query if batch.masked else layers.key  # a mask makes sdpa repeat them for every head
-    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads
+    scores = batch.scores if layers.key < layers.query else 0
+    keys = layers.query if batch.masked or scores else layers.key  # a mask makes sdpa repeat them for every head
+    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
     return norms + attention + 3 * layers.inner * compute + _count_inputs(config, layers, batch)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from answer_runs import labelled, preferences
-from running import Run, base_config, conversations, train, write_jsonl
+from running import Run, assert_same_bits, base_config, conversations, train, write_jsonl
 
 FLASH = "flash (torch's varlen_attn"
 ROUNDING = 1e-2
@@ -247,6 +247,17 @@ def test_recomputed_activations_change_no_bit(gpus, folder: Path, config: dict[s
     )
     assert recomputed.losses == kept.losses
     assert all(recomputed.weights()[name].equal(weight) for name, weight in kept.weights().items())
+
+
+@pytest.mark.parametrize(
+    "policy", ["selective", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("every_2", "full"))]
+)
+def test_what_is_computed_again_trains_the_same_bits(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, policy: str
+) -> None:
+    run = gpus.train(folder, config, f"trainer.gradient_checkpointing={policy}", name=policy)
+    assert f"recompute  {policy} (asked for)" in run.log and "recompute  none (auto: all fits)" in on_gpu.log
+    assert_same_bits(run, on_gpu)
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from packtrain.attention.segmented import NAME
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
+from packtrain.model.precision import Precision
 from packtrain.model.recomputation import recompute
+from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
-from packtrain.plan.memory import CHECKPOINTING
+from packtrain.plan.memory import CHECKPOINTING, GIB, Memory, estimate
+from packtrain.train.preparation import choose_checkpointing
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "vocab_size": 97}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -108,6 +112,24 @@ def test_what_cannot_be_is_refused_with_what_can(value: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config(None, [*given, *compiled])
     assert said in str(refused.value)
+
+
+def test_auto_goes_by_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [f"model.config.{name}={value}" for name, value in {"model_type": "qwen3", **SIZES}.items()]
+    made = ["model.init=random", "model.tokenizer=quickstart", "data.train=x", "batch.examples_per_step=4", *sizes]
+    config, precision = load_config(None, made), Precision(torch.float32, torch.bfloat16)
+    planned = estimate(load_config(None, [*made, "trainer.gradient_checkpointing=selective"]), 1, GIB)
+    assert isinstance(planned, Memory)
+    for device, room, expected in (
+        ("cuda", 1.01, "selective"),
+        ("cuda", 0.9, "full"),
+        ("cuda", 9, "none"),
+        ("cpu", 0, "none"),
+    ):
+        gpu = types.SimpleNamespace(total_memory=(room * planned.total + planned.outside) / 0.9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        run: Any = types.SimpleNamespace(config=config, precision=precision, ranks=Ranks(0, 1, torch.device(device)))
+        assert choose_checkpointing(run)[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def test_the_first_check_of_pairs_is_counted_where_training_takes_less() -> None
     pairs = [*few, "objective.kind=dpo"]
     checked = known(pairs)
     assert checked.total - checked.weights == 12 * 4 * 2 * 64 * 100_000  # four pairs: as made, in float32, normalised
-    assert checked.buffers > known([*pairs, "verify.preflight=false"]).buffers == known(few).buffers == 0
+    assert checked.buffers > 0
+    assert all(known([*one, "verify.preflight=false"]).buffers == 0 for one in (pairs, few))
     longer = known([*pairs, "data.max_length=10000", "batch.tokens_per_device=20000"])
     assert longer.total - longer.weights < 12 * 2 * 2**27
 
