@@ -343,10 +343,9 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     rounded = width == 2
     if name == "zero1" and rounded:
         return copies  # no buckets: gradients are reduced when the step is complete
-    bucket = min(BUCKET, model.trained)
-    if STAGES[name] < 3:  # one is reduced while the other is filled (overlap_comm), in float32
-        return copies + (2 * trained_width + (4 if rounded else 0)) * bucket
-    return copies + 4 * bucket + min(model.all, _LIVE) * width
+    if STAGES[name] < 3:  # one is reduced while the other is filled (overlap_comm), what is in it in float32
+        return copies + 2 * trained_width * BUCKET + (4 * min(BUCKET, model.trained) if rounded else 0)
+    return copies + 4 * BUCKET + min(model.all, _LIVE) * width
 
 
 def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> int:
