@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sitecustomize import Changed
@@ -20,6 +20,7 @@ def install() -> None:
     _fsdp()
     _staging()
     sys.meta_path.insert(0, Changed("trl.kernels.chunked_logprob", _head))
+    sys.meta_path.insert(0, Changed("packtrain.model.heads.summed", _sum))
 
 
 def _generator(own: Any) -> Any:
@@ -109,3 +110,16 @@ def _head(trl: Any) -> None:
         return run
 
     trl._forward_tile, trl._backward_tile = as_one(trl._forward_tile), as_one(trl._backward_tile)
+
+
+def _sum(loss: Any) -> None:
+    """So are those of the sum of losses."""
+    in_steps = loss._by_torch
+
+    def as_one(logits: torch.Tensor, targets: torch.Tensor, *which: Any, **options: Any) -> torch.Tensor:
+        if not isinstance(logits, GpuTensor):
+            return in_steps(logits, targets, *which, **options)
+        total = in_steps(logits.inner, cast(GpuTensor, targets).inner, *which, **options)
+        return GpuTensor(total, logits.index)
+
+    loss._by_torch = as_one
