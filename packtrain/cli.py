@@ -208,6 +208,11 @@ def verify(
     return run_verification(run, partial(_execute, "verify"), as_json=as_json)
 
 
+def _measure(launch: LaunchPlan, short: RunConfig) -> int:
+    """A run of `bench`; of the module, since a process that is started anew for the GPUs gets it by its name."""
+    return exit_code_of(partial(_execute, "bench", launch, short))
+
+
 @_config_verb()
 def bench(
     arguments: Arguments = None,
@@ -217,11 +222,8 @@ def bench(
     """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
     from packtrain.bench.launches import run_bench
 
-    def measure(launch: LaunchPlan, short: RunConfig) -> int:
-        return exit_code_of(partial(_execute, "bench", launch, short))
-
     run, _ = _config_and_plan(arguments)
-    return run_bench(run, measure, seconds=seconds, as_json=as_json, given=arguments or [])
+    return run_bench(run, _measure, seconds=seconds, as_json=as_json, given=arguments or [])
 
 
 @_config_verb()

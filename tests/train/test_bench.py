@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from running import base_config, packtrain
 from test_dpo_user import pairs
 
 from packtrain.bench.bench_table import print_report
+from packtrain.cli import main
 from packtrain.train.objectives.sft import SFTLoss
 from tests.cluster.forked_launches import Fork
 from tests.cluster.small_launch import instead_of_torchrun
@@ -132,6 +135,18 @@ def test_a_mode_that_the_model_cannot_run_is_listed_with_its_reason(tmp_path: Pa
     trials = {trial["mode"]: trial for trial in report["trials"] if not trial["configured"]}
     assert "mixer" in trials["packed"]["why"] and "mixer" in trials["padding_free"]["why"]
     assert report["best"]["mode"] == "padding"
+
+
+def test_what_measures_reaches_a_process_that_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where CUDA does not survive a fork; tests/standin measures there."""
+    measures: list[Any] = []
+    monkeypatch.setattr("packtrain.bench.launches.run_bench", lambda _, measure, **__: measures.append(measure) or 0)
+    monkeypatch.setattr("sys.argv", ["packtrain", "bench", written(tmp_path, base_config(tmp_path))])
+    for stream in ("sys.stdout", "sys.stderr"):  # which `main` replaces
+        monkeypatch.setattr(stream, io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and pickle.loads(pickle.dumps(measures[0])) is measures[0]
 
 
 def test_processes_of_another_launcher_are_refused(tmp_path: Path) -> None:
