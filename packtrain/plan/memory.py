@@ -262,7 +262,7 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
     if rounded and name == "zero1" and processes > 1:
         stepping = max(stepping, 4 * min(_REDUCED, model.trained))
     after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
-    checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
+    checking = 0 if name == "zero3_offload" else _first_check(config, model, gpu=gpu) - (activations or 0)
     checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
     watching = 0 if name == "zero3_offload" else _first_watch(config, model, gpu=gpu) - (activations or 0)
     watching -= split["gradients"]
@@ -306,13 +306,15 @@ def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
-def _first_check(config: RunConfig, model: _Model) -> int:
-    """Bytes that the check of the first pairs takes before step 1: their logits, also in float32, and log-probabilities."""
+def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
+    """Bytes that the check of a micro-batch's first pairs takes before step 1: their logits, also in float32, and log-probabilities."""
     if not config.objective.traits.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
-    every = 2 * COMPARED_PAIRS * longest * vocabulary if longest and vocabulary else CHECKED_LOGITS
+    batch = _fullest(config, model.width, gpu=gpu)
+    tokens = [item for item in (batch and batch.tokens, longest and 2 * COMPARED_PAIRS * longest) if item]
+    every = min(tokens) * vocabulary if tokens and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)
 
 

@@ -152,7 +152,9 @@ def test_the_first_check_of_pairs_is_counted_where_training_takes_less() -> None
     few = [*sized("llama", vocab_size=100_000), "peft=lora", "data.max_length=64", "batch.tokens_per_device=128"]
     pairs = [*few, "objective.kind=dpo"]
     checked = known(pairs)
-    assert checked.total - checked.weights == 12 * 4 * 2 * 64 * 100_000  # four pairs: as made, in float32, normalised
+    assert (
+        checked.total - checked.weights == 12 * 2 * 64 * 100_000
+    )  # the pair of a micro-batch: as made, in float32, normalised
     assert checked.buffers > 0
     assert all(known([*one, "verify.preflight=false"]).buffers == 0 for one in (pairs, few))
     longer = known([*pairs, "data.max_length=10000", "batch.tokens_per_device=20000"])
