@@ -39,4 +39,7 @@ def _install(_):
 
 
 if os.environ.get("STANDIN_GPUS"):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        # its kernels cannot be compiled, and nobody is to wait for the interpreter who has not asked for it
+        sys.modules |= dict.fromkeys(("triton", "liger_kernel"))
     sys.meta_path.insert(0, Changed("torch", _install))

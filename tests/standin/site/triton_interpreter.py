@@ -10,7 +10,8 @@ def install() -> None:
     reads where they are, bfloat16 in operations, and NVIDIA's functions, which it has not."""
     import numpy as np
     import triton.language as tl
-    from triton.language import extra
+    from triton.language.extra import libdevice
+    from triton.language.extra.cuda import libdevice as of_cuda
     from triton.runtime import interpreter
 
     own, run = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
@@ -33,7 +34,7 @@ def install() -> None:
         output = binary(self, *(self.cast_impl(side, tl.float32) for side in (left, right)), op)
         return output if output.data.dtype == np.bool_ else self.cast_impl(output, tl.bfloat16)
 
-    for library in (extra.libdevice, extra.cuda.libdevice):
+    for library in (libdevice, of_cuda):
         library.rsqrt = lambda x: tl.math.rsqrt(
             x
         )  # looked up in each call: the interpreter replaces it while a kernel runs

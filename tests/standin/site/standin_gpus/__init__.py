@@ -6,7 +6,6 @@ and how many bytes of tensors are on the devices. It does not show speed, the ro
 """
 
 import os
-import sys
 
 import triton_interpreter
 
@@ -21,6 +20,4 @@ def install() -> None:
         part.install()
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.install()
-    else:  # they could not be compiled, and nobody is to wait for the interpreter who has not asked for it
-        sys.modules |= dict.fromkeys(("triton", "liger_kernel"))
     device.touched.clear()
