@@ -29,7 +29,7 @@ def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
     if find_spec("liger_kernel") is None or find_spec("triton") is None:
         return "liger-kernel is not installed: pip install 'packtrain[liger]'"
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of back ends for other devices
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # pyright: ignore[reportMissingImports]
 
     kind = base_model(model).config.model_type
     return "" if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"liger-kernel has none for {kind}"
@@ -40,8 +40,8 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
 
     A kernel runs first, alone: where this process cannot build or run it, that raises an exception before anything is changed.
     """
-    from liger_kernel.transformers import LigerRMSNorm
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers import LigerRMSNorm  # pyright: ignore[reportMissingImports]
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     LigerRMSNorm(64).to(model.device)(torch.ones(2, 64, device=model.device)).sum().backward()
     modules = [*base_model(model).modules()]
