@@ -154,8 +154,10 @@ def sends_what_is_on_devices_alone() -> None:
     summed = all_reduce(numbers, "sum", dist.group.WORLD)
     assert summed.device.index == rank and summed.tolist() == [6, 6]
     objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, f"of {rank}")
-    assert objects == ["of 0", "of 1"]
+    dist.all_gather_object(objects, [rank] * 99 * rank)
+    assert objects == [[], [1] * 99]
+    dist.gather_object([rank] * 99 * rank, objects if rank == 0 else None)
+    assert rank > 0 or objects == [[], [1] * 99]
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(2))
 

@@ -153,6 +153,10 @@ class GpuTensor(torch.Tensor):
         torch._C.TensorBase.data.__set__(self, other)
         self.inner, self.index = (other.inner, other.index) if isinstance(other, GpuTensor) else (other, self.index)
 
+    def resize_(self, *size: Any, **form: Any) -> Any:  # torch sends objects of several lengths in it
+        torch.utils.swap_tensors(self, GpuTensor(self.inner.resize_(*size, **form), self.index))
+        return self
+
     def storage(self) -> Any:
         return self.inner.storage()
 
