@@ -16,6 +16,7 @@ from standin_gpus.tensor import Bytes, GpuTensor
 def install() -> None:
     torch.Generator = _generator(torch.Generator)
     torch.nn.Module.to = _module_to(torch.nn.Module.to)
+    torch.nn.Module.load_state_dict = _load_in_place(torch.nn.Module.load_state_dict)
     torch.load = _load(torch.load)
     _fsdp()
     _staging()
@@ -48,6 +49,19 @@ def _module_to(own: Any) -> Any:
         return self
 
     return to
+
+
+def _load_in_place(own: Any) -> Any:
+    """Weights are copied into those that are there, as without stand-ins: they cannot be exchanged where DeepSpeed refers to them."""
+
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+
+    return load_state_dict
 
 
 def _load(own: Any) -> Any:
