@@ -88,10 +88,10 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple
         yield from _wrapped(name, text, width, "bold red" if fails else "")
     if isinstance(memory, Memory):
         parts = {name: getattr(memory, name) or 0 for name in PARTS}
-        if memory.activations is not None:
-            yield from _wrapped("recompute", f"{memory.checkpointing} ({memory.chosen})", width)
         parts |= {"CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA": memory.outside} if memory.device else {}
         yield from _wrapped("", " + ".join(f"{name} {in_gib(size)}" for name, size in parts.items() if size), width)
+        if memory.device or memory.checkpointing != "none":
+            yield from _wrapped("recompute", f"{memory.checkpointing} ({memory.chosen})", width)
         if exchange := memory.exchange():
             yield from _wrapped("gradients", exchange, width)
     if launch.network:
