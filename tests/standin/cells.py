@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -59,13 +59,17 @@ def groups_of(reference: Reference) -> dict[str, dict[str, Any]]:
 CELLS = [Cell(*values) for values in product(OBJECTIVES, ATTENTION, PRECISION, STRATEGIES, DEVICES)]
 
 
+PAIRED = ({"objective", "attention"}, {"objective", "precision"}, {"attention", "precision"}, {"strategy", "devices"})
+"""Axes of which the sample has every pair of values."""
+
+
 def pairs_of(cell: Cell) -> set[tuple[Any, ...]]:
-    """The pairs of values of two axes that the cell has."""
-    return set(combinations(enumerate(astuple(cell)), 2))
+    """The pairs of values of two PAIRED axes that the cell has."""
+    return {pair for pair in combinations(asdict(cell).items(), 2) if {name for name, _ in pair} in PAIRED}
 
 
 def sample(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of the cells, with every pair of values of two axes: the next is always the one that has most new pairs."""
+    """Few of the cells, with every pair of values of PAIRED axes: the next is always the one that has most new pairs."""
     chosen, lacking = [], set().union(*map(pairs_of, cells))
     while lacking:
         best = max(cells, key=lambda cell: len(pairs_of(cell) & lacking))

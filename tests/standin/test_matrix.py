@@ -75,8 +75,8 @@ def test_a_wrong_update_would_show(on_cpu: Any, objective: str) -> None:
         assert abs(after / before - 1) > 1.2 * by, losses
 
 
-def test_the_sample_has_every_pair_of_values() -> None:
+def test_the_sample_has_the_pairs_of_values_that_matter() -> None:
     pairs = set().union(*map(cells.pairs_of, CELLS))
-    assert set().union(*map(cells.pairs_of, SAMPLE)) == pairs and len(SAMPLE) <= 24
+    assert set().union(*map(cells.pairs_of, SAMPLE)) == pairs and len(SAMPLE) <= 12
     every = [getattr(cells, name) for name in ("OBJECTIVES", "ATTENTION", "PRECISION", "STRATEGIES", "DEVICES")]
-    assert len(CELLS) == 240 and {value for _, value in set().union(*pairs)} == set().union(*every)
+    assert len(CELLS) == 240 and {value for pair in pairs for _, value in pair} == set().union(*every)

@@ -25,7 +25,7 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert (run.name, run.status, run.why, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
     assert run.facts == FACTS
     assert run.results == [("checkpoints/step-000010", 1000), ("final", 0)]
-    assert run.settings["trainer.max_steps"][0] == "30" and run.settings["trainer.log_every"] == ("1", "1")
+    assert run.settings["trainer.max_steps"][0] == "30" and run.settings["trainer.log_every"] == ("1", "10")
 
 
 def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
