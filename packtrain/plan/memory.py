@@ -141,8 +141,8 @@ class Memory:
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
-        told = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
-        return {**asdict(self), **told, "summary": self.sentence()}
+        derived = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
+        return {**asdict(self), **derived, "summary": self.sentence()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,7 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
     """The impossible combinations of trainer.gradient_checkpointing with other keys."""
     if config.trainer.gradient_checkpointing == "selective" and config.trainer.torch_compile:
-        what = "the products inside compiled parts cannot be told apart, so none would be kept"
+        what = "the products inside compiled parts are not seen one by one, so none would be kept"
         fix = "Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false."
         yield Fault(("trainer.gradient_checkpointing", "trainer.torch_compile"), what, fix)
 
