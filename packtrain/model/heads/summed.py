@@ -1,7 +1,8 @@
 """The sum of token losses by the output head, with its gradients made in the forward pass, some thousand tokens at a time.
 
 TRL's fused head, which gives single tokens, computes all logits again in its backward pass: four products of tokens × hidden ×
-vocabulary in place of three. Where there is Triton, TRL's kernels turn logits into gradients here too, in place. torch's
+vocabulary in place of three. Where there is Triton, TRL's kernels turn logits into gradients here too, in place. They are private
+to TRL: where a version has others, this head is refused on the first rows, and TRL's own serves (`choose_head`). torch's
 `linear_cross_entropy` and Liger's head also take three products, but in bfloat16 they add up the weight's gradient in bfloat16 over
 pieces of a few hundred tokens, and torch's the loss as well. Here both are float32.
 """
@@ -14,18 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from trl.kernels import chunked_logprob
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from packtrain.config.objective import TokenLoss
 from packtrain.plan.memory import HEAD_CHUNK
 
-kernels: Any = chunked_logprob
 _CPU_CHUNK = 512
 _SLICE = 128  # tokens whose log-probabilities are float32 at a time, without Triton
 _ALIGNED = 64  # rows of logits are a multiple of it, so that products are fast for any vocabulary
 _PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # to TRL's kernels
-_NO_FIGURES = {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
 
 
 def token_weights(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
@@ -87,7 +85,7 @@ class _SummedLoss(torch.autograd.Function):
             if of_hidden is not None:
                 torch.mm(logits, matrix, out=of_hidden[start : start + chunk])
             if of_weight is not None:
-                kernels._addmm_fp32(of_weight, logits.t(), part)
+                _kernels()._addmm_fp32(of_weight, logits.t(), part)
             if of_bias is not None:
                 of_bias += logits.sum(dim=0, dtype=torch.float32)
         ctx.gradients = (of_hidden, hidden.dtype), (of_weight, weight.dtype), (of_bias, bias is not None and bias.dtype)
@@ -101,6 +99,12 @@ class _SummedLoss(torch.autograd.Function):
         return *scaled, None, None, None
 
 
+def _kernels() -> Any:
+    from trl.kernels import chunked_logprob
+
+    return chunked_logprob
+
+
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     kind = hidden.device.type
     if kind == "cpu":
@@ -110,7 +114,7 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
     """Scalar float32: Σ of the losses of `targets` [n]; if it `trains`, `logits` [n, words] become the gradients of that sum."""
-    by = _by_triton if kernels._use_triton(logits.device) else _by_torch
+    by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
     return by(logits, targets, loss, trains=trains)
 
 
@@ -129,12 +133,13 @@ def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, t
 
 def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
     """`_loss_in_place` by TRL's kernels, which read `logits` once for the loss and once for the gradients."""
-    (count, words), block = logits.shape, kernels._BLOCK_SIZE
+    kernels, (count, words) = _kernels(), logits.shape
+    block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
     highest = torch.full((count,), -math.inf, device=logits.device)
     exps, own = torch.zeros(2, count, device=logits.device)
     unused, given = exps, (logits, logits.stride(0), targets)
     kernels._forward_kernel[(count,)](
-        *given, highest, exps, unused, unused, unused, unused, own, 0, words, **_NO_FIGURES, **_PLAIN, BLOCK_SIZE=block
+        *given, highest, exps, unused, unused, unused, unused, own, 0, words, **no_figures, **_PLAIN, BLOCK_SIZE=block
     )
     log_sums = highest + exps.log()
     own -= log_sums
