@@ -29,6 +29,7 @@ from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder
 
 GENERATOR = '<meta name="generator" content="packtrain'
+_COMPRESSION = 5  # 1 % more than 9 gives, in half the time
 _KINDS = {
     "number": headline.number,
     "percent": percent,
@@ -97,7 +98,9 @@ def page(runs: Sequence[RunRecord]) -> str:
         data=[_describe_data(run) for run in runs],
         css=Markup(_read("page.css") + DATA_CSS),
         script=Markup(script),
-        plotly=Markup(base64.b64encode(gzip.compress(plotly.encode(), mtime=0)).decode() if plotly else ""),
+        plotly=Markup(
+            base64.b64encode(gzip.compress(plotly.encode(), _COMPRESSION, mtime=0)).decode() if plotly else ""
+        ),
         curves=_inline(points),
     )
 

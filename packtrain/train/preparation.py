@@ -136,11 +136,14 @@ def settle_attention(run: Prepared) -> None:
 
 def plan_memory(run: Prepared) -> Memory | str:
     """The memory on the smallest GPU of any rank, so that all decide alike by it, with the precision as it is now; or why it is not known."""
-    ranks, total = run.ranks, None
+    ranks, model, total = run.ranks, run.config.model, None
     if ranks.device.type == "cuda":
         total = -max_over_ranks(-torch.cuda.get_device_properties(ranks.device).total_memory, ranks.device)
+    if model.init == "random" or str(model.path).endswith(".gguf"):  # whose sizes are whole only now
+        weights: Any = str(run.precision.weights).removeprefix("torch.")
+        model = replace(model, init="random", config=base_model(run.model).config.to_dict(), dtype=weights)
     trainer = replace(run.config.trainer, mixed_precision=cast(Any, run.precision.mixed))
-    return estimate(replace(run.config, trainer=trainer), ranks.world_size, total)
+    return estimate(replace(run.config, model=model, trainer=trainer), ranks.world_size, total)
 
 
 def choose_checkpointing(asked: str, memory: Memory | str) -> tuple[str, str]:

@@ -62,7 +62,7 @@ SETTINGS = {  # verb, processes, changes
     "fsdp2 dpo": ("dpo", 2, "strategy=fsdp2"),
 }
 FIXED = {"zero2": 2 * 4 * BUCKET, "zero2-masters": 2 * 2 * BUCKET, "zero3": 4 * BUCKET}  # bytes
-IN_CI = ("sft", "fsdp2")
+IN_CI = ("fsdp2",)
 
 
 @pytest.fixture(scope="module")

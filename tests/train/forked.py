@@ -37,8 +37,9 @@ WARM = (
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
+    "tests.train.primed",
 )
-"""What a tiny run imports; most of its time would go into that."""
+"""What a tiny run imports and computes first; most of its time would go into that."""
 _CONTEXT.set_forkserver_preload([*WARM])
 
 
