@@ -54,6 +54,13 @@ def recompute(model: PreTrainedModel, policy: str) -> None:
     own.activation_checkpointing_enable()
 
 
+def recompute_in_eval(model: PreTrainedModel) -> None:
+    """Has the layers that compute their activations again do so in eval mode, too, until the mode of `model` is set again."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = layer.gradient_checkpointing
+
+
 def _selective() -> Any:
     return create_selective_checkpoint_contexts(_keep_every_second())
 

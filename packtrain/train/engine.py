@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none", *, exchange_once: bool = False) -> None:
         """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py);
         `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
-        self._trl, self.strategy, self.checkpointing = loss.trl, strategy, checkpointing
+        self._trl, self.strategy = loss.trl, strategy
         self.exchanges_once = exchange_once
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
@@ -45,12 +45,12 @@ class Engine:
         """The names of the trained weights, in the order of the optimizer."""
         self.advice = ""
         """What to do where updates are lost in rounding."""
+        if checkpointing != "none":
+            recompute(base_model(self.model), checkpointing)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
         """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
         self.accelerator.free_memory()
-        if self.checkpointing != "none":
-            recompute(base_model(self.model), self.checkpointing)
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]

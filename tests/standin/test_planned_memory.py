@@ -50,6 +50,7 @@ SETTINGS = {  # verb, processes, changes
     "sft lora full": ("sft", 1, LORA, MASTERS, FULL),
     "dpo": ("dpo", 1),
     "dpo lora full": ("dpo", 1, LORA, MASTERS, FULL),
+    "dpo lora float32 full": ("dpo", 1, LORA, FULL),
     "kto": ("kto", 1, MASTERS),
     "reward": ("reward", 1),
     "ddp": ("sft", 2),

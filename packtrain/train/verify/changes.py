@@ -24,6 +24,7 @@ from packtrain.model.float8 import multiply_in_float8
 from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.load import base_model
 from packtrain.model.precision import carry_in
+from packtrain.model.recomputation import recompute_in_eval
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.proof.change import Change, ChangeProof, prove_change
@@ -33,7 +34,7 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 
 _TOKENS = 2048
-"""Of the documents that a change is proved with, if they are not longer each: all activations are kept."""
+"""Of the documents that a change is proved with, if they are not longer each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
 
     def loss_of_rows() -> torch.Tensor:
         with evaluating(base_model(model), autocast), loss.keeping_metrics():
+            recompute_in_eval(base_model(model))
             return loss.of_rows(batch)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
