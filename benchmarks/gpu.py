@@ -12,8 +12,8 @@ fetches them (gpu_wheels.py). With several GPUs strategies are compared besides.
 Parts run with the most telling first, each in processes of its own with a time limit (gpu_parts.py, gpu_training.py); one that
 fails is listed, and the others go on. While one is measured, the next one imports. After each part the section "On GPUs" of the
 output file (benchmarks/RESULTS.md; with --tiny only a file that is named) and results.json in the folder of the logs are
-written anew, so that a run that is cut off leaves what it has measured. The exit code is 1 if anything failed, 2 if nothing
-could be run.
+written anew, so that a run that is cut off leaves what it has measured. The exit code is 1 if anything failed other than for want of
+a package, 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -157,7 +158,7 @@ def main() -> int:
 
     def write() -> str:
         replace_file(logs / "results.json", json.dumps({"results": results, "failed": failed}, indent=1))
-        text = section(results, failed, parts, " ".join(sys.argv[1:]))
+        text = section(results, failed, parts, shlex.join(sys.argv[1:]))
         if output is not None:
             replace_section(output, text)
         return text
@@ -168,6 +169,7 @@ def main() -> int:
         print(f"stopped: what was measured is in {logs / 'results.json'}", file=sys.stderr)
         return 130
     print(f"{write()}\n\nwhat the parts printed is in {logs}" + (f", this in {output}" if output else ""))
+    failed = {name: why for name, why in failed.items() if not why.endswith("is not installed")}
     return 1 if failed or any(isinstance(one, dict) and one.get("failed") for one in results.values()) else 0
 
 
@@ -319,7 +321,7 @@ def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Par
             lines += [f"{name}: {tests['passed']} passed, {len(tests['failed'])} failed, {skipped} skipped.", ""]
             lines += [f"- skipped: {count} × {why}" for why, count in tests["skipped"].items()] + [""]
             failed = failed | dict(tests["failed"])
-    lines += ["What failed:" if failed else "Nothing failed.", ""]
+    lines += ["What failed, or could not run:" if failed else "Nothing failed.", ""]
     lines += [f"- {name}: {why}" for name, why in failed.items()]
     if open_ := [part.name for part in parts if part.name not in results and part.name not in failed]:
         lines += ["", f"Not reached: {'; '.join(open_)}."]

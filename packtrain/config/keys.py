@@ -51,13 +51,18 @@ REMOVED = {
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """Removed key → what to write in its place."""
+REPLACED = {"trainer.gradient_checkpointing": "true is now full, false none."}
+"""Key → what to write in place of a value that it had."""
 _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not lead to ours
     "base_model": "model.path",
     "batch_size": "batch.examples_per_step",
     "bf16": "trainer.mixed_precision",
     "dataset": "data.train",
     "eval_steps": "trainer.eval_every",
+    "fp8": "trainer.mixed_precision",
     "gpus": "topology.gpus_per_node",
+    "liger": "model.kernels",
+    "log_steps": "trainer.log_every",
     "lr": "optim.learning_rate",
     "lr_scheduler_type": "optim.schedule",
     "model_name_or_path": "model.path",
@@ -68,6 +73,7 @@ _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not le
     "resume_from_checkpoint": "trainer.resume",
     "save_steps": "trainer.checkpoint_every",
     "sequence_len": "data.max_length",
+    "use_liger_kernel": "model.kernels",
 }
 RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
 """The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or named in resume_despite and not

@@ -17,7 +17,19 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import REMOVED, Fault, Key, advice_for, choices, describe, keys_of, members, suggest, words
+from packtrain.config.keys import (
+    REMOVED,
+    REPLACED,
+    Fault,
+    Key,
+    advice_for,
+    choices,
+    describe,
+    keys_of,
+    members,
+    suggest,
+    words,
+)
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -154,6 +166,8 @@ def _refused(value: Any, key: Key) -> Fault:
         fix += f" Write [{value}]."
     elif isinstance(value, str) and value.lower() == "none" and type(None) in kinds:
         fix += " Write null for none."
+    elif isinstance(value, bool) and key.path in REPLACED:
+        fix += f" {REPLACED[key.path]}"
     elif isinstance(value, str):
         fix = f"{fix} {suggest(value, known)}".strip()
     elif str in kinds and isinstance(value, (bool, int, float)):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from packtrain.model.float8 import check_float8
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks
+from packtrain.model.spread import Ranks, layers_of
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import choose_precision
 
@@ -102,15 +102,26 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Has the embeddings of `model` hand on `dtype` under autocast, and so its residual stream flow in it; returns the undo function.
+    """Has the embeddings and the layers of `model` hand on `dtype` under autocast, so that its residual stream flows in it; returns the
+    undo function.
 
     Autocast leaves embeddings, sums and norms in the format of their inputs: with float32 weights that of the whole stream is float32.
     """
 
-    def cast(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
-        return embedded.to(dtype) if torch.is_autocast_enabled(embedded.device.type) else embedded
+    def cast(module: nn.Module, inputs: Any, output: Any) -> Any:
+        stream = output[0] if isinstance(output, tuple) else output
+        if not torch.is_autocast_enabled(stream.device.type):
+            return output
+        return (stream.to(dtype), *output[1:]) if isinstance(output, tuple) else stream.to(dtype)
 
-    return base_model(model).get_input_embeddings().register_forward_hook(cast).remove
+    base: Any = base_model(model)
+    hooks = [part.register_forward_hook(cast) for part in (base.get_input_embeddings(), *layers_of(base))]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from packtrain.errors import UserError
 
 KEY = "trainer.gradient_checkpointing"
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+_OF_EXPERTS = "aten::_grouped_mm"
 _ATTENTION = re.compile(r"aten::_(scaled_dot_product|flash_attention|efficient_attention)|torch_attn::|flash_attn")
 _THIN = 8
 """Products whose inner dimension is so many times smaller than their result is wide are made again, the reverse are kept."""
@@ -38,9 +39,16 @@ def recompute(model: PreTrainedModel, policy: str) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
-        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={'full' if not layers else 'none'}")
+        raise UserError(
+            what,
+            where=f"{KEY} ({policy})",
+            fix=f"set {KEY}={'full' if model.supports_gradient_checkpointing else 'none'}",
+        )
     every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
-    context: dict[str, Any] = {"context_fn": _selective} if policy == "selective" else {}
+    # transformers adds the biases of experts to the results of their products, in place: what is kept may not change
+    biased = any(getattr(module, "has_bias", False) for module in model.modules())
+    kept = _PRODUCTS if biased else (*_PRODUCTS, _OF_EXPERTS)
+    context: dict[str, Any] = {"context_fn": partial(_selective, kept)} if policy == "selective" else {}
 
     def switch(self: Any, enable: bool = True, **_: Any) -> None:
         """In place of transformers' own: TRL switches off for a pass of the reference, and on again without our choices."""
@@ -61,18 +69,18 @@ def recompute_in_eval(model: PreTrainedModel) -> None:
             layer.training = layer.gradient_checkpointing
 
 
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_keep_every_second())
+def _selective(products: tuple[str, ...]) -> Any:
+    return create_selective_checkpoint_contexts(_keep_every_second(products))
 
 
-def _keep_every_second() -> Callable[..., CheckpointPolicy]:
-    """The policy of one run of a layer. The first product is made again and the second kept: so the last of seven, whose result
+def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """The policy of one run of a layer, of products by these operators. The first product is made again and the second kept: so the last of seven, whose result
     the backward pass needs nowhere, is not."""
     products: Counter[bool] = Counter()
 
     def decide(run: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         name, keep = operator.name().partition(".")[0], False
-        if name in _PRODUCTS:
+        if name in kinds:
             rows, columns = args[-2:] if name == "aten::addmm" else args[:2]
             inner, width = rows.shape[-1], columns.shape[-1]
             if max(inner, width) < _THIN * min(inner, width):

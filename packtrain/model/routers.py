@@ -121,6 +121,11 @@ class RouterLoss:
             self._values.append(balance(step, step))
         return self.weight * balance(load, step)
 
+    def mark(self) -> Callable[[], None]:
+        """Returns the function that forgets the losses of steps from now on."""
+        values, known = self._values, len(self._values)
+        return lambda: values.__delitem__(slice(known, None))
+
     def value(self) -> float | None:
         """The loss, without its weight, as a mean over the steps since the last call; None if there were none."""
         values, self._values = self._values, []

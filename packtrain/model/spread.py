@@ -141,10 +141,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def embedding_apart(base: PreTrainedModel) -> Any:
-    """The embedding of the tokens, if it is called wherever its weights are read: not tied, and without adapters; else None."""
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    called = isinstance(embedding, nn.Embedding) and getattr(head, "weight", None) is not embedding.weight
-    return embedding if called else None
+    """The embedding of the tokens, if no other module has its weights and it has no adapters; else None."""
+    embedding = base.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    held = [weight for module in base.modules() for weight in module._parameters.values()]
+    return embedding if sum(weight is embedding.weight for weight in held) == 1 else None
 
 
 def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> None:

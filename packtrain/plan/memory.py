@@ -121,8 +121,10 @@ class Memory:
         if self.accumulated is None:
             return ""
         if self.exchanges_once:
-            return f"exchanged once a step; {in_gib(self.accumulated)} GiB more between its micro-batches"
-        why = "not known to fit" if self.fits is None else "too much"
+            return (
+                f"exchanged once a step; {in_gib(self.total + self.accumulated)} GiB in all between its micro-batches"
+            )
+        why = "which is not known to fit" if self.fits is None else "which is too much"
         return f"exchanged after each micro-batch; once a step would take {in_gib(self.accumulated)} GiB more, {why}"
 
     def sentence(self) -> str:
@@ -179,7 +181,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         memory = _choose_checkpointing(config, model, processes, device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
-    advice = _advice(config, processes, memory.checkpointing)
+    advice = _advice(config, processes)
     return replace(memory, advice=advice) if memory.fits is False else memory
 
 
@@ -383,7 +385,7 @@ def _period(checkpointing: str) -> int:
     return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
 
 
-def _advice(config: RunConfig, processes: int, checkpointing: str) -> str:
+def _advice(config: RunConfig, processes: int) -> str:
     """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
@@ -393,7 +395,7 @@ def _advice(config: RunConfig, processes: int, checkpointing: str) -> str:
 
     tries = {
         f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and possible(sharded),
-        "trainer.gradient_checkpointing=full": checkpointing != "full",
+        "trainer.gradient_checkpointing=auto": config.trainer.gradient_checkpointing not in ("auto", "full"),
         "smaller micro-batches (batch.tokens_per_device, examples_per_device)": not config.objective.sorting_losses,
         f"strategy={offload}": now != offload and possible(offload),
         "peft=lora": config.peft.kind == "none",

@@ -109,8 +109,9 @@ class StepTrainer:
         self.listeners: list[Any] = list(callbacks)
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
-        self._last_loss = torch.zeros((), device=loss.device)
         self._losses_since_log: list[torch.Tensor] = []
+        self._forget_step: Callable[[], None] = lambda: None
+        """Takes the figures of the current step out of the objective's metrics."""
 
     # Before the first step.
 
@@ -199,6 +200,7 @@ class StepTrainer:
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
+        self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
         # sharded weights are gathered for one layer at a time: caching their bfloat16 copies would keep every layer in memory
         with nullcontext() if self.settings.sharded else weights_cast_once():
@@ -235,16 +237,16 @@ class StepTrainer:
             self.lost_updates.ignore_step()
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
-        if not self.spikes.loss_is_finite:
-            self.loss.pop_metrics()  # drops the metrics since the last line: they are not finite either
+        self._forget_step()
         back = self.spikes.decide(step, self._newest_checkpoint, self._measure_example_losses)
-        return Judgement(*self.spikes.last_good_figures(self.loss.device), back)
+        return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
-    def update(self, loss: torch.Tensor) -> float:
-        """Updates the weights; returns the learning rate. `loss` is this rank's part of the step's loss, for the log."""
+    def update(self, loss: torch.Tensor | None) -> float:
+        """Updates the weights; returns the learning rate. `loss` is this rank's part of the step's loss, for the log; None: the step
+        has no gradients, and only the schedule goes on."""
         self.clock.enter("optimizer")
-        self._last_loss = loss
-        self._losses_since_log.append(loss)
+        if loss is not None:
+            self._losses_since_log.append(loss)
         rate = self.engine.update()
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
@@ -259,9 +261,13 @@ class StepTrainer:
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
-        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
+        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`.
+
+        If all of them were skipped, the loss is that of the last one before.
+        """
         self.clock.enter("step end")
-        step, losses = self.state.global_step, self._losses_since_log
+        step = self.state.global_step
+        losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
         self._raise_if_not_finite(loss)
@@ -301,11 +307,8 @@ class StepTrainer:
         return wanted or (due and self.args.save_strategy != "no")
 
     def save_checkpoint(self) -> None:
-        """Starts writing the checkpoint of this step in the background. Raises CheckFailed if the loss is not finite."""
+        """Starts writing the checkpoint of this step in the background; it has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.global_step)
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
-        self._raise_if_not_finite(loss)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.control.should_save = False
 

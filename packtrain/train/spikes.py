@@ -77,10 +77,10 @@ class RecentFigures:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `rollback_to`: step and
-    folder of the checkpoint that the run goes back to instead of updating."""
+    """What is logged of a step: this rank's part of its `loss`, None if it gets no update, and the gradient `norm`, then that of the
+    last step that had one; `rollback_to`: step and folder of the checkpoint that the run goes back to instead of updating."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     norm: Any
     rollback_to: tuple[int, Path] | None = None
 
@@ -189,16 +189,6 @@ class SpikeJudge:
             where="optim.learning_rate",
             fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
         )
-
-    def last_good_figures(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and gradient norm that are logged of a step whose update is not made: those of the last one that was."""
-        loss, norm = self.recent.last()
-        return torch.full((), loss, device=device), torch.tensor(norm)
-
-    @property
-    def loss_is_finite(self) -> bool:
-        """Whether the loss of the current step is finite."""
-        return math.isfinite(self._figures[0])
 
     def pop_metrics(self) -> dict[str, int]:
         """`skipped`: how many updates were not made since the last logged line, if any."""

@@ -10,12 +10,15 @@ import pytest
 import torch
 from answer_runs import labelled, preferences
 from here import run_here
+from peft import LoraConfig, get_peft_model
 from running import Run, assert_same_bits, base_config, train, write_jsonl
 from tiny_models import tiny_model
 from torch import nn
 
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.load import base_model
 from packtrain.model.precision import carry_in
+from packtrain.model.spread import embedding_apart, layers_of
 from packtrain.proof.change import Change, ChangeProof, prove_change
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train import run as train_run
@@ -107,10 +110,13 @@ def test_a_wrong_kernel_is_taken_out_and_the_reason_says_what_is_off(make: Any, 
     assert said in proof.refusal and plain, proof
 
 
-def test_under_autocast_alone_the_residual_stream_is_bfloat16_until_it_is_undone() -> None:
-    model: Any = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "qwen3_moe"])
+def test_under_autocast_alone_the_residual_stream_is_bfloat16_until_it_is_undone(family: str) -> None:
+    """gpt2 adds its positions after the embedding; the norms of qwen3_moe hand float32 to the experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model: Any = tiny_model(family, **(experts if family == "qwen3_moe" else {}))
     seen = list[torch.dtype]()
-    for layer in model.model.layers:
+    for layer in layers_of(model)[1:]:
         layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
 
     def run(autocast: bool) -> tuple[torch.Tensor, set[torch.dtype]]:
@@ -127,6 +133,13 @@ def test_under_autocast_alone_the_residual_stream_is_bfloat16_until_it_is_undone
     assert (logits - plain[0]).norm() <= 4 * (rounded[0] - plain[0]).norm()
     undo()
     assert run(True)[0].equal(rounded[0])
+
+
+def test_fsdp2_gathers_an_embedding_apart_only_if_nothing_else_has_its_weights() -> None:
+    assert embedding_apart(tiny_model("llama")) is not None
+    assert embedding_apart(tiny_model("llama", tie_word_embeddings=True)) is None
+    adapted = get_peft_model(tiny_model("llama", tie_word_embeddings=True), LoraConfig(modules_to_save=["lm_head"]))
+    assert embedding_apart(base_model(adapted)) is None
 
 
 def test_without_a_loss_nothing_is_proved() -> None:

@@ -217,4 +217,6 @@ def test_what_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
     failed = {"a part": "why"}
     tests = {"passed": 1, "failed": [["tests/gpu/test_x.py::test_y", "assert 1 == 2"]], "skipped": {"reason": 2}}
     section = gpu.section({"tests/gpu, kernels": tests}, failed, [], "")
-    assert section.endswith("What failed:\n\n- a part: why\n- tests/gpu/test_x.py::test_y: assert 1 == 2")
+    assert section.endswith(
+        "What failed, or could not run:\n\n- a part: why\n- tests/gpu/test_x.py::test_y: assert 1 == 2"
+    )

@@ -58,7 +58,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     named = {"_apply_liger_kernel_to_instance": patch, "MODEL_TYPE_TO_APPLY_LIGER_FN": {"llama": None}}
     top = types.SimpleNamespace(LigerRMSNorm=Norm)
     of = {
-        "": types.SimpleNamespace(),
+        "": types.SimpleNamespace(__spec__=object()),  # by which it counts as installed
         ".transformers": top,
         ".transformers.monkey_patch": types.SimpleNamespace(**named),
     }
@@ -117,7 +117,8 @@ def test_a_run_takes_them_by_proof_and_its_reference_as_well(liger: pytest.Monke
     assert len({id(model) for model in patched}) == 2
 
 
-def test_asked_for_by_name_where_they_cannot_be_the_run_ends(tmp_path: Path) -> None:
+def test_asked_for_by_name_where_they_cannot_be_the_run_ends(liger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    liger.setattr(changes, "why_no_liger", why_no_liger)
     with pytest.raises(UserError, match="not available, they need a GPU") as refused:
         run_here(tmp_path, base_config(tmp_path), "model.kernels=liger")
     assert refused.value.problems[0].where == "model.kernels"

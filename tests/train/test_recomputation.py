@@ -64,6 +64,7 @@ def passes(kind: str, attention: str, policy: str) -> tuple[torch.Tensor, list[t
         ("llama", NAME),
         ("qwen2", NAME),
         ("qwen3_moe", NAME),
+        ("gpt_oss", NAME),  # adds biases to the products of its experts in place
         pytest.param("qwen2", "sdpa", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe", "sdpa", marks=pytest.mark.exhaustive),
     ],
@@ -109,12 +110,19 @@ def test_trl_may_switch_it_off_and_on_again() -> None:
 def test_a_model_whose_layers_cannot_is_refused() -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     model.supports_gradient_checkpointing = False
-    with pytest.raises(UserError, match="cannot compute their activations again"):
-        recompute(model, "selective")
+    with pytest.raises(UserError, match="cannot compute their activations again") as refused:
+        recompute(model, "full")
+    assert "gradient_checkpointing=none" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("true", "none|every_4"), ("selective", "trainer.torch_compile=false"), ("every_5", "every_4")]
+    ("value", "said"),
+    [
+        ("true", "true is now full"),
+        ("always", "none|every_4"),
+        ("selective", "trainer.torch_compile=false"),
+        ("every_5", "every_4"),
+    ],
 )
 def test_what_cannot_be_is_refused_with_what_can(value: str, said: str) -> None:
     given = ["model.path=owner/model", "data.train=owner/data", f"trainer.gradient_checkpointing={value}"]

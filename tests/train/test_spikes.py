@@ -7,14 +7,16 @@ import math
 import os
 import shutil
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from answer_runs import preferences
 from here import train_here
-from running import Run, assert_same_bits, base_config, packtrain, train
+from running import Run, assert_same_bits, base_config, packtrain, train, write_jsonl
 
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
@@ -94,6 +96,33 @@ def test_a_skipped_step_changes_nothing_and_is_told_with_its_documents(skipped: 
         for step in (4, 6)
     )
     assert (before, after) == (4, 5)
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
+def test_the_means_of_a_line_leave_a_skipped_step_out(tmp_path: Path, verb: str) -> None:
+    """Of lines for several steps, and TRL's own figures as well; a line of one skipped step repeats the loss before it."""
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(60, 0))
+    data: dict[str, Any] = {} if verb == "sft" else {"train": str(pairs), "max_length": 92}
+
+    def trained(name: str, log_every: int) -> Run:
+        keys: dict[str, Any] = {
+            "max_steps": 8,
+            "log_every": log_every,
+            "on_spike": "skip",
+            "output_dir": str(tmp_path / name),
+        }
+        (path := tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(base_config(tmp_path, trainer=keys, data=data)))
+        packtrain(verb, str(path), begin=with_a_spike)
+        return Run(tmp_path / name)
+
+    each, some = trained("each", 1).steps, trained("some", 4).steps
+    assert [line["step"] for line in some] == [1, 4, 8] and some[2]["skipped"] == 1
+    assert each[SPIKE - 1]["loss"] == each[SPIKE - 2]["loss"]
+    made = [line for line in each[4:] if "skipped" not in line]
+    assert some[2]["loss"] == pytest.approx(statistics.mean(line["loss"] for line in made), rel=1e-6)
+    if verb == "dpo":
+        margins = statistics.mean(line["rewards/margins"] for line in made)
+        assert "rewards/margins" not in each[SPIKE - 1] and some[2]["rewards/margins"] == pytest.approx(margins)
 
 
 def test_killed_after_a_skipped_step_a_run_ends_the_same(skipped: Run, tmp_path: Path) -> None:

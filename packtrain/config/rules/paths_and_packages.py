@@ -38,6 +38,8 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
     if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
         yield from _not_installed("optim.name", config.optim.name, package, package)
+    if model.kernels == "liger":
+        yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
     if trainer.mixed_precision == "fp8":
         yield from _not_installed("trainer.mixed_precision", "fp8", "torchao", "'packtrain[fp8]'")
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # as torch searches for it

@@ -52,7 +52,10 @@ def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, lo
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
         definition = -(token_weights(log_probs, loss) * log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
-        return torch.stack([(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]).max()
+        differences = [
+            (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30) for one, other in pairs
+        ]
+        return torch.stack(differences).max()
 
 
 class _SummedLoss(torch.autograd.Function):

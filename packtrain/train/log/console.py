@@ -117,7 +117,8 @@ def log_model(
     masters = ""
     if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy in STAGES):
         masters = ", float32 masters"
-    log.fact("precision", f"{_dtype(precision.weights)} weights, computed in {computed}{why}{masters}")
+    products = ", layers multiplied in 8 bits" if precision.fp8 else ""
+    log.fact("precision", f"{_dtype(precision.weights)} weights, computed in {computed}{products}{why}{masters}")
 
 
 def log_steps(

@@ -70,6 +70,10 @@ class Loss:
         """The objective's own metrics of the steps since the last call, which are reset; called on every rank."""
         return {}
 
+    def mark_metrics(self) -> Callable[[], None]:
+        """Returns the function that takes the metrics back to what they are now."""
+        return lambda: None
+
     def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
         """Metrics over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
         raise NotImplementedError
@@ -117,6 +121,10 @@ class ExampleLoss(Loss):
     def pop_metrics(self) -> dict[str, Any]:
         """TRL's metrics over the examples and tokens of all processes since the last call."""
         return self._metrics.values(self.accelerator)
+
+    def mark_metrics(self) -> Callable[[], None]:
+        """See Loss."""
+        return self._metrics.mark()
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
@@ -262,6 +270,15 @@ class WeightedMetrics:
         weights = to_device(torch.tensor(counts, dtype=torch.float64), nothing.device)
         part = torch.stack([torch.stack(values) * weights, weights], dim=1)
         self._sums = part if self._sums is None else self._sums + part
+
+    def mark(self) -> Callable[[], None]:
+        """Returns the function that takes the sums back to what they are now."""
+        sums = self._sums
+
+        def take_back() -> None:
+            self._sums = sums
+
+        return take_back
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
         """Each metric that any process has; resets the sums."""

@@ -6,7 +6,7 @@ Evaluation is exact over the whole set, without the routers' loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -68,6 +68,10 @@ class SFTLoss(Loss):
         """The routers' loss, unweighted."""
         loss = None if self.routers is None else self.routers.value()
         return {} if loss is None else {"router_aux_loss": loss}
+
+    def mark_metrics(self) -> Callable[[], None]:
+        """See Loss."""
+        return (lambda: None) if self.routers is None else self.routers.mark()
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:

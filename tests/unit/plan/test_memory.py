@@ -35,7 +35,7 @@ QWEN3_8B = {
     "vocab_size": 151936,
 }
 FULL, OFFLOAD = "trainer.gradient_checkpointing=full", "strategy=zero3_offload"
-NONE = "trainer.gradient_checkpointing=none"
+NONE, AUTO = "trainer.gradient_checkpointing=none", "trainer.gradient_checkpointing=auto"
 SMALLER = "smaller micro-batches (batch.tokens_per_device, examples_per_device)"
 
 
@@ -362,9 +362,9 @@ def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str
     ("processes", "overrides", "strategy", "tries"),
     [
         (8, [], "ddp", f"strategy=fsdp2, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (8, [NONE], "zero2", f"strategy=zero3, {FULL}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
+        (8, [NONE], "zero2", f"strategy=zero3, {AUTO}, {SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
         (8, [FULL], "fsdp2", f"{SMALLER}, {OFFLOAD}, peft=lora, larger GPUs"),
-        (1, [NONE, "peft=lora"], "ddp", f"{FULL}, {SMALLER}, {OFFLOAD}, larger GPUs"),
+        (1, [NONE, "peft=lora"], "ddp", f"{AUTO}, {SMALLER}, {OFFLOAD}, larger GPUs"),
         (8, ["optim.name=adafactor"], "ddp", f"{SMALLER}, peft=lora, larger GPUs"),  # ddp alone has it
         (1, ["objective.kind=dpo", "objective.loss=aot"], "zero3_offload", "peft=lora, larger GPUs"),
     ],
