@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from packtrain.library.attach import attach
     from packtrain.library.collator import PackedCollator, pack
     from packtrain.packing.segments import Segments
+    from packtrain.train.optim.dither import dither_weights
 
 __version__ = "0.1.0"
-__all__ = ["PackedCollator", "Segments", "attach", "pack"]
+__all__ = ["PackedCollator", "Segments", "attach", "dither_weights", "pack"]
 _MODULES = {"PackedCollator": "library.collator", "Segments": "packing.segments"}
-_MODULES |= {"attach": "library.attach", "pack": "library.collator"}
+_MODULES |= {"attach": "library.attach", "dither_weights": "train.optim.dither", "pack": "library.collator"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ REMOVED = {
     "objective.loss_type": "It is now objective.loss.",
     "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
     "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
-    "optim.master_weights": "true is the default of optim.bf16_rounding; false is optim.bf16_rounding=nearest.",
+    "optim.master_weights": "true is the default of optim.bf16_rounding; without masters: optim.bf16_rounding=stochastic.",
     "optim.rounding": "stochastic is now optim.bf16_rounding=stochastic; nearest, with float32 masters, is the default.",
     **{
         f"topology.{name}": f"It is now a line of topology.sbatch: --{option}=…"
@@ -51,8 +51,12 @@ REMOVED = {
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """Removed key → what to write in its place."""
-REPLACED = {"trainer.gradient_checkpointing": "true is now full, false none."}
-"""Key → what to write in place of a value that it had."""
+REPLACED = {
+    ("optim.bf16_rounding", "nearest"): "It lost updates; stochastic takes as little memory.",
+    ("trainer.gradient_checkpointing", False): "It is now none.",
+    ("trainer.gradient_checkpointing", True): "It is now full; auto takes what fits.",
+}
+"""Key and a value that it had → what to write in its place."""
 _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not lead to ours
     "base_model": "model.path",
     "batch_size": "batch.examples_per_step",

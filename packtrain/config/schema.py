@@ -17,7 +17,7 @@ PackingMode = Literal["padding", "padding_free", "packed"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
-Rounding = Literal["auto", "never", "final", "stochastic", "nearest"]
+Rounding = Literal["auto", "never", "final", "stochastic"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
@@ -169,19 +169,20 @@ class Optim:
     bf16_rounding: Rounding = key(
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
-        "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16. Without masters, "
-        "at each update: stochastic (right in the mean) or nearest (loses updates).",
+        "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
+        "masters, and each update is rounded by chance, right in the mean.",
+    )
+
+    dither: Literal["auto", "no"] = key(
+        "auto",
+        "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
+        "(docs/precision.md). auto: where weights are computed in bfloat16, but for losses that compare with a reference; no (or false): none.",
     )
 
     @property
     def keeps_masters(self) -> bool:
         """Whether trained bfloat16 weights have float32 masters; DeepSpeed keeps its own in any case."""
-        return self.bf16_rounding not in ("stochastic", "nearest")
-
-    @property
-    def steps_in_float32(self) -> bool:
-        """Whether the updates of trained bfloat16 weights are made in float32; else the optimizer rounds them as it does."""
-        return self.bf16_rounding != "nearest"
+        return self.bf16_rounding != "stochastic"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

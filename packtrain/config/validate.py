@@ -166,8 +166,8 @@ def _refused(value: Any, key: Key) -> Fault:
         fix += f" Write [{value}]."
     elif isinstance(value, str) and value.lower() == "none" and type(None) in kinds:
         fix += " Write null for none."
-    elif isinstance(value, bool) and key.path in REPLACED:
-        fix += f" {REPLACED[key.path]}"
+    elif isinstance(value, (bool, str)) and (key.path, value) in REPLACED:
+        fix += f" {REPLACED[key.path, value]}"
     elif isinstance(value, str):
         fix = f"{fix} {suggest(value, known)}".strip()
     elif str in kinds and isinstance(value, (bool, int, float)):

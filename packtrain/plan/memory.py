@@ -259,7 +259,7 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
     # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
     copied = 4 if rounded and name != "zero1" else 0
     stepping = stepped * (copied + (trained_width if config.optim.name == "adamw_torch" else 0))
-    if trained_width == 2 and not rounded and config.optim.steps_in_float32:
+    if trained_width == 2 and not rounded:
         stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
     if rounded and name == "zero1" and processes > 1:
         stepping = max(stepping, 4 * min(_REDUCED, model.trained))

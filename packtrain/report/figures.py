@@ -52,7 +52,7 @@ _KNOWN = (
     Figure("Entropy", {"entropy": "Entropy"}, "Preferences"),
     Figure("Learning rate", {"lr": "Learning rate"}, "Optimizer", noisy=False),
     Figure("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
-    Figure("Updates lost in rounding", {"updates_lost": "share"}, "Optimizer", "percent"),
+    Figure("Updates that the model sees", {"updates_seen": "share"}, "Optimizer", "percent"),
     Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
     Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
     Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),

@@ -19,9 +19,11 @@ from packtrain.config.schema import Optim
 from packtrain.model.load import base_model
 from packtrain.model.recomputation import recompute
 from packtrain.model.spread import check_active
+from packtrain.train.checkpoint.reshard import masters_in
 from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
-from packtrain.train.optim.lost_updates import advice, optimizer_inside
+from packtrain.train.optim.seen_updates import optimizer_inside
 
 
 class Engine:
@@ -36,21 +38,21 @@ class Engine:
     def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none", *, exchange_once: bool = False) -> None:
         """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py);
         `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
-        self._trl, self.strategy = loss.trl, strategy
+        self._trl, self._changes, self.strategy = loss.trl, loss.changes, strategy
         self.exchanges_once = exchange_once
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.trl.is_deepspeed_enabled
         self.weight_order: list[str] = []
         """The names of the trained weights, in the order of the optimizer."""
-        self.advice = ""
-        """What to do where updates are lost in rounding."""
+        self.dither = Dither()
         if checkpointing != "none":
             recompute(base_model(self.model), checkpointing)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
         """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
         self.accelerator.free_memory()
+        self.dither.move_weights()
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
@@ -59,6 +61,8 @@ class Engine:
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
             self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        if self.deepspeed:
+            self._dither_masters()
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
             self.lr_schedule = get_scheduler(
                 self.args.lr_scheduler_type,
@@ -77,15 +81,38 @@ class Engine:
         with making():
             kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
-        self.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
-        asked = optim.bf16_rounding in ("stochastic", "nearest")
-        if asked and not coarse and not self.deepspeed:  # config/rules/ cannot know it of model.dtype=auto
+        if (
+            not optim.keeps_masters and not coarse and not self.deepspeed
+        ):  # config/rules/ cannot know it of model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
-        if coarse and optim.steps_in_float32:
-            how: Any = {"masters": optim.keeps_masters, "rounding": optim.bf16_rounding, "seed": self.args.seed}
+        if coarse:
+            names = {weight: name for name, weight in self.model.named_parameters()}
+            how: Any = {"masters": optim.keeps_masters, "seed": self.args.seed, "names": names, "dither": self.dither}
             self._trl.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
         with making():
             return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
+
+    def is_master(self, stepped: torch.Tensor) -> bool:
+        """Whether what the optimizer steps is a master of weights that are computed in bfloat16; of DeepSpeed's flat parts, which have
+        float32 weights of all kinds together, only those of 16-bit ones. Cells of fp8 are others."""
+        rounded = self.dither.rounded.values()
+        if "fp8" in self._changes:
+            return False
+        if self.deepspeed:
+            return base_model(self.model) is self.model and any(weight.dtype == torch.bfloat16 for weight in rounded)
+        if isinstance(stepped, torch.nn.Parameter):
+            return stepped.dtype == torch.float32 and any(stepped is weight for weight in rounded)
+        return getattr(self.plain_optimizer, "masters", False)
+
+    def _dither_masters(self) -> None:
+        """Moves DeepSpeed's masters of 16-bit weights, of which it keeps flat parts."""
+        names = {
+            weight: name
+            for name, weight in self.model.named_parameters()
+            if weight.dtype == torch.bfloat16 and weight.requires_grad
+        }
+        for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
+            self.dither.move_master(names[weight], master, first)
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only, FSDP2 if it `exchanges_once`; else

@@ -21,7 +21,7 @@ from packtrain.train.engine import Engine
 from packtrain.train.library_errors import LESS_MEMORY, out_of_memory, shortly
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.lost_updates import local
+from packtrain.train.optim.seen_updates import local
 from packtrain.train.patches import counting_no_step
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted, size

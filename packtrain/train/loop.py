@@ -32,7 +32,7 @@ from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.log.metrics import MetricsFile, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
-from packtrain.train.optim.lost_updates import MAX_LOST, LostUpdates
+from packtrain.train.optim.seen_updates import FEW, SeenUpdates
 from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
@@ -96,7 +96,7 @@ class StepTrainer:
         self.changes: dict[str, str] = {}
         """What was decided about changes to how the model computes (changes.py), by name."""
         self.first_step_watch: FirstStepWatch | None = None
-        self.lost_updates = LostUpdates()
+        self.seen_updates = SeenUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks)
@@ -122,9 +122,8 @@ class StepTrainer:
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
-        self.lost_updates.advice = self.engine.advice
-        self.lost_updates.watch(self.engine.optimizer)
-        self.lost_updates.measured = sum("updates_lost" in line for line in self.state.log_history)
+        self.seen_updates.watch(self.engine.optimizer, self.engine.is_master)
+        self.seen_updates.measured = sum("updates_seen" in line for line in self.state.log_history)
         if self.engine.deepspeed:
             ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
         self.spikes.read(checkpoint)
@@ -196,7 +195,7 @@ class StepTrainer:
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
         self._watch_first_steps(micro_batches)
-        self.lost_updates.open_step(self.state.global_step + 1)
+        self.seen_updates.open_step(self.state.global_step + 1)
         model = self.engine.wrapped
         model.train()
         total = torch.zeros((), device=self.loss.device)
@@ -234,7 +233,7 @@ class StepTrainer:
         # DeepSpeed's engine has called `_judge_for_engine` within the backward pass
         if not self.engine.deepspeed and self.spikes.judge(step, loss, norm, counts):
             self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip those whose grad is None
-            self.lost_updates.ignore_step()
+            self.seen_updates.ignore_step()
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
         self._forget_step()
@@ -279,7 +278,7 @@ class StepTrainer:
             "tokens": self.state.num_input_tokens_seen,
         }
         line |= self.step_metrics.close(step) | self.loss.pop_metrics() | self.times.pop_metrics()
-        self._log(line | self._pop_lost_updates() | self.spikes.pop_metrics())
+        self._log(line | self._pop_seen_updates() | self.spikes.pop_metrics())
 
     def should_evaluate(self) -> bool:
         """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
@@ -404,20 +403,20 @@ class StepTrainer:
         self.state.log_history.append({**line, "step": self.state.global_step})
         self.notify("log", logs=line)
 
-    def _pop_lost_updates(self) -> dict[str, float]:
-        """`updates_lost`, the share of weight updates since the last line that rounding lost, if it was measured; warned of once."""
-        counts = self.lost_updates.pop(self.loss.device)
-        if counts is None:
+    def _pop_seen_updates(self) -> dict[str, float]:
+        """`updates_seen` (seen_updates.py) since the last line, if it was measured; a small one is warned of once."""
+        sums = self.seen_updates.pop(self.loss.device)
+        if sums is None:
             return {}
-        with waiting("the lost updates of all ranks"):
-            lost, updates = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum")).tolist()
-        if not updates:
+        with waiting("the seen updates of all ranks"):
+            seen, made = cast(torch.Tensor, self.accelerator.reduce(sums, reduction="sum")).tolist()
+        if not made:
             return {}
-        share = lost / updates
-        if share > MAX_LOST and not self.lost_updates.warned:
-            self.lost_updates.warned = True
-            self.settings.say(f"{share:.0%} of the weight updates are lost to rounding: {self.lost_updates.advice}")
-        return {"updates_lost": share}
+        if seen / made < FEW and not self.seen_updates.warned:
+            self.seen_updates.warned = True
+            what = "of the weight updates are seen by the model, which computes in bfloat16"
+            self.settings.say(f"{max(seen / made, 0):.0%} {what}: {self.seen_updates.advice} (docs/precision.md)")
+        return {"updates_seen": seen / made}
 
     def _evaluation_batches(self, transform: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set, or of what `transform` makes of its steps. All ranks synchronise after each of its

@@ -72,7 +72,7 @@ def save_final(
             contents[folder.merged] = "the merged model"
     main = trainer.accelerator.is_main_process
     with _published([*contents] if main else []):
-        if peft.kind == "none" and dtype == base_model(model).dtype:
+        if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.names:
             trainer.checkpoints.save_model(_staging(adapters))
         else:
             trainer.checkpoints.save_weights_in(dtype, _staging(adapters))

@@ -51,6 +51,7 @@ from packtrain.train.log.console import Log, quiet_libraries, warnings_to
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
+from packtrain.train.optim.dither import Dither, choose_dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.preparation import (
     Prepared,
@@ -295,9 +296,33 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
     make_changes(trainer, ranks, changes_of(config.model, trainer, fp8=prepared.precision.fp8), log)
+    trainer.engine.dither = _dither_of(run, trainer)
     given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
+
+
+def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
+    """The masters that are to start off the middle of their cells; says so."""
+    config, ranks = run.config, run.ranks
+    wanted = config.optim.dither == "auto" and config.optim.keeps_masters and not config.objective.traits.reference
+    dither = choose_dither(
+        run.prepared.model,
+        autocast=run.prepared.precision.autocast,
+        sharded=ranks.strategy == "fsdp2",
+        wanted=wanted,
+        seed=config.trainer.seed,
+        sum_over_ranks=lambda numbers: trainer.accelerator.reduce(numbers, reduction="sum"),
+    )
+    advice = "raise optim.learning_rate, or set trainer.mixed_precision=no"
+    if config.optim.dither == "no":
+        advice = f"set optim.dither=auto, {advice}"
+    elif not wanted:
+        advice = "its masters learn all the same; optim.bf16_rounding=never has final/ keep what they learn"
+    trainer.seen_updates.advice = advice
+    if dither.names:
+        run.log.fact("dither", f"{counted(len(dither.names), 'weights')} start off the middle of their bfloat16 cells")
+    return dither
 
 
 def _listeners(run: Run) -> list[Any]:

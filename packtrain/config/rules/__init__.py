@@ -157,7 +157,7 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
     # beside adapters: a reward model's head
     trained = bool(config.peft.modules_to_save) or config.objective.traits.scores
     whole = config.peft.merge or not config.model.is_base_for_adapters
-    key, at_updates = "optim.bf16_rounding", rounding in ("stochastic", "nearest")
+    key, at_updates = "optim.bf16_rounding", rounding == "stochastic"
     if lora and not trained and (at_updates or not whole):
         what = "adapters are float32, in training and in final/"
         yield Fault((key, "peft.kind"), what, "Remove it.", because="peft.kind")

@@ -7,7 +7,7 @@ settings and its learning rate are this run's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -52,8 +52,7 @@ def put_into_torch(contents: CheckpointContents, optimizer: torch.optim.Optimize
 def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None:
     """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
     partitioned = hasattr(zero, _FLATS[0])
-    flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
-    places = _by_partition(zero, names) if partitioned else _by_fragment(zero, names)
+    flats, places = _flats_and_places(zero, names)
     filled: list[dict[str, Any]] = [{} for _ in flats]
     for weight, group, at, start, count in places:
         name, flat = names[weight], flats[group]
@@ -78,6 +77,14 @@ def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None
         put_weights(contents, names)
 
 
+def masters_in(zero: Any, names: Names) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Of DeepSpeed's optimizer: each weight of which this process has a part, that part of its float32 master in place, and the flat
+    index of the first number."""
+    flats, places = _flats_and_places(zero, names)
+    for weight, group, at, start, count in places:
+        yield weight, flats[group].detach()[at : at + count], start
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of each group of a new optimizer: learning rate, weight decay and all else but its weights."""
     return [
@@ -93,6 +100,12 @@ def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[d
     for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
         group.update(own, lr=rate)
     schedule.base_lrs, schedule.last_epoch, schedule._step_count, schedule._last_lr = bases, steps, steps + 1, rates
+
+
+def _flats_and_places(zero: Any, names: Names) -> tuple[list[torch.Tensor], list[_Place]]:
+    """The flat float32 weights of each group, and where the parts of the weights are in them."""
+    flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
+    return flats, (_by_partition if hasattr(zero, _FLATS[0]) else _by_fragment)(zero, names)
 
 
 _Place = tuple[torch.Tensor, int, int, int, int]

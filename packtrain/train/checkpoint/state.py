@@ -227,7 +227,8 @@ class Checkpoints:
         if whole is None:
             whole = self._model.state_dict() if main else {}
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
-        self._write_whole(folder, in_format(whole if main else {}, self._model, exact, dtype))
+        weights = in_format(whole if main else {}, self._model, exact, dtype, self._engine.dither)
+        self._write_whole(folder, weights)
         if main and not self._has_adapters:
             name_format(folder, dtype)
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from packtrain.config.schema import Rounding
 from packtrain.model.load import base_model
+from packtrain.train.optim.dither import Dither, dithered
 from packtrain.train.optim.float32_step import MASTER
-from packtrain.train.optim.lost_updates import optimizer_inside
+from packtrain.train.optim.seen_updates import optimizer_inside
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
 """The whole float32 tensor that the optimizer keeps of a trained weight, None if it keeps none. Called by all processes together."""
@@ -55,7 +56,11 @@ def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
 
 
 def in_format(
-    whole: dict[str, torch.Tensor], model: nn.Module, exact: Exact, dtype: torch.dtype
+    whole: dict[str, torch.Tensor],
+    model: nn.Module,
+    exact: Exact,
+    dtype: torch.dtype,
+    dither: Dither,
 ) -> dict[str, torch.Tensor]:
     """The state dict `whole` of `model` with its weights in `dtype` on the CPU, made of what is `exact`; {} where `whole` is.
 
@@ -69,6 +74,8 @@ def in_format(
         if id(weight) not in made:
             kept = exact(weight)
             value = whole.get(name) if kept is None else kept
+            if value is not None and value.dtype == torch.float32:
+                value = dither.in_format(name, value, own)
             made[id(weight)] = None if name not in whole or value is None else value.detach().to(own).cpu()
         if (converted := made[id(weight)]) is not None and name in whole:
             final[name] = converted
@@ -79,25 +86,26 @@ def in_format(
 def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     """Inside the block the adapted `model`, what was `trained` (as saved beside it) merged, has its weights in `dtype`.
 
-    If that is not its own format, they are on the CPU, and merged in float32 for `dtype` float32. Afterwards the merged model
-    is as it was before, but for rounding.
+    They are on the CPU, and sums are made in float32, unless `dtype` is the model's own and not bfloat16; in that they are rounded by chance
+    (dither.py), so that small ones are not lost. Afterwards the merged model is as it was before, but for rounding.
     """
     own, device = base_model(model).dtype, base_model(model).device
-    if dtype == torch.float32 != own:
-        _move(model, lambda weight: weight.cpu().float())
+    by_chance = dtype == torch.bfloat16
+    if own != torch.float32 and (by_chance or dtype == torch.float32):
+        _move(model, lambda name, weight: weight.cpu().float())
     set_peft_model_state_dict(model, trained)
-    if dtype == own:
-        yield model.merge_and_unload()
-        return
     whole = model.merge_and_unload()
-    _move(whole, lambda weight: weight.to(dtype).cpu())
+    if dtype == own and not by_chance:
+        yield whole
+        return
+    _move(whole, lambda name, weight: (dithered(weight, 0, name) if by_chance else weight).to(dtype).cpu())
     yield whole
-    _move(whole, lambda weight: weight.to(device, own))
+    _move(whole, lambda name, weight: weight.to(device, own))
 
 
-def _move(model: nn.Module, where: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for weight in model.parameters():
-        weight.data = where(weight.data)
+def _move(model: nn.Module, where: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        weight.data = where(name, weight.data)
 
 
 def name_format(folder: Path, dtype: torch.dtype) -> None:

@@ -11,17 +11,16 @@ transformers' checkpoints and torch's distributed ones find what they know. A ma
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from packtrain.config.schema import Rounding
 from packtrain.plan.memory import STEPPED
-from packtrain.train.optim.lost_updates import LostUpdates, local
+from packtrain.train.optim.dither import Dither, dithered, own_part
+from packtrain.train.optim.seen_updates import SeenUpdates, local
 
 MASTER, ROUNDINGS = "master", "roundings"
 """States of a weight beside those of its optimizer: its master, and how often it was rounded by chance."""
@@ -32,13 +31,15 @@ def loses_updates(weight: torch.Tensor) -> bool:
     return weight.requires_grad and weight.dtype == torch.bfloat16
 
 
-def stepping_in_float32(optimizer: type[Optimizer], *, masters: bool, rounding: Rounding, seed: int) -> type[Optimizer]:
+def stepping_in_float32(
+    optimizer: type[Optimizer], *, masters: bool, seed: int, names: Mapping[torch.Tensor, str], dither: Dither
+) -> type[Optimizer]:
     """`optimizer` as a class whose step is made in float32; weights that are float32 already are stepped as ever.
 
-    `rounding` takes float32 results to the weights' format. Chance comes from `seed`, the weight and the number of its
-    roundings: the same on every rank that has the whole weight, and after a resume.
+    With `masters`, which begin as `dither` says, or by stochastic rounding, whose chance comes from `seed`, the weight's name and the
+    number of its roundings: the same on any number of processes, and after a resume.
     """
-    known = {"masters": masters, "stochastic": rounding == "stochastic", "seed": seed}
+    known = {"masters": masters, "seed": seed, "names": names, "dither": dither}
     return type(optimizer.__name__, (_Float32Step, optimizer), {"__module__": optimizer.__module__, **known})
 
 
@@ -46,9 +47,10 @@ class _Float32Step(Optimizer):
     """Stands before the class of an optimizer: gives it float32 tensors in place of its weights while it steps."""
 
     masters: ClassVar[bool]
-    stochastic: ClassVar[bool]
     seed: ClassVar[int]
-    lost: LostUpdates | None = None
+    names: ClassVar[Mapping[torch.Tensor, str]]
+    dither: ClassVar[Dither]
+    seen: SeenUpdates | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -57,26 +59,26 @@ class _Float32Step(Optimizer):
             getattr(self, "check_overrides", lambda: None)()
         lists = [group["params"] for group in self.param_groups]
         weights = [(params, at, weight) for params in lists for at, weight in enumerate(params)]
-        stepped = [(*weight, number) for number, weight in enumerate(weights) if weight[2].grad is not None]
-        gradients = [weight.grad for _, _, weight, _ in stepped]
-        for _, _, weight, _ in stepped:
+        stepped = [one for one in weights if one[2].grad is not None]
+        gradients = [weight.grad for _, _, weight in stepped]
+        for _, _, weight in stepped:
             weight.grad = None  # so that the optimizer passes over those whose turn it is not
-        for part in _parts([weight.numel() for _, _, weight, _ in stepped]):
+        for part in _parts([weight.numel() for _, _, weight in stepped]):
             opened = []
             for index in part:
-                params, at, weight, number = stepped[index]
+                params, at, weight = stepped[index]
                 exact, rounded = self._open(weight)
                 exact.grad, params[at] = gradients[index].to(exact.dtype), exact
-                opened.append((params, at, weight, number, exact, rounded))
-            if self.lost is not None:
-                self.lost.before(self.param_groups)
+                opened.append((params, at, weight, exact, rounded))
+            if self.seen is not None:
+                self.seen.before(self.param_groups)
             super().step()
-            if self.lost is not None:
-                self.lost.after()
-            for params, at, weight, number, exact, rounded in opened:
+            if self.seen is not None:
+                self.seen.after()
+            for params, at, weight, exact, rounded in opened:
                 exact.grad, params[at] = None, weight
-                self._close(weight, exact, number, rounded)
-        for (_, _, weight, _), gradient in zip(stepped, gradients, strict=True):
+                self._close(weight, exact, rounded)
+        for (_, _, weight), gradient in zip(stepped, gradients, strict=True):
             weight.grad = gradient
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,49 +98,39 @@ class _Float32Step(Optimizer):
             return weight, 0
         state = self.state.pop(weight, {})
         exact, rounded = state.pop(MASTER, None), state.pop(ROUNDINGS, 0)
-        exact = weight.detach().float() if exact is None else exact
+        if exact is None:
+            exact = weight.detach().float()
+            if self.masters:
+                self.dither.move_master(self.names[weight], exact)
         moments = {} if self.masters else {name: state[name].float() for name in _moments(state, weight)}
         if state:  # optimizers take an empty one for the first step
             self.state[exact] = state | moments
         return exact, rounded
 
-    def _close(self, weight: torch.Tensor, exact: torch.Tensor, number: int, rounded: int) -> None:
-        """Rounds `exact` to `weight`, the one of that `number`, and gives it its states back."""
+    def _close(self, weight: torch.Tensor, exact: torch.Tensor, rounded: int) -> None:
+        """Rounds `exact` to `weight` and gives it its states back."""
         if exact is weight:
             return
         state = self.state.pop(exact, {})
-        generator = None
-        if self.stochastic:
-            generator = _generator(weight, self.seed, number, rounded)
-            state[ROUNDINGS] = rounded + 1
-        weight.copy_(round_to(exact, weight.dtype, generator))
         if self.masters:
+            weight.copy_(exact)
             state[MASTER] = exact
         else:
-            state |= {name: round_to(state[name], weight.dtype, generator) for name in _moments(state, weight)}
+            key = f"{self.names[weight]} {rounded}"
+            weight.copy_(round_by_chance(exact, self.seed, key))
+            state |= {
+                name: round_by_chance(state[name], self.seed, f"{key} {name}") for name in _moments(state, weight)
+            }
+            state[ROUNDINGS] = rounded + 1
         if state:
             self.state[weight] = state
 
 
-def round_to(exact: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
-    """float32 `exact` in `dtype`: its nearest number, or with a `generator` one of its two neighbours in bfloat16.
-
-    The further one is as likely as the nearer one is near: 16 random bits are added to the 16 that are cut off.
-    """
-    rounded = exact.to(dtype)
-    if generator is not None and dtype == torch.bfloat16:
-        whole = local(exact)
-        noise = torch.randint(0, 1 << 16, whole.shape, dtype=torch.int32, device=whole.device, generator=generator)
-        bits = (whole.view(torch.int32) + noise) & -(1 << 16)
-        local(rounded).copy_(torch.where(whole.isfinite(), bits.view(torch.float32), whole))
+def round_by_chance(exact: torch.Tensor, seed: int, key: str) -> torch.Tensor:
+    """float32 `exact` in bfloat16: one of its two neighbours, of which the further one is as likely as the nearer one is near."""
+    rounded, (own, first) = exact.to(torch.bfloat16), own_part(exact)
+    local(rounded).view(-1).copy_(dithered(own, seed, key, first))
     return rounded
-
-
-def _generator(weight: torch.Tensor, seed: int, number: int, rounded: int) -> torch.Generator:
-    """Chance for one rounding of one weight; processes that have different parts of it draw differently."""
-    part = torch.distributed.get_rank() if isinstance(weight, DTensor) else 0
-    drawn = hashlib.blake2b(f"{seed} {number} {rounded} {part}".encode(), digest_size=7).digest()
-    return torch.Generator(local(weight).device).manual_seed(int.from_bytes(drawn, "big"))
 
 
 def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:

@@ -1,0 +1,188 @@
+"""Float32 masters that start off the middle of their rounding cells, so that a model that computes in bfloat16 sees every update.
+
+A weight from a bfloat16 file is in the middle of its cell, the float32 numbers that round to it: the forward pass sees no update before
+they add up to half the width of the cell, some 50 steps of AdamW at 1e-5 for a weight of 0.15. At a random place of its cell the
+master is the same bfloat16 weight, and an update of a hundredth of a cell takes one weight in a hundred over a border: the model sees
+each update in the mean, and rounded at the end it has what was learned. (In signal processing this is dither: Roberts 1962, doi 10.1109/
+TIT.1962.1057702; Gray and Stockham 1993, doi 10.1109/18.256489.)
+
+Places are uniform in the bits that are cut off. At powers of two, whose cell is half as wide on the side of zero, both sides then hold
+as many, and updates to either side are seen as large as they are. A place is a function of the seed, the weight's name and the index in
+it: the same on any number of processes and under any strategy.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.pytorch_utils import Conv1D
+
+from packtrain.errors import CheckFailed
+from packtrain.model.spread import layers_of
+
+_AT_ONCE = 2**20
+"""Numbers that are moved at a time: no second copy of a weight is made."""
+_INFINITE = 0x7F800000  # the bits from which on a float32 is no number
+
+
+@torch.no_grad()
+def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None:
+    """Moves float32 `masters`, exact in bfloat16, to random places in their cells, in place.
+
+    They are the numbers of the weight of that `name` from flat index `first` on, contiguous. Zeros stay. Raises CheckFailed if one does
+    not round to what it was.
+    """
+    for part, start in _parts(masters):
+        before = part.bfloat16()
+        _add_places(part, seed, name, first + start)
+        if not torch.equal(part.bfloat16().view(torch.int16), before.view(torch.int16)):
+            raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.dither")
+
+
+@torch.no_grad()
+def dithered(trained: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
+    """A copy of any float32 numbers that round to one of their two neighbours in bfloat16, the nearer one the likelier."""
+    copy = trained.detach().clone(memory_format=torch.contiguous_format)
+    for part, start in _parts(copy):
+        _add_places(part, seed, name, first + start)
+    return copy
+
+
+@torch.no_grad()
+def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
+    """A copy of trained `masters` without what `dither_` added, of which the width is that of the cells that they are in now."""
+    copy = masters.detach().clone(memory_format=torch.contiguous_format)
+    for part, start in _parts(copy):
+        moved = (middle := part.bfloat16().float()).clone()
+        _add_places(moved, seed, name, first + start)
+        part.sub_(moved.sub_(middle).nan_to_num_(0.0, 0.0, 0.0))
+    return copy
+
+
+@dataclass(frozen=True, slots=True)
+class Dither:
+    """The trained weights of a run, by name, that are computed in bfloat16 from float32 masters (`rounded`); those of them whose masters
+    start off the middle of their cells (`names`), by `seed`."""
+
+    rounded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    seed: int = 0
+
+    def move_weights(self) -> None:
+        """Moves weights that are float32 themselves, before an optimizer is made; of sharded ones this process's part."""
+        for name in sorted(self.names):
+            if (weight := self.rounded[name]).dtype == torch.float32:
+                own, first = own_part(weight)
+                dither_(own, self.seed, name, first)
+
+    def move_master(self, name: str, master: torch.Tensor, first: int | None = None) -> None:
+        """Moves a new master of a 16-bit weight: from flat index `first` on, or that of its part in a sharded weight."""
+        if name in self.names:
+            own, start = own_part(master)
+            dither_(own, self.seed, name, start if first is None else first)
+
+    def in_format(self, name: str, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The whole trained float32 weight of that `name` as it is saved in `dtype`: in float32 without its offset; rounded with it, which
+        is the weight that was computed with. One that was not moved is rounded by chance, so that it keeps its updates in the mean."""
+        if dtype == torch.float32:
+            return undithered(whole, self.seed, name) if name in self.names else whole
+        moved = name in self.names or not self.names or dtype != torch.bfloat16
+        return (whole if moved else dithered(whole, self.seed, name)).to(dtype)
+
+
+def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
+    """For anyone's training loop under autocast to bfloat16: moves the float32 weights of `model`, on one process or each process of
+    DDP, before its optimizer is made and its trainer sees it.
+
+    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it.
+    """
+    dither = choose_dither(
+        model, autocast=torch.bfloat16, sharded=False, wanted=True, seed=seed, sum_over_ranks=lambda inexact: inexact
+    )
+    dither.move_weights()
+    return dither
+
+
+def choose_dither(
+    model: nn.Module,
+    *,
+    autocast: torch.dtype | None,
+    sharded: bool,
+    wanted: bool,
+    seed: int,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> Dither:
+    """The masters to move, if `wanted`: of weights that are exact in bfloat16, which those are that were loaded from such a file.
+
+    16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
+    `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
+    the output head are left alone there. Adapters are float32, begin small and are not moved. `sum_over_ranks` takes int32 [n].
+    """
+    trained = {
+        name: weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name
+    }
+    parts = (module for layer in layers_of(model) for module in layer.modules())
+    inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
+    rounded = {
+        name: weight
+        for name, weight in trained.items()
+        if weight.dtype == torch.bfloat16
+        or (weight.dtype == torch.float32 and autocast == torch.bfloat16 and (sharded or id(weight) in inside))
+    }
+    if not (wanted and rounded):
+        return Dither(rounded)
+    inexact = torch.tensor([not _is_exact(weight) for weight in rounded.values()], dtype=torch.int32)
+    inexact = sum_over_ranks(inexact.to(next(iter(rounded.values())).device)).tolist()
+    return Dither(rounded, frozenset(name for name, others in zip(rounded, inexact, strict=True) if not others), seed)
+
+
+def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This process's numbers of a weight, in place, and the flat index of the first."""
+    if (part := getattr(weight, "ds_tensor", None)) is not None:  # of ZeRO-3, padded at the end
+        first = torch.distributed.get_rank() * part.numel()
+        return part.data.view(-1)[: max(0, weight.ds_numel - first)], first  # type: ignore[attr-defined]
+    if isinstance(weight, DTensor):
+        _, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return weight.to_local().detach().view(-1), start[0] * math.prod(weight.shape[1:])
+    return weight.detach().view(-1), 0
+
+
+def _is_exact(weight: torch.Tensor) -> bool:
+    own, _ = own_part(weight)
+    return weight.dtype == torch.bfloat16 or all(
+        torch.equal(part.bfloat16().float(), part) for part in own.split(_AT_ONCE)
+    )
+
+
+def _parts(whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    flat = whole.view(-1)
+    for start in range(0, len(flat), _AT_ONCE):
+        yield flat[start : start + _AT_ONCE], start
+
+
+def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None:
+    """Adds to the bits of float32 [n], which come at flat index `first`, odd random numbers below 2^15 either way; zeros and what is no
+    number stay.
+
+    By the mixing function lowbias32 (Wellons 2018, nullprogram.com/blog/2018/07/31), in the wrapping arithmetic of int32.
+    """
+    mixed = torch.arange(first, first + len(numbers), device=numbers.device).to(torch.int32)  # wraps
+    mixed ^= _int32(zlib.crc32(f"{seed} {name}".encode()))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed ^= (mixed >> shift) & ((1 << 32 - shift) - 1)
+        mixed *= _int32(factor)
+    mixed = (mixed >> 16) | 1
+    magnitude = (bits := numbers.view(torch.int32)) & 0x7FFFFFFF
+    mixed = torch.where(bits < 0, -mixed, mixed)  # the same way for numbers that change their sign
+    bits.add_(mixed.masked_fill_((magnitude == 0) | (magnitude >= _INFINITE), 0))
+
+
+def _int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31

@@ -1,0 +1,189 @@
+"""Float32 masters that start off the middle of their rounding cells: the same bfloat16 model, which then sees every update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import run_here
+from running import LLAMA, Run, base_config, train
+from test_strategies import NEEDS_DEEPSPEED
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import packtrain
+from packtrain.data.sources.quickstart import tokenizer
+from packtrain.errors import CheckFailed
+from packtrain.train.optim.dither import dither_, undithered
+
+BF16 = torch.bfloat16
+EDGES = [1.0, 2.0, -1.0, 0.5, 0.0, -0.0, 1e-40, -1e-39, torch.finfo(BF16).max, torch.finfo(BF16).tiny, 3e-38]
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    return values.to(BF16).float()
+
+
+@pytest.fixture
+def weights() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return rounded(torch.randn(300_000, generator=generator) * 0.05)
+
+
+# The numbers.
+
+
+def test_masters_round_to_the_weights_and_come_back(weights: torch.Tensor) -> None:
+    every = torch.cat([weights, rounded(torch.tensor(EDGES)), torch.tensor([torch.inf, -torch.inf])])
+    masters = every.clone()
+    dither_(masters, 3, "a")
+    assert rounded(masters).view(torch.int32).equal(every.view(torch.int32))
+    assert (masters[: len(weights)] != weights).float().mean() > 0.999 and (masters[every == 0] == 0).all()
+    assert undithered(masters, 3, "a").equal(every)
+    with pytest.raises(CheckFailed, match="do not round"):
+        dither_(torch.full((100,), 1 + 0.98 * 2**-8), 3, "not exact in bfloat16")
+
+
+def test_a_place_depends_on_seed_name_and_index_alone(weights: torch.Tensor) -> None:
+    def moved(part: torch.Tensor, *where: Any) -> torch.Tensor:
+        dither_(part := part.clone(), *where)
+        return part
+
+    whole = moved(weights, 3, "a")
+    assert torch.cat([moved(weights[:1001], 3, "a"), moved(weights[1001:], 3, "a", 1001)]).equal(whole)
+    assert undithered(whole[777:], 3, "a", 777).equal(weights[777:])
+    for other in ((4, "a"), (3, "b"), (3, "a", 1)):
+        offsets = [one - weights for one in (whole, moved(weights, *other))]
+        assert abs(torch.corrcoef(torch.stack(offsets))[0, 1].item()) < 0.01
+
+
+@pytest.mark.parametrize("share", [0.003, 0.05, -0.05])
+def test_an_update_is_seen_in_the_mean_at_powers_of_two_as_well(weights: torch.Tensor, share: float) -> None:
+    """Whose cells are half as wide on the side of zero; `share` is of a cell."""
+    powers = torch.tensor([0.25, -0.5]).repeat(100_000)
+    for middle in (weights, powers):
+        dither_(masters := middle.clone(), 0, "a")
+        update = share * 2**-8 * middle.abs()
+        seen = rounded(masters + update) - middle
+        share_seen = ((seen * update).sum() / update.square().sum()).item()
+        assert share_seen == pytest.approx(1, abs=0.25 if share < 0.01 else 0.1)
+        plain = rounded(middle + update) - middle
+        assert not plain.any()
+
+
+def test_a_model_of_anyones_loop_is_moved_and_saved_as_it_was(model: Path) -> None:
+    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in made.named_parameters()}
+    moved = packtrain.dither_weights(made)
+    assert 0 < len(moved.names) < len(before) and not any("norm" in name for name in moved.names)
+    for name, weight in made.named_parameters():
+        assert weight.equal(before[name]) == (name not in moved.names) and rounded(weight).equal(before[name])
+        assert moved.in_format(name, weight, torch.float32).equal(before[name])
+        assert moved.in_format(name, weight, BF16).equal(before[name].to(BF16))
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose weights are bfloat16 numbers."""
+    folder, own = tmp_path_factory.mktemp("model"), tokenizer()
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**LLAMA, "vocab_size": len(own)}))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.mul_(4 if weight.dim() > 1 else 1)  # far larger than the updates
+    made.to(BF16).save_pretrained(folder)
+    own.save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path, model: Path, dtype: str = "float32") -> dict[str, Any]:
+    trainer = {"max_steps": 6, "mixed_precision": "bf16", "checkpoint_every": 3, "keep_checkpoints": None}
+    config = base_config(folder, trainer=trainer, optim={"learning_rate": 2e-5})
+    config["model"] = {"path": str(model), "dtype": dtype}
+    return config
+
+
+def seen(run: Run) -> list[float]:
+    return [line["updates_seen"] for line in run.steps if "updates_seen" in line]
+
+
+def learnt(run: Run, model: Path) -> dict[str, torch.Tensor]:
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    return {name: weight.float() - before[name] for name, weight in run.weights().items() if name in before}
+
+
+def along(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """How far `one` goes along with `other`, 1 if as far."""
+    both, own = (sum((a[name] * other[name]).sum() for name in other) for a in (one, other))
+    return float(both / own)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
+    model: Path, tmp_path: Path, dtype: str
+) -> None:
+    config = config_of(tmp_path, model, dtype)
+    exact = run_here(tmp_path, config_of(tmp_path, model), "trainer.mixed_precision=no", name="exact")
+    plain = run_here(tmp_path, config, "optim.dither=false", name="plain")
+    run = run_here(tmp_path, config, name="dithered")
+    assert run.losses[0] == plain.losses[0], "the same bfloat16 model"
+    assert "dither     " in run.log and "dither     " not in plain.log + exact.log
+    assert min(seen(run)) > 0.85 and max(seen(plain)[:2]) < 0.5 and not seen(exact)
+    assert "of the weight updates are seen by the model" in plain.log and "are seen by" not in run.log
+    whole = learnt(exact, model)
+    assert along(learnt(run, model), whole) == pytest.approx(1, abs=0.1)
+    final = run_here(tmp_path, config, "optim.bf16_rounding=final", name="final") if dtype == "float32" else run
+    assert {weight.dtype for weight in final.weights().values()} == {BF16}
+    if dtype == "bfloat16":
+        assert along(learnt(plain, model), whole) < 0.6
+    assert along(learnt(final, model), whole) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_updates_final_has_the_weights_that_were_loaded(model: Path, tmp_path: Path, dtype: str) -> None:
+    exact = ["optim.bf16_rounding=never"] if dtype == "bfloat16" else []
+    run = run_here(tmp_path, config_of(tmp_path, model, dtype), "optim.learning_rate=0", *exact, name="still")
+    assert {weight.dtype for weight in run.weights().values()} == {torch.float32}
+    assert all((move == 0).all() for move in learnt(run, model).values())
+
+
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model)
+    whole = run_here(tmp_path, config, name="whole")
+    after = f"trainer.resume={whole.folder / 'checkpoints' / 'step-000003'}"
+    again = run_here(tmp_path, config, after, name="again")
+    assert again.losses == whole.losses[3:]
+    assert all(again.weights()[name].equal(weight) for name, weight in whole.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        ("fsdp2", "float32"),
+        ("fsdp2", "bfloat16"),
+        *(
+            pytest.param(one, dtype, marks=[NEEDS_DEEPSPEED, *([] if one == "zero2" else [pytest.mark.exhaustive])])
+            for one, dtype in [
+                ("zero2", "bfloat16"),
+                ("zero1", "bfloat16"),
+                ("zero3", "bfloat16"),
+                ("zero3", "float32"),
+            ]
+        ),
+        pytest.param("ddp", "float32", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_masters_are_the_same_under_every_strategy(model: Path, tmp_path: Path, strategy: str, dtype: str) -> None:
+    config = config_of(tmp_path, model, dtype)
+    exact = ["optim.bf16_rounding=never"] if dtype == "bfloat16" else []
+    alone = train(tmp_path, config, *exact, name="alone")
+    run = train(tmp_path, config, f"strategy={strategy}", *exact, name="two", processes=2)
+    assert run.losses == pytest.approx(alone.losses, rel=2e-3)
+    assert not seen(run) if (strategy, dtype) == ("zero3", "float32") else min(seen(run)) > 0.85
+    assert along(learnt(run, model), learnt(alone, model)) == pytest.approx(1, abs=0.05)
+    still = train(tmp_path, config, f"strategy={strategy}", *exact, "optim.learning_rate=0", name="still", processes=2)
+    assert all((move == 0).all() for move in learnt(still, model).values())
