@@ -15,6 +15,7 @@ import packtrain
 
 SIGNATURES = {
     "attach": "(trainer_or_model, *, tokens_per_row=None, share_prefix='auto', proof=True)",
+    "dither_weights": "(model, *, seed=0)",
     "pack": "(lengths, tokens_per_row, *, strategy='best_fit', seed=0)",
     "PackedCollator": "(return_flash_attn_kwargs=False, return_seq_idx=False, return_segments=True)",
     "Segments": "(lengths, prefixes=())",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -86,21 +87,36 @@ def in_format(
 def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     """Inside the block the adapted `model`, what was `trained` (as saved beside it) merged, has its weights in `dtype`.
 
-    They are on the CPU, and sums are made in float32, unless `dtype` is the model's own and not bfloat16; in that they are rounded by chance
+    If that is not its own format, they are on the CPU, and merged in float32 for `dtype` float32. In bfloat16 sums are rounded by chance
     (dither.py), so that small ones are not lost. Afterwards the merged model is as it was before, but for rounding.
     """
     own, device = base_model(model).dtype, base_model(model).device
-    by_chance = dtype == torch.bfloat16
-    if own != torch.float32 and (by_chance or dtype == torch.float32):
+    if dtype == torch.float32 != own:
         _move(model, lambda name, weight: weight.cpu().float())
     set_peft_model_state_dict(model, trained)
+    if dtype == own == torch.bfloat16:
+        _add_adapters(model)
     whole = model.merge_and_unload()
-    if dtype == own and not by_chance:
+    if dtype == own:
         yield whole
         return
+    by_chance = dtype == torch.bfloat16
     _move(whole, lambda name, weight: (dithered(weight, 0, name) if by_chance else weight).to(dtype).cpu())
     yield whole
     _move(whole, lambda name, weight: weight.to(device, own))
+
+
+@torch.no_grad()
+def _add_adapters(model: nn.Module) -> None:
+    """Adds what adapters add to their bfloat16 layers, in float32, and makes them zero; those of experts in one tensor are left to peft."""
+    layers: list[tuple[str, Any]] = [one for one in model.named_modules() if isinstance(one[1], LoraLayer)]
+    for name, layer in layers:
+        for adapter in layer.active_adapters if hasattr(layer.get_base_layer(), "weight") else ():
+            weight = layer.get_base_layer().weight
+            weight.data = dithered(weight.float() + layer.get_delta_weight(adapter).float(), 0, name).to(weight.dtype)
+            for second in (layer.lora_B, layer.lora_embedding_B):
+                if adapter in second:
+                    getattr(second[adapter], "weight", second[adapter]).zero_()
 
 
 def _move(model: nn.Module, where: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
