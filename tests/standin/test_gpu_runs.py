@@ -169,6 +169,7 @@ def test_where_memory_cannot_be_pinned_checkpoints_are_written_all_the_same(
     assert run.losses == on_gpu.losses and (said.stdout + said.stderr).count("not pinned") == 1
 
 
+@pytest.mark.exhaustive  # tests/train/test_spikes.py does so on the CPU, without figures of the peak
 def test_a_run_goes_back_to_before_the_steps_since_the_last_line(gpus, folder: Path) -> None:
     """With figures of the GPU's peak, which are made over the steps since then. The tenth step has answers unlike all before."""
     rows = conversations(14 * 7)

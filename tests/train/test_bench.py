@@ -102,7 +102,7 @@ def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> N
     assert {*tried} == {("padding", None), *kinds} and tried[0] == ("packed", True)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_what_runs_out_of_memory_is_a_result_and_the_rest_is_measured(tmp_path: Path, processes: int) -> None:
     config = base_config(tmp_path, batch={"examples_per_step": 16, "tokens_per_device": 512})
     (tmp_path / "worker.py").write_text(WORKER)

@@ -164,7 +164,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
     ("strategy", "dtype"),
     [
         ("fsdp2", "float32"),
-        ("fsdp2", "bfloat16"),
+        pytest.param("fsdp2", "bfloat16", marks=pytest.mark.exhaustive),
         *(
             pytest.param(one, dtype, marks=[NEEDS_DEEPSPEED, *([] if one == "zero2" else [pytest.mark.exhaustive])])
             for one, dtype in [

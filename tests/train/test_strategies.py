@@ -210,7 +210,7 @@ def adapted(folder: Path) -> Run:
     return train(folder, config_of(folder), "peft=lora", name="adapted")
 
 
-@pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
+@pytest.mark.parametrize("name", [pytest.param(*ZERO3.values, marks=[*ZERO3.marks, pytest.mark.exhaustive]), "fsdp2"])
 def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
     overrides = [
         f"strategy={name}",
