@@ -39,11 +39,8 @@ def recompute(model: PreTrainedModel, policy: str) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or (policy != "full" and not layers):
         what = f"the layers of {type(model).__name__} cannot compute their activations again"
-        raise UserError(
-            what,
-            where=f"{KEY} ({policy})",
-            fix=f"set {KEY}={'full' if model.supports_gradient_checkpointing else 'none'}",
-        )
+        other = "full" if model.supports_gradient_checkpointing else "none"
+        raise UserError(what, where=f"{KEY} ({policy})", fix=f"set {KEY}={other}")
     every = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     # transformers adds the biases of experts to the results of their products, in place: what is kept may not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
@@ -74,8 +71,8 @@ def _selective(products: tuple[str, ...]) -> Any:
 
 
 def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """The policy of one run of a layer, of products by these operators. The first product is made again and the second kept: so the last of seven, whose result
-    the backward pass needs nowhere, is not."""
+    """The policy of one run of a layer, for products by these operators. The first one is made again and the second kept: so the last of
+    seven, whose result the backward pass needs nowhere, is not."""
     products: Counter[bool] = Counter()
 
     def decide(run: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:

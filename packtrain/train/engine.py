@@ -81,9 +81,7 @@ class Engine:
         with making():
             kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
-        if (
-            not optim.keeps_masters and not coarse and not self.deepspeed
-        ):  # config/rules/ cannot know it of model.dtype=auto
+        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it of model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         if coarse:
             names = {weight: name for name, weight in self.model.named_parameters()}

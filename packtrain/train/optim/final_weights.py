@@ -74,10 +74,10 @@ def in_format(
             continue
         if id(weight) not in made:
             kept = exact(weight)
-            value = whole.get(name) if kept is None else kept
+            value = (whole[name] if kept is None else kept).detach() if name in whole else None
             if value is not None and value.dtype == torch.float32:
                 value = dither.in_format(name, value, own)
-            made[id(weight)] = None if name not in whole or value is None else value.detach().to(own).cpu()
+            made[id(weight)] = None if value is None else value.to(own).cpu()
         if (converted := made[id(weight)]) is not None and name in whole:
             final[name] = converted
     return final
