@@ -68,8 +68,15 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
 
     def trained(task: str, about: str, *changes: str, **given: Any) -> Part:
         needs = "liger_kernel" if "Liger" in about else ""
+        limit = 240 if "profile" in about or "compiled" in about else 90
         return Part(
-            f"{task}, {about}", gpu_training.train, {"task": task, "changes": [*changes], **given}, 90, 1, task, needs
+            f"{task}, {about}",
+            gpu_training.train,
+            {"task": task, "changes": [*changes], **given},
+            limit,
+            1,
+            task,
+            needs,
         )
 
     def by_trl(task: str, about: str, **given: Any) -> Part:
@@ -78,7 +85,7 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     packed, padding, main, small = "packing.mode=packed", "packing.mode=padding", "sft 1.5B", "sft 0.6B"
     masters = gpu_training.WEIGHTS["bf16 + masters"]
     parts = [
-        Part("quickstart", gpu_parts.quickstart, limit_s=60),
+        Part("quickstart", gpu_parts.quickstart, limit_s=150),
         Part("tests/gpu, kernels", gpu_parts.gpu_tests, {"files": ["test_kernels.py"]}, limit_s=90),
     ]
     for layers, more in gpu_training.LAYERS.items():
