@@ -41,7 +41,7 @@ class Task:
     """A model to train: its `objective`, its sizes, and how many `examples` a step and a padded micro-batch (`at_once`) have.
 
     Documents are as long as real conversations, or a quarter of the `longest` and more (`long`). Of the `steps` of a run the
-    first ones warm up; a line is logged as often.
+    first ones warm up, at least those three that packtrain checks document by document; a line is logged as often.
     """
 
     objective: str
@@ -74,7 +74,7 @@ TASKS = {
     "sft 1.5B": Task("sft", MIDDLE, examples=12, at_once=2, row=16_384, longest=8192, long=True, steps=(8, 3)),
     "sft 0.6B": Task("sft", SMALL, examples=128, at_once=16, row=16_384),
     "dpo 0.6B": Task("dpo", SMALL, examples=16, at_once=4, row=16_384),
-    "LoRA 8B": Task("sft", LARGE, examples=64, at_once=16, row=16_384, lora=True, steps=(6, 2)),
+    "LoRA 8B": Task("sft", LARGE, examples=64, at_once=16, row=16_384, lora=True, steps=(7, 3)),
 }
 
 
