@@ -69,15 +69,8 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     def trained(task: str, about: str, *changes: str, **given: Any) -> Part:
         needs = "liger_kernel" if "Liger" in about else ""
         limit = 240 if "profile" in about or "compiled" in about else 90
-        return Part(
-            f"{task}, {about}",
-            gpu_training.train,
-            {"task": task, "changes": [*changes], **given},
-            limit,
-            1,
-            task,
-            needs,
-        )
+        given = {"task": task, "changes": [*changes], **given}
+        return Part(f"{task}, {about}", gpu_training.train, given, limit, 1, task, needs)
 
     def by_trl(task: str, about: str, **given: Any) -> Part:
         return Part(f"{task}, TRL {about}", gpu_training.train_by_trl, {"task": task, **given}, group=task)
