@@ -30,6 +30,7 @@ from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
+from packtrain.train.optim.dither import Dither, choose_dither
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, preparing_s
 
 
@@ -132,6 +133,15 @@ def settle_attention(run: Prepared) -> None:
         with outputs_of_tokens(base):
             wanted = run.config.model.attention
             run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+
+
+def masters_of(run: Prepared) -> Dither:
+    """The trained weights that are computed in bfloat16, and which of their masters optim.dither has start off the middle of their cells."""
+    config = run.config
+    wanted = config.optim.dither == "auto" and config.optim.keeps_masters and not config.objective.traits.reference
+    sharded = run.ranks.strategy == "fsdp2"
+    autocast, seed = run.precision.autocast, config.trainer.seed
+    return choose_dither(run.model, autocast=autocast, sharded=sharded, wanted=wanted, seed=seed)
 
 
 def plan_memory(run: Prepared) -> Memory | str:

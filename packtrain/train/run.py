@@ -51,7 +51,7 @@ from packtrain.train.log.console import Log, quiet_libraries, warnings_to
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.preparation import (
     Prepared,
@@ -59,6 +59,7 @@ from packtrain.train.preparation import (
     check_model,
     choose_checkpointing,
     load,
+    masters_of,
     plan_memory,
     prepare_data,
     settle_attention,
@@ -304,20 +305,12 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """The masters that are to start off the middle of their cells; says so."""
-    config, ranks = run.config, run.ranks
-    wanted = config.optim.dither == "auto" and config.optim.keeps_masters and not config.objective.traits.reference
-    dither = choose_dither(
-        run.prepared.model,
-        autocast=run.prepared.precision.autocast,
-        sharded=ranks.strategy == "fsdp2",
-        wanted=wanted,
-        seed=config.trainer.seed,
-        sum_over_ranks=lambda numbers: trainer.accelerator.reduce(numbers, reduction="sum"),
-    )
+    config = run.config
+    dither = masters_of(run.prepared)
     advice = "raise optim.learning_rate, or set trainer.mixed_precision=no"
     if config.optim.dither == "no":
         advice = f"set optim.dither=auto, {advice}"
-    elif not wanted:
+    elif not dither.names:
         advice = "its masters learn all the same; optim.bf16_rounding=never has final/ keep what they learn"
     trainer.seen_updates.advice = advice
     if dither.names:

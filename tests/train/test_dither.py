@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+import yaml
 from here import run_here
 from running import LLAMA, Run, base_config, train
 from test_strategies import NEEDS_DEEPSPEED
@@ -141,6 +145,17 @@ def test_a_model_that_computes_in_bfloat16_sees_its_updates_and_final_has_them(
     if dtype == "bfloat16":
         assert along(learnt(plain, model), whole) < 0.6
     assert along(learnt(final, model), whole) == pytest.approx(1, abs=0.1)
+
+
+def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path, model)))
+    plain = forked.command("verify", str(tmp_path / "run.yaml"), "optim.dither=false", "--json")
+    spread, _ = forked.joined(2, "verify", str(tmp_path / "run.yaml"), "strategy=fsdp2")
+    exact = forked.command("verify", str(tmp_path / "run.yaml"), "trainer.mixed_precision=no", "--json")
+    trained = seen(run_here(tmp_path, config_of(tmp_path, model), "optim.dither=false", name="plain"))[0]
+    assert json.loads(plain.stdout)["updates_seen"] == pytest.approx(trained, abs=0.03)
+    assert json.loads(exact.stdout)["updates_seen"] is None
+    assert re.search(r"updates that the model sees.* (1|0\.9\d*|1\.\d*) .*>= 0.5.*ok", spread.stdout), spread.stdout
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

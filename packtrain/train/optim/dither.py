@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from packtrain.errors import CheckFailed
 from packtrain.model.spread import layers_of
+from packtrain.monitor.heartbeat import waiting
 
 _AT_ONCE = 2**20
 """Numbers that are moved at a time: no second copy of a weight is made."""
@@ -103,27 +104,17 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
 
     Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it.
     """
-    dither = choose_dither(
-        model, autocast=torch.bfloat16, sharded=False, wanted=True, seed=seed, sum_over_ranks=lambda inexact: inexact
-    )
+    dither = choose_dither(model, autocast=torch.bfloat16, sharded=False, wanted=True, seed=seed)
     dither.move_weights()
     return dither
 
 
-def choose_dither(
-    model: nn.Module,
-    *,
-    autocast: torch.dtype | None,
-    sharded: bool,
-    wanted: bool,
-    seed: int,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
-) -> Dither:
+def choose_dither(model: nn.Module, *, autocast: torch.dtype | None, sharded: bool, wanted: bool, seed: int) -> Dither:
     """The masters to move, if `wanted`: of weights that are exact in bfloat16, which those are that were loaded from such a file.
 
     16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
     `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
-    the output head are left alone there. Adapters are float32, begin small and are not moved. `sum_over_ranks` takes int32 [n].
+    the output head are left alone there. Adapters are float32, begin small and are not moved. Called by all processes that share weights.
     """
     trained = {
         name: weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name
@@ -138,9 +129,13 @@ def choose_dither(
     }
     if not (wanted and rounded):
         return Dither(rounded)
-    inexact = torch.tensor([not _is_exact(weight) for weight in rounded.values()], dtype=torch.int32)
-    inexact = sum_over_ranks(inexact.to(next(iter(rounded.values())).device)).tolist()
-    return Dither(rounded, frozenset(name for name, others in zip(rounded, inexact, strict=True) if not others), seed)
+    device = next(iter(rounded.values())).device
+    inexact = torch.tensor([not _is_exact(weight) for weight in rounded.values()], dtype=torch.int32, device=device)
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_tensor") for weight in rounded.values()):
+        with waiting("the formats of all ranks"):
+            torch.distributed.all_reduce(inexact)
+    names = frozenset(name for name, others in zip(rounded, inexact.tolist(), strict=True) if not others)
+    return Dither(rounded, names, seed)
 
 
 def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:

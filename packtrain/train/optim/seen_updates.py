@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from packtrain.monitor.heartbeat import waiting
+from packtrain.train.optim.dither import Dither, dither_, own_part
+
 FIRST, EVERY = 3, 100
 """The first steps that are measured, and one of how many after that."""
 FEW = 0.5
@@ -72,8 +75,7 @@ class SeenUpdates:
         """Adds up how far those of the sample were moved."""
         for master, at, before in self._sampled:
             after = _at(here := _flat(master), at)
-            made, seen = after - before, after.bfloat16().float() - before.bfloat16().float()
-            sums = torch.stack([(seen * made).sum(), made.square().sum()]).double() * (here.numel() / len(before))
+            sums = _seen_and_made(before, after, here.numel())
             self._sums = sums if self._sums is None else self._sums + sums
         self._sampled = []
 
@@ -83,6 +85,36 @@ class SeenUpdates:
             return None
         sums, self._sums, self._untaken = self._sums, None, False
         return torch.zeros(2, dtype=torch.float64, device=device) if sums is None else sums.to(device)
+
+
+@torch.no_grad()
+def expected_share(dither: Dither, rate: float) -> float | None:
+    """`updates_seen` of a first step that moves every weight by `rate`, one up and the next down, by the first numbers of each tensor; None
+    where no master is rounded. Called by all processes together.
+    """
+    if not (dither.rounded and rate):
+        return None
+    sums = torch.zeros(2, dtype=torch.float64, device=next(iter(dither.rounded.values())).device)
+    for name, weight in dither.rounded.items():
+        own, first = own_part(weight)
+        if count := len(own):
+            before = own[:_SAMPLE].float().clone()
+            if name in dither.names:
+                dither_(before, dither.seed, name, first)
+            after = before.clone()
+            after[::2] += rate
+            after[1::2] -= rate
+            sums += _seen_and_made(before, after, count)
+    if torch.distributed.is_initialized():
+        with waiting("the seen updates of all ranks"):
+            torch.distributed.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def _seen_and_made(before: torch.Tensor, after: torch.Tensor, of: int) -> torch.Tensor:
+    """float64 [Σ seen × made, Σ made²] of float32 numbers that stand for so many."""
+    made, seen = after - before, after.bfloat16().float() - before.bfloat16().float()
+    return torch.stack([(seen * made).sum(), made.square().sum()]).double() * (of / len(before))
 
 
 def optimizer_inside(optimizer: Any) -> Any:

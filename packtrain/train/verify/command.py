@@ -94,7 +94,7 @@ def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
     for name in ("measured", "figure", "tolerance", ""):
         table.add_column(name, justify="right" if name in ("figure", "tolerance") else "left", no_wrap=True)
     for what, figure, limit in _rows(report):
-        least = what.startswith("control")
+        least = what.startswith(("control", "updates"))
         fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
         mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
         table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
@@ -162,6 +162,8 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         yield f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"]
         yield f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"]
     yield "control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"]
+    if report["updates_seen"] is not None:
+        yield "updates that the model sees (docs/precision.md)", report["updates_seen"], tolerances["updates_seen"]
 
 
 def finite(value: Any) -> Any:

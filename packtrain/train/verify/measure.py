@@ -36,8 +36,9 @@ from packtrain.train.objectives.first_loss import FirstLoss
 from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
+from packtrain.train.optim.seen_updates import FEW, expected_share
 from packtrain.train.preflight import why_not_together
-from packtrain.train.preparation import Prepared, begin, load, settle_precision, spread_model
+from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
 from packtrain.train.verify.command import finite
 from packtrain.train.verify.modes import (
@@ -110,6 +111,11 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         if config.objective.traits.pairs and share is not False and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
     run.close_proofs()
+    keeps, rate = (
+        config.optim.keeps_masters,
+        config.optim.learning_rate,
+    )  # without masters updates are rounded by chance, right in the mean
+    seen = expected_share(masters_of(run), rate) if keeps else None
     if ranks.gathers_by_engine:  # agreed on before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     head, comparison, start = _modes(run, isolation.backend, shares=pairs is not None and not pairs[0])
@@ -146,6 +152,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "pairs": pairs
         and {**(pairs[1].figures() if pairs[1] else NO_FIGURES), "prompts_shared": not pairs[0], "why": pairs[0]},
         "start": start and asdict(start),
+        "updates_seen": seen,
         "modes": {mode: measured[mode] for mode in MODES},
         "prefix_shared": measured.get(SHARED),
         "reference": {"loss": comparison.reference, "documents": list(comparison.lengths)},
@@ -154,6 +161,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
             "loss": comparison.tolerance.loss,
             "grad_rel_diff": comparison.tolerance.gradients,
             "control": comparison.least_control,
+            "updates_seen": FEW,
         },
         "seconds": round(time.perf_counter() - started, 1),
     }
