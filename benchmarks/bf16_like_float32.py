@@ -1,10 +1,11 @@
 """What a model learns that computes in bfloat16, beside float32: with masters in the middle of their rounding cells, and off it.
 
-    python benchmarks/bf16_like_float32.py MODEL DATA [--rates 1e-5 1e-6] [--steps 50] [--seeds 0] [--folder FOLDER]
+    python benchmarks/bf16_like_float32.py MODEL DATA [--verb sft] [--rates 1e-5 1e-6] [--steps 50] [--seeds 0] [--folder FOLDER]
 
-MODEL is a folder whose weights are bfloat16 numbers, DATA a file of conversations, of which a fiftieth is held out. Each run trains by
-`packtrain sft`, constant AdamW, 2 documents of at most 128 tokens a step. Its final weights are evaluated in float32 (by a run of one step
-without updates), and again rounded to bfloat16. The table is printed at the end; runs that are there are not made again.
+MODEL is a folder whose weights are bfloat16 numbers, DATA a file of conversations (or of preferences, for dpo, kto and reward), of which
+some are held out. Each run trains by `packtrain VERB`, constant AdamW, 2 documents of at most 128 tokens a step. Its final weights are evaluated
+in float32 (by a run of one step without updates, against MODEL as the reference), and again rounded to bfloat16. The table is printed at
+the end; runs that are there are not made again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("data")
+    parser.add_argument("--verb", default="sft", choices=["sft", "dpo", "kto", "reward"])
     parser.add_argument("--rates", nargs="+", default=["1e-5", "1e-6"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -45,19 +47,34 @@ def main() -> None:
     options = parser.parse_args()
     common = [
         f"data.train={options.data}",
-        *("data.eval=0.02", "data.max_length=128", "batch.examples_per_step=2", "batch.tokens_per_device=256"),
+        *(
+            f"data.eval={0.02 if options.verb == 'sft' else 0.1}",
+            "data.max_length=128",
+            "batch.examples_per_step=2",
+            "batch.tokens_per_device=256",
+        ),
         *("trainer.checkpoint_every=null", "trainer.eval_every=null", "verify.preflight=false"),
     ]
 
     def run(name: str, *arguments: str) -> dict:
         folder = options.folder / name
         if not (folder / "summary.json").exists():
-            command = [sys.executable, "-m", "packtrain", "sft", *common, *arguments, f"trainer.output_dir={folder}"]
+            command = [
+                sys.executable,
+                "-m",
+                "packtrain",
+                options.verb,
+                *common,
+                *arguments,
+                f"trainer.output_dir={folder}",
+            ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads((folder / "summary.json").read_text())
 
     def measured(name: str, weights: Path | str, *arguments: str) -> float:
         still = ["optim.learning_rate=0", "trainer.max_steps=1", f"model.path={weights}", *FLOAT32, *arguments]
+        if options.verb in ("dpo", "kto"):
+            still.append(f"objective.reference={options.model}")
         return run(name, *still)["first_eval_loss"]
 
     before = measured("before", options.model)

@@ -22,15 +22,19 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from packtrain.attention.over_ranks import attend_over_ranks
 from packtrain.attention.sliding_window import local_segments
 from packtrain.errors import CheckFailed
-from packtrain.packing.segments import Segments
+from packtrain.packing.segments import Segments, SplitSegments
 
 NAME = "packtrain_segmented"
 _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
+_BLOCKS, _LEAST_BLOCK = 4, 128
+"""A segment of more blocks than this attends in blocks of at least its window."""
 _SHORT = 512
 """Keys up to which the eager function is twice as fast in bfloat16 on a CPU, and its scores take little memory."""
 
@@ -39,15 +43,25 @@ def registered(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..
     """Registers the attention of a flattened row under `name` in `AttentionInterface`, and gives it transformers' signature.
 
     It is called as attend(module, query, key, value, segments, window, **kwargs): `query` [1, heads, T, d], `key`
-    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. Raises CheckFailed where the layer
-    does not get the segments of its row, or its window is unknown.
+    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. Of a row that is split over ranks it gets
+    all tokens and some heads (over_ranks.py). Raises CheckFailed where the layer does not get the segments of its row, or its window is
+    unknown.
     """
 
     def register(attend: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
         @functools.wraps(attend)
         def attention(module, query, key, value, attention_mask, *, segments=None, sliding_window=None, **kwargs):
-            segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
-            return attend(module, query, key, value, segments, window, **kwargs), None
+            if not isinstance(segments, SplitSegments):
+                segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
+                return attend(module, query, key, value, segments, window, **kwargs), None
+
+            def on_whole_row(module, query, key, value, sinks):
+                row, window = row_of(module, query, key, attention_mask, segments.whole, sliding_window, kwargs)
+                given = kwargs if sinks is None else {**kwargs, "s_aux": sinks}
+                return attend(module, query, key, value, row, window, **given)
+
+            sinks = kwargs.get("s_aux")
+            return attend_over_ranks(on_whole_row, module, query, key, value, segments, sinks), None
 
         AttentionInterface.register(name, attention)
         return attention
@@ -81,10 +95,48 @@ def segmented_attention(
         q = joined([queries[number] for number in numbers])
         k, v = (joined([joined(pieces[number], dim=2) for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
-        mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
-        output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
+        run = functools.partial(attend, module, sliding_window=window, **kwargs)
+        if window is not None and length > _BLOCKS * max(window, _LEAST_BLOCK):
+            output = _attend_in_blocks(run, attend, q, k, v, max(window, _LEAST_BLOCK), window)
+        else:
+            output = run(q, k, v, mask_of(attend, length, before + length, window, query.dtype, query.device))[0]
         outputs |= zip(numbers, output.unbind(0), strict=True)
     return torch.cat([outputs[number] for number in range(len(queries))])[None]
+
+
+def _attend_in_blocks(
+    run: Callable[..., Any],
+    attend: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: int,
+    window: int,
+) -> torch.Tensor:
+    """[count, length, heads, d] of segments much longer than their window: each block of queries with its own keys and the `block` before them,
+    so that it costs length × window, where a mask of the whole would cost length².
+
+    `query` [count, heads, length, d]; `key` and `value` may have more tokens, those before. `block` is at least `window`.
+    """
+    count, length = query.shape[0], query.shape[2]
+    before = min(key.shape[2] - length, block)
+    key, value = (tensor[:, :, -(before + length) :] for tensor in (key, value))
+
+    def mask(keys: int) -> torch.Tensor | None:
+        return mask_of(attend, block, keys, window, query.dtype, query.device)
+
+    keys = before + block
+    first = run(query[:, :, :block], key[:, :, :keys], value[:, :, :keys], mask(keys))[0]
+    # all others see as many keys: those of a last, shorter block are filled up behind, where no query looks
+    blocks = -(-length // block) - 1
+    rest = F.pad(query[:, :, block:], (0, 0, 0, (blocks + 1) * block - length))
+    rest = rest.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)  # [count × blocks, heads, block, d]
+    filled = (F.pad(tensor[:, :, before:], (0, 0, 0, (blocks + 1) * block - length)) for tensor in (key, value))
+    key, value = (
+        tensor.unfold(2, 2 * block, block).transpose(1, 2).flatten(0, 1).transpose(2, 3) for tensor in filled
+    )  # [count × blocks, kv_heads, 2 × block, d]
+    others = run(rest, key, value, mask(2 * block))[0]
+    return torch.cat([first, others.reshape(count, blocks * block, *others.shape[2:])], dim=1)[:, :length]
 
 
 def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Tensor]]:

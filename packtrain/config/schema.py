@@ -282,6 +282,13 @@ class Strategy:
     name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
         "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
     )
+    sequence_parallel: int | Literal["auto"] = key(
+        1,
+        "Neighbouring processes that split a document which exceeds batch.tokens_per_device; auto: as few as the longest one needs "
+        "(docs/long-documents.md).",
+        minimum=1,
+        maximum=1024,
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

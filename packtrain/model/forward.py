@@ -30,12 +30,14 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
+from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.heads.score import add_scores
 from packtrain.model.heads.summed import compare_gradients, sum_losses, token_weights
 from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
+from packtrain.packing.segments import SplitSegments, own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
 _TOKEN_FACTOR = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
@@ -147,7 +149,8 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
 def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]) -> Iterator[None]:
     """NEFTune (arXiv 2310.05914): uniform noise in ±alpha / sqrt(l · d) on the embeddings of a document of l tokens."""
     if (segments := batch.get("segments")) is not None:
-        lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))[None]
+        lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))
+        lengths = lengths[None, own_tokens(segments)]
     else:
         lengths = batch["attention_mask"].sum(dim=1, keepdim=True)
 
@@ -301,21 +304,25 @@ def _every_position() -> Iterator[None]:
 
 
 def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) -> tuple[dict[str, Any], torch.Size]:
-    """The arguments of a forward pass over the row, and the shape [2B, L - 1] of TRL's per-token figures."""
-    device = input_ids.device
-    places = to_device(layout.rows, device), to_device(layout.columns, device)
+    """The arguments of a forward pass over the row (of a split one this rank's part), and the shape [2B, L - 1] of TRL's per-token figures."""
+    device, own = input_ids.device, own_tokens(layout.segments)
+    places = to_device(layout.rows[own], device), to_device(layout.columns[own], device)
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     row: dict[str, Any] = {"input_ids": input_ids[places][None], "shift_labels": following[places][None]}
     if layout.trained is not None:
-        row["label_places"] = layout.trained
+        first, end, _ = own.indices(len(layout.rows))
+        row["label_places"] = layout.trained[(layout.trained >= first) & (layout.trained < end)] - first
     return {**row, **on_device(row_arguments(layout.segments), device)}, labels[:, 1:].shape
 
 
 def _put_back(scores: FusedCausalLMOutput, layout: AnswerLayout, shape: torch.Size) -> FusedCausalLMOutput:
-    """The per-token figures [1, T] of the row, at their places in the padded batch."""
-    device = next(iter(scores.values())).device
-    inside = to_device(layout.inside, device)
+    """The per-token figures [1, T] of the row, at their places in the padded batch; of a split row those of all its ranks."""
+    device, segments = next(iter(scores.values())).device, layout.segments
+    first, end, _ = own_tokens(segments).indices(segments.tokens)
+    own = layout.inside[(layout.inside >= first) & (layout.inside < end)]
+    inside, here = to_device(own, device), to_device(own - first, device)
     places = to_device(layout.rows, device)[inside], to_device(layout.columns, device)[inside]
-    return FusedCausalLMOutput(
-        **{name: value.new_zeros(shape).index_put(places, value[0, inside]) for name, value in scores.items()}
-    )
+    put = {name: value.new_zeros(shape).index_put(places, value[0, here]) for name, value in scores.items()}
+    if isinstance(segments, SplitSegments):
+        put = {name: sum_over_parts(value, segments.parts) for name, value in put.items()}
+    return FusedCausalLMOutput(**put)

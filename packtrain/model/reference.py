@@ -78,7 +78,9 @@ def precompute(
     values = torch.zeros(shape, device=ranks.device)
     for numbers, batch in parts:
         if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
-            values[numbers] = logps(batch).float()[: len(numbers)]
+            own = logps(batch).float()[: len(numbers)]
+            if batch.part == 0:  # of a row that ranks split, all have them
+                values[numbers] = own
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:

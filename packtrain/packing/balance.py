@@ -59,15 +59,27 @@ def lay_out(
     limits: MicroBatchLimits,
     attention_cost: float,
     keep_order: bool = False,
+    ranks_per_row: int = 1,
 ) -> Layout:
     """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
     Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
     empty. In packed mode `limits.examples` is ignored; in padding mode a document counts as many tokens as the longest of its
     micro-batch. With `keep_order`, micro-batch by micro-batch and rank by rank within it, the documents are in their order.
-    ValueError where a document alone is above `limits.tokens`.
+    Documents above `limits.tokens` go to rows that `ranks_per_row` neighbours split, the first micro-batches of the first of these
+    ranks, where the others have none. ValueError where a document is too long for that, too.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
+    if ranks_per_row > 1 and (long := lengths > limits.tokens).any():
+        shape: Any = {"attention_cost": attention_cost, "keep_order": keep_order}
+        wide = MicroBatchLimits(tokens=limits.tokens * ranks_per_row)
+        split = lay_out(lengths[long], mode="packed", world_size=world_size // ranks_per_row, limits=wide, **shape)
+        local = lay_out(lengths[~long], mode=mode, world_size=world_size, limits=limits, **shape)
+        layout = [[np.flatnonzero(~long)[part] for part in parts] for parts in local]
+        for rank, parts in enumerate(layout):
+            rows = [np.flatnonzero(long)[row] for row in split[rank // ranks_per_row]]
+            parts[:0] = rows if rank % ranks_per_row == 0 else [row[:0] for row in rows]
+        return layout
     if mode == "packed":
         limits = MicroBatchLimits(tokens=limits.tokens)
     if lengths.max(initial=0) > limits.tokens:
@@ -77,6 +89,16 @@ def lay_out(
     else:
         parts = _fill_evenly(lengths, world_size, limits, attention_cost)
     return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
+
+
+def parts_of_rank(
+    layout: Layout, rank: int, lengths: np.ndarray, limits: MicroBatchLimits, ranks_per_row: int
+) -> list[tuple[np.ndarray, bool]]:
+    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
+    if ranks_per_row == 1:
+        return [(part, False) for part in layout[rank]]
+    first = [(part, bool(lengths[part].sum() > limits.tokens)) for part in layout[rank - rank % ranks_per_row]]
+    return [theirs if theirs[1] else (own, False) for theirs, own in zip(first, layout[rank], strict=True)]
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
@@ -94,9 +116,22 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
     return layout
 
 
-def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
-    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1."""
-    ranks = np.array([part_costs(parts, np.asarray(lengths), mode, attention_cost).sum() for parts in layout])
+def imbalance(
+    layout: Layout,
+    lengths: np.ndarray,
+    attention_cost: float,
+    mode: PackingMode = "packed",
+    ranks_per_row: int = 1,
+    limit: float = math.inf,
+) -> float:
+    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1. Rows with more than `limit`
+    tokens are split over `ranks_per_row` neighbours."""
+    cost = np.array([part_costs(parts, np.asarray(lengths), mode, attention_cost) for parts in layout])
+    if ranks_per_row > 1:
+        split = np.array([[lengths[part].sum() > limit for part in parts] for parts in layout])
+        shared = (cost * split).reshape(-1, ranks_per_row, cost.shape[1]).mean(axis=1)
+        cost = cost * ~split + np.repeat(shared, ranks_per_row, axis=0)
+    ranks = cost.sum(axis=1)
     return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
-from packtrain.packing.segments import Segments
+from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 RowLayout = Literal["padding", "flat", "shared"]
 """What the model runs on: the padded batch, a flattened row, or one in which prompts are shared."""
@@ -63,14 +63,24 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and, unless it shares prefixes, what
-    flash kernels take."""
-    arguments = {"position_ids": segments.position_ids(), "segments": segments}
-    if not any(segments.prefix_lengths):
+    """What a model needs of a flattened row, or of a part of one, beside its tokens: `segments`, `position_ids`, and, unless it shares
+    prefixes or is split, what flash kernels take."""
+    arguments = {"position_ids": segments.position_ids()[:, own_tokens(segments)], "segments": segments}
+    if not any(segments.prefix_lengths) and not isinstance(segments, SplitSegments):
         borders, longest = segments.cumulative_lengths(), max(segments.lengths)
         arguments |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "seq_idx": segments.segment_ids()}
         arguments |= {"max_length_q": longest, "max_length_k": longest}
     return arguments
+
+
+def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """Part number `part` of a collated row: of documents its tokens, their labels and `label_places`, of answers (which stay padded) its
+    `layout`."""
+    if (layout := batch.get("layout")) is not None:
+        return {**batch, "layout": replace(layout, segments=split_row(layout.segments, part, parts))}
+    segments = split_row(batch["segments"], part, parts)
+    own = {name: batch[name][:, own_tokens(segments)] for name in ("input_ids", "shift_labels")}
+    return {**own, **row_arguments(segments), "label_places": label_positions(own["shift_labels"])}
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, part_costs
+from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, part_costs, parts_of_rank
 from packtrain.packing.bins import Rows, best_fit, in_order
 
 KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
@@ -52,6 +52,8 @@ class Schedule:
     shuffle: bool
     attention_cost: float
     total_steps: int
+    ranks_per_row: int = 1
+    """How many neighbouring ranks split a row that exceeds `limits.tokens`."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
@@ -61,7 +63,7 @@ class Schedule:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What the rows depend on, besides the documents' lengths and the number of ranks."""
-        sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost)
+        sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
 
     def steps_per_epoch(self, epoch: int) -> int:
@@ -77,7 +79,8 @@ class Schedule:
         return rows.documents[rows.offsets[first] : rows.offsets[end]]
 
     def layout(self, step: int, world_size: int) -> Layout:
-        """`[rank][micro_batch]` arrays int64[documents] of a step; every rank has the same number of micro-batches."""
+        """`[rank][micro_batch]` arrays int64[documents] of a step; every rank has the same number of micro-batches. A row that several ranks
+        split is that of the first of them."""
         keep_order = self.packing.strategy == "in_order"
         if self.packing.mode == "packed" and self.examples_per_step is None:
             rows, first, end = self._rows_of(step)
@@ -92,12 +95,18 @@ class Schedule:
             limits=self.limits,
             attention_cost=self.attention_cost,
             keep_order=keep_order,
+            ranks_per_row=self.ranks_per_row,
         )
         return [[documents[part] for part in parts] for parts in layout]
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[np.ndarray]:
         """The documents of each micro-batch of one rank: int64[documents], of length 0 where there is nothing to do."""
-        return self.layout(step, world_size)[rank]
+        layout = self.layout(step, world_size)
+        return [part for part, _ in parts_of_rank(layout, rank, self.lengths, self.limits, self.ranks_per_row)]
+
+    def is_split(self, documents: np.ndarray) -> bool:
+        """Whether a micro-batch of these documents is a row that several ranks split."""
+        return self.ranks_per_row > 1 and int(self.lengths[documents].sum()) > self.limits.tokens
 
     def epoch_of(self, step: int) -> float:
         """How many passes over the data have been made after `step` steps, 0.0 at the start."""
@@ -121,7 +130,8 @@ class Schedule:
         parts = [self.lengths[part] for layout in layouts for rank in layout for part in rank if len(part)]
         tokens = sum(int(part.sum(dtype=np.int64)) for part in parts)
         slots = sum(len(part) * int(part.max()) for part in parts) if self.packing.mode == "padding" else tokens
-        uneven = [imbalance(layout, self.lengths, self.attention_cost, self.packing.mode) for layout in layouts]
+        how: Any = (self.lengths, self.attention_cost, self.packing.mode, self.ranks_per_row, self.limits.tokens)
+        uneven = [imbalance(layout, *how) for layout in layouts]
         return Utilisation(
             documents_per_step=sum(map(len, parts)) / len(sample),
             tokens_per_step=tokens / len(sample),
@@ -183,18 +193,26 @@ def make_schedule(
     seed: int = 0,
     shuffle: bool = False,
     attention_cost: float = 0.0,
+    ranks_per_row: int = 1,
 ) -> Schedule:
     """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
 
     `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
-    Without `shuffle` every epoch is the same. Raises UserError if a document is longer than a row.
+    Without `shuffle` every epoch is the same. Documents longer than a row take `ranks_per_row` of them. Raises UserError if one is longer.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
-    if (longest := int(lengths.max())) > limits.tokens:
-        what = f"the longest document has {longest} tokens, a micro-batch takes {limits.tokens}"
-        fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {limits.tokens}"
+    most = limits.tokens * ranks_per_row
+    if (longest := int(lengths.max())) > most:
+        over, more = (
+            ("", "") if ranks_per_row == 1 else (f" over {ranks_per_row} processes", ", or start more processes")
+        )
+        what = f"the longest document has {longest} tokens, a micro-batch{over} takes {most}"
+        fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {most}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix)
+    if longest > limits.tokens and batch.examples_per_step is None:
+        what = f"a step of rows of {limits.tokens} tokens has no place for a document of {longest}, which ranks are to split"
+        raise UserError(what, where="batch.tokens_per_step", fix="set batch.examples_per_step in its place")
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
@@ -205,6 +223,7 @@ def make_schedule(
         shuffle=shuffle,
         attention_cost=attention_cost,
         total_steps=max_steps or 0,
+        ranks_per_row=ranks_per_row,
     )
     if max_steps is not None:
         return schedule

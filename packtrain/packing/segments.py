@@ -129,6 +129,42 @@ class Segments:
         return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
 
 
+@dataclass(frozen=True)
+class SplitSegments(Segments):
+    """A row whose tokens are split over `parts` ranks, of which this one has those of number `part`, `own`.
+
+    `position_ids` and all else are those of the whole row, of which there are at least as many tokens as parts.
+    """
+
+    part: int = 0
+    parts: int = 1
+
+    @cached_property
+    def whole(self) -> Segments:
+        """The row as one process would have it."""
+        return Segments(self.lengths, self.prefixes)
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """The first token of each part, and the end of the last: parts differ by one token at most."""
+        return tuple(self.tokens * part // self.parts for part in range(self.parts + 1))
+
+    @property
+    def own(self) -> slice:
+        """The tokens of this part."""
+        return slice(*self.borders[self.part : self.part + 2])
+
+
+def split_row(segments: Segments, part: int, parts: int) -> Segments:
+    """Part number `part` of the row, which is itself if it has one part."""
+    return segments if parts == 1 else SplitSegments(segments.lengths, segments.prefixes, part, parts)
+
+
+def own_tokens(segments: Segments) -> slice:
+    """The tokens of the row that this process has."""
+    return segments.own if isinstance(segments, SplitSegments) else slice(None)
+
+
 class Unrolled(NamedTuple):
     """The documents of a row of T tokens without sharing: `segments` of T' tokens, none of which continues another.
 

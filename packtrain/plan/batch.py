@@ -32,6 +32,7 @@ class BatchPlan:
     micro_batches_per_device: int | None
     unit: str = "documents"
     steps: int | None = None
+    sequence_parallel: int | str = 1
 
     @property
     def examples(self) -> int | None:
@@ -56,19 +57,30 @@ class BatchPlan:
         micro = "as many micro-batches as it takes," if times is None else counted(times, "micro-batches")
         limits = [counted(self.examples_per_device, self.unit)] if self.examples_per_device else []
         limits += [f"{self.tokens_per_device} tokens"] if self.tokens_per_device else []
-        return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}"
+        split = ""
+        if processes > 1 and self.sequence_parallel != 1:
+            over = "as few" if self.sequence_parallel == "auto" else str(self.sequence_parallel)
+            split = f"; {self.unit} above that are split over {over} neighbouring processes"
+            split += " as the longest one needs" if self.sequence_parallel == "auto" else ""
+        return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}{split}"
 
     def to_json(self) -> dict[str, Any]:
         """The figures, and the sentence as `summary`."""
         return {**asdict(self), "examples": self.examples, "tokens": self.tokens, "summary": self.sentence()}
 
 
-def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int) -> BatchPlan:
+def plan_batch(
+    batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int, sequence_parallel: int | str = 1
+) -> BatchPlan:
     """The batch arithmetic of a run in packing.mode `mode` on `processes` devices.
 
-    Raises UserError if the rows of batch.tokens_per_step do not divide evenly, or if a step would be split though the loss
-    needs all its pairs together.
+    Raises UserError if the rows of batch.tokens_per_step, or the processes by strategy.sequence_parallel, do not divide evenly, or if a
+    step would be split though the loss needs all its pairs together.
     """
+    if sequence_parallel != "auto" and processes % int(sequence_parallel):
+        what = f"{counted(processes, 'processes')} are no whole number of groups of {sequence_parallel}"
+        fix = f"Set it to auto or a divisor of {processes}, or start another number of processes."
+        raise UserError(what, where="strategy.sequence_parallel", fix=fix)
     examples, tokens = batch.limits(mode)
     rows = micro_batches = None
     if batch.tokens_per_step is not None and tokens is not None:
@@ -97,4 +109,5 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
         micro_batches_per_device=micro_batches,
         unit=objective.traits.unit,
         steps=trainer.max_steps,
+        sequence_parallel=sequence_parallel,
     )

@@ -94,18 +94,25 @@ def choose_attention(
 
 
 def prove_backend(
-    name: str, model: PreTrainedModel, autocast: torch.dtype | None, segments: Segments = DOCUMENTS
+    name: str,
+    model: PreTrainedModel,
+    autocast: torch.dtype | None,
+    segments: Segments = DOCUMENTS,
+    *,
+    part: int = 0,
+    parts: int = 1,
 ) -> tuple[str, Proof | None]:
     """Why the available backend `name` is not exact for this model ("" where it is), and its proof; None where it cannot run.
 
-    With TREE for `segments` the same of preference pairs whose prompt is computed once for both answers.
+    With TREE for `segments` the same of preference pairs whose prompt is computed once for both answers; with `parts` of rows that are split
+    over as many ranks, of which this one has a `part`.
     """
     if name == PER_DOCUMENT and segments is TREE:
         return f"{name} runs every document by itself", None
     # None: in float32 if kernel and weights take it, see isolation.py; FSDP2 gathers weights in 16 bits
     precision = autocast if name == "flash" or isinstance(model, FSDPModule) else None
     try:
-        proof = prove_isolation(model, name, autocast=precision, segments=segments)
+        proof = prove_isolation(model, name, autocast=precision, segments=segments, part=part, parts=parts)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
     # per_document is exact by construction, even if the positive control is too weak

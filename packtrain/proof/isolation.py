@@ -23,18 +23,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
+from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
-from packtrain.packing.segments import Segments
+from packtrain.packing.segments import Segments, own_tokens, split_row
 from packtrain.proof.comparison import CONTROL_FACTOR, difference, evaluating, model_refusals, tolerance_of
 
 LENGTHS = (5, 27, 5)
@@ -109,9 +112,16 @@ class Proof:
 
 @torch.no_grad()
 def prove_isolation(
-    model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None, segments: Segments = DOCUMENTS
+    model: PreTrainedModel,
+    backend: str,
+    *,
+    autocast: torch.dtype | None = None,
+    segments: Segments = DOCUMENTS,
+    part: int = 0,
+    parts: int = 1,
 ) -> Proof:
-    """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were.
+    """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were. With `parts`
+    the row is split over as many ranks, of which this one has a `part`.
 
     Costs a forward pass of the row for each segment and two more (three where the model draws noise), and one of each
     document: 8 calls with DOCUMENTS. Raises CheckFailed where the model cannot run such a row at all.
@@ -120,10 +130,11 @@ def prove_isolation(
     with evaluating(model, autocast):
         alone = _run_each_alone(model, ids[0], segments)
         with attending_by(model, backend):
-            control = logits_in_row(model, ids[0], segments, separated=False)
+            run = partial(logits_in_row, model, part=part, parts=parts)
+            control = run(ids[0], segments, separated=False)
             return measure(
                 model,
-                lambda documents: logits_in_row(model, np.concatenate(documents), segments),
+                lambda documents: run(np.concatenate(documents), segments),
                 ids,
                 segments,
                 alone,
@@ -262,13 +273,26 @@ def _run_unpacked(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
 
 
 def logits_in_row(
-    model: PreTrainedModel, ids: np.ndarray, segments: Segments, *, separated: bool = True
+    model: PreTrainedModel,
+    ids: np.ndarray,
+    segments: Segments,
+    *,
+    separated: bool = True,
+    part: int = 0,
+    parts: int = 1,
 ) -> list[torch.Tensor]:
-    """float32 [length, vocabulary] of each segment in the row; not `separated`: only the positions restart."""
-    arguments = row_arguments(segments if separated else Segments((segments.tokens,)))
-    batch = {"input_ids": torch.from_numpy(ids)[None], **arguments, "position_ids": segments.position_ids()}
+    """float32 [length, vocabulary] of each segment in the row; not `separated`: only the positions restart. A row in several `parts` is
+    put together from all of them."""
+    row = split_row(segments if separated else Segments((segments.tokens,)), part, parts)
+    own = own_tokens(row)
+    positions = segments.position_ids()[:, own]
+    batch = {"input_ids": torch.from_numpy(ids[own])[None], **row_arguments(row), "position_ids": positions}
     torch.manual_seed(0)  # for the noise of training mode
-    return list(logits_of(model, batch)[0].split(segments.lengths))
+    logits = logits_of(model, batch)[0]
+    if parts > 1:
+        first, end, _ = own.indices(row.tokens)
+        logits = sum_over_parts(F.pad(logits, (0, 0, first, row.tokens - end)), parts)
+    return list(logits.split(segments.lengths))
 
 
 def training_mode_without_dropout(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ meanwhile, does not step. `memory_error` is the message for out of memory, here 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from heapq import nlargest
@@ -39,7 +40,8 @@ def largest_row(steps: Steps, first_step: int) -> np.ndarray:
 
     def slots(numbers: np.ndarray) -> int:
         own = schedule.lengths[numbers]
-        return len(own) * int(own.max(initial=0)) if padded else int(own.sum())
+        tokens = len(own) * int(own.max(initial=0)) if padded else int(own.sum())
+        return math.ceil(tokens / schedule.ranks_per_row) if schedule.is_split(numbers) else tokens
 
     longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
     fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())
@@ -83,7 +85,7 @@ def try_largest(
     DeepSpeed's engine takes it for a step, whose update is to be refused (`ask_before_update`).
     """
     numbers = largest_row(steps, first_step)
-    batch, device = steps.collate(numbers), loss.device
+    batch, device = steps.collate_part(numbers), loss.device
     buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
     counts = torch.tensor(batch.counts, device=device)
     work.begin(first_step, 1, batch, numbers)
@@ -145,7 +147,8 @@ def memory_error(
         used += f". Planned were {expected.sentence().partition(': ')[0]}"
     key, now, least = "batch.examples_per_device", len(numbers), 1
     if by_tokens:
-        key, now, least = "batch.tokens_per_device", batch.slots, int(schedule.lengths.max())
+        longest = math.ceil(int(schedule.lengths.max()) / schedule.ranks_per_row)
+        key, now, least = "batch.tokens_per_device", batch.slots // batch.parts, longest
     half = max(now // 2, least)
     fix = f"set {key}={half}, or {LESS_MEMORY}"
     if half >= now:

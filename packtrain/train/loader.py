@@ -23,7 +23,7 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.processes import write_stacks_on_signal
-from packtrain.packing.balance import Layout, cost_of_attention, lay_out
+from packtrain.packing.balance import Layout, cost_of_attention, lay_out, parts_of_rank
 from packtrain.packing.collate import (
     RowLayout,
     collate_flat,
@@ -32,6 +32,7 @@ from packtrain.packing.collate import (
     collate_scored,
     collate_unpaired,
     label_positions,
+    part_of,
 )
 from packtrain.packing.schedule import Schedule
 
@@ -41,7 +42,8 @@ class MicroBatch:
     """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), examples. A filler has slots alone.
 
     Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
-    micro-batch of a step of kto also has the `mismatched` pairs of the whole step.
+    micro-batch of a step of kto also has the `mismatched` pairs of the whole step. Of a row that `parts` ranks split, this one has the
+    tokens of number `part`; the figures are those of the row.
     """
 
     inputs: dict[str, Any]
@@ -51,11 +53,23 @@ class MicroBatch:
     examples: int
     rejected: int = 0
     mismatched: tuple[MicroBatch, ...] = ()
+    part: int = 0
+    parts: int = 1
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
         """Trained targets, tokens, slots, documents: summed over a step."""
         return self.trained, self.tokens, self.slots, self.examples
+
+    @property
+    def own_counts(self) -> tuple[int, int, int, int]:
+        """What this rank adds to the counts of a step: a split row is counted by the first of its ranks."""
+        return self.counts if self.part == 0 else (0, 0, 0, 0)
+
+    def split(self, rank: int, parts: int) -> MicroBatch:
+        """The part of this row of a `rank`."""
+        part = rank % parts
+        return replace(self, inputs=part_of(self.inputs, part, parts), part=part, parts=parts)
 
     def pin_memory(self) -> MicroBatch:
         """A copy in pinned memory; called by the DataLoader."""
@@ -87,7 +101,7 @@ class Steps(Dataset):
         parts = self.schedule.micro_batches(step, self.rank, self.world_size)
         if self.skipped_from or self.given_up:
             parts = [np.array([number for number in part if self.trains_on(int(number), step)], int) for part in parts]
-        return [self.collate(numbers) for numbers in parts]
+        return [self.collate_part(numbers) for numbers in parts]
 
     def trains_on(self, number: int, step: int) -> bool:
         """Whether an example of `step` is trained on."""
@@ -102,20 +116,28 @@ class Steps(Dataset):
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
             for numbers in whole.micro_batches(step, self.rank, self.world_size):
-                yield numbers, self.collate(numbers)
+                yield numbers, self.collate_part(numbers)
 
     def first_examples(self, first_step: int) -> np.ndarray:
-        """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
+        """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on, that is not
+        split over ranks. Where all are, the shortest example.
 
         In a later pass it uses the matching step of the first pass, in whose rows log-probabilities are precomputed.
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
-        return next(np.asarray(some) for part in (layout[self.rank], *layout) for some in part if len(some))
+        parts = (some for part in (layout[self.rank], *layout) for some in part if len(some))
+        shortest = np.array([self.schedule.lengths.argmin()])
+        return next((np.asarray(some) for some in parts if not self.schedule.is_split(some)), shortest)
 
     def first_batch(self, first_step: int) -> MicroBatch:
         """The micro-batch of `first_examples`, which proofs run before step 1."""
         return self.collate(self.first_examples(first_step))
+
+    def collate_part(self, numbers: np.ndarray) -> MicroBatch:
+        """This rank's part of a row that is split over ranks, or all of another one."""
+        batch = self.collate(numbers)
+        return batch.split(self.rank, self.schedule.ranks_per_row) if self.schedule.is_split(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
@@ -266,30 +288,40 @@ class MismatchedSteps(Dataset):
         pairs, all_known = self.steps.pairs_of(step), self.steps.reference_mismatched
         first = self.steps.schedule.documents_before(step)
         known = None if all_known is None else all_known[first : first + len(pairs)]
-        return [
-            self.steps.collate_mismatched(pairs[part], None if known is None else known[part])
-            for part in self.layout(step)[self.steps.rank]
-        ]
+        batches = []
+        for part, is_split in self._own_parts(step):
+            batch = self.steps.collate_mismatched(pairs[part], None if known is None else known[part])
+            batches.append(batch.split(self.steps.rank, self.steps.schedule.ranks_per_row) if is_split else batch)
+        return batches
 
     def every_step(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """This rank's micro-batches of all steps, each with the places of its pairs in the order of the steps."""
         for step in range(len(self)):
             first = self.steps.schedule.documents_before(step)
-            for part, batch in zip(self.layout(step)[self.steps.rank], self[step], strict=True):
+            for (part, _), batch in zip(self._own_parts(step), self[step], strict=True):
                 yield first + part, batch
 
-    def layout(self, step: int) -> Layout:
-        """`[rank][micro-batch]` arrays of places in the step's pairs; every rank has the same number of micro-batches."""
-        schedule, data = self.steps.schedule, self.steps.data
-        prompt, completion = self.steps.pairs_of(step).T
+    def _own_parts(self, step: int) -> list[tuple[np.ndarray, bool]]:
+        schedule = self.steps.schedule
+        layout, rank, lengths = self.layout(step), self.steps.rank, self._lengths(step)
+        return parts_of_rank(layout, rank, lengths, schedule.limits, schedule.ranks_per_row)
+
+    def _lengths(self, step: int) -> np.ndarray:
+        data, (prompt, completion) = self.steps.data, self.steps.pairs_of(step).T
         lengths = (data.lengths - data.trained)[prompt] + data.trained[completion]
+        return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
+
+    def layout(self, step: int) -> Layout:
+        """`[rank][micro-batch]` arrays of places in the step's pairs, as of lay_out; every rank has the same number of micro-batches."""
+        schedule = self.steps.schedule
         return lay_out(
-            lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length),
+            self._lengths(step),
             mode=schedule.packing.mode,
             world_size=self.steps.world_size,
             limits=schedule.limits,
             attention_cost=schedule.attention_cost,
             keep_order=schedule.packing.strategy == "in_order",
+            ranks_per_row=schedule.ranks_per_row,
         )
 
 

@@ -177,7 +177,7 @@ class StepTrainer:
         The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
         result is read on the host when the step's work is queued (`_read_counts`): reading it here would wait for the device.
         """
-        counts = [sum(column) for column in zip(*(batch.counts for batch in micro_batches), strict=True)]
+        counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
@@ -337,7 +337,7 @@ class StepTrainer:
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
         """Compares the first packed rows with their documents run one by one; this time does not count as training."""
-        rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs]
+        rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs and batch.parts == 1]
         if self.first_step_watch is None or not rows:
             return
         started, row = time.perf_counter(), on_device(rows[0], self.loss.device)
@@ -378,13 +378,17 @@ class StepTrainer:
         with torch.no_grad(), self.loss.keeping_metrics():
             # with sharded weights every rank must run the same number of forward passes
             for at in range(max_over_ranks(len(mine), self.loss.device)):
-                batch = steps.collate(np.array(mine[at : at + 1], np.int64))
+                batch = steps.collate_part(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.loss.device)
                 loss = self.loss.compute(self.model, batch, counts).item() / self.accelerator.num_processes
                 losses += [(number, loss) for number in mine[at : at + 1]]
         self.model.train()
         with waiting("the example losses of all ranks"):
-            return gather_object(losses)
+            every = gather_object(losses)
+        of_parts: dict[int, float] = {}  # ranks that split a document have a part of its loss each
+        for number, loss in every:
+            of_parts[number] = of_parts.get(number, 0.0) + loss
+        return list(of_parts.items())
 
     def _raise_if_not_finite(self, loss: float) -> None:
         """Raises CheckFailed on every process if the loss is not finite; names the first such step since the last line."""

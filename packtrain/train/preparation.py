@@ -11,13 +11,17 @@ from typing import Any, cast
 
 import torch
 
-from packtrain.attention.backends import own_attention
+from packtrain.attention.backends import PER_DOCUMENT, own_attention
+from packtrain.attention.forwards import rotates_by_length
+from packtrain.attention.over_ranks import KEY as SPLIT_KEY
+from packtrain.attention.over_ranks import open_group
 from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
@@ -27,7 +31,8 @@ from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.known_model import reference_of
 from packtrain.plan.memory import Memory, estimate
-from packtrain.proof.choice import AttentionChoice
+from packtrain.proof.choice import AttentionChoice, prove_backend
+from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, choose_dither
@@ -70,6 +75,7 @@ class Prepared:
             config.batch,
             seed=config.trainer.seed,
             attention_cost=attention_cost(self.model),
+            ranks_per_row=self.objective.ranks_per_row,
             **length,
         )
         return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)
@@ -133,6 +139,45 @@ def settle_attention(run: Prepared) -> None:
         with outputs_of_tokens(base):
             wanted = run.config.model.attention
             run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+
+
+def settle_split(run: Prepared) -> str:
+    """How many neighbouring ranks split a document that exceeds batch.tokens_per_device, which is proved on the model as it is spread; what to
+    tell of it, "" where none is. Raises UserError where ranks or heads do not allow it, CheckFailed where it is not exact.
+    """
+    asked, world, limit = (
+        run.config.strategy.sequence_parallel,
+        run.ranks.world_size,
+        run.config.batch.limits("packed")[1],
+    )
+    if asked == 1 or limit is None:
+        return ""
+    run.objective.ranks_per_row = world if asked == "auto" else asked
+    longest = max(
+        [run.longest, *(int(run.objective.slots(part).max()) for part in (run.data.train, run.data.eval) if part)]
+    )
+    if longest <= limit:
+        run.objective.ranks_per_row = 1
+        return ""
+    if asked == "auto":
+        enough = (number for number in range(1, world + 1) if world % number == 0 and number * limit >= longest)
+        run.objective.ranks_per_row = next(enough, world)
+    parts, base = run.objective.ranks_per_row, base_model(run.model)
+    if run.backend is None or run.backend.backend.name == PER_DOCUMENT or rotates_by_length(base):
+        what = f"documents of {type(base).__name__} cannot be split over processes: its attention is not in one function for all tokens"
+        raise UserError(what, where=SPLIT_KEY, fix=f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1")
+    open_group(parts)
+    segments = TREE if run.objective.layout == "shared" else DOCUMENTS
+    with outputs_of_tokens(base):
+        reason, proof = prove_backend(
+            run.backend.backend.name, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
+        )
+    if reason:
+        raise CheckFailed(
+            f"a row split over {parts} processes is not exact: {reason}", where=SPLIT_KEY, fix="set it to 1"
+        )
+    off = "" if proof is None else f"; proved, within {proof.max_difference:.1g}"
+    return f"documents above {limit:,} tokens over {parts} processes each (the longest has {longest:,}){off}"
 
 
 def masters_of(run: Prepared) -> Dither:

@@ -64,6 +64,7 @@ from packtrain.train.preparation import (
     prepare_data,
     settle_attention,
     settle_precision,
+    settle_split,
     spread_model,
 )
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
@@ -248,6 +249,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         check_origin(checkpoint, origin)  # before proofs take time
     spread_model(prepared)
     settle_attention(prepared)
+    split = settle_split(prepared)
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = prepared.steps(data.train, **until, shuffle=config.data.shuffle)
     evaluation = prepared.steps(data.eval, evaluation=True) if data.eval else None
@@ -259,6 +261,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     thing = config.objective.traits.unit
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.log_attention(log, base, prepared.backend)
+    if split:
+        log.fact("split", split)
     if prepared.compiled:
         log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:

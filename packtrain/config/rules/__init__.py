@@ -92,7 +92,9 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = f"plain text has no {data.loss_on} part to train on"
         yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
     row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents
-    if row is not None and data.max_length is not None and data.max_length * each > row:
+    together = config.strategy.sequence_parallel
+    row = row if row is None or together == "auto" else row * together
+    if row is not None and together != "auto" and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
         thing = "documents" if each == 1 else "pairs of documents"
         what = f"{thing} of {data.max_length} tokens do not fit in rows of {row}{origin}"
@@ -244,10 +246,24 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         what = f"{name} gathers the weights of a module by hooks, which compiled modules do not run"
         fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
         yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
+    if config.strategy.sequence_parallel != 1:
+        yield from _split_rows(config)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
         yield Fault(("model.attention", "strategy.name"), what, fix)
+
+
+def _split_rows(config: RunConfig) -> Iterator[Fault]:
+    key, mode, attention = "strategy.sequence_parallel", config.packing.mode, config.model.attention
+    if mode == "padding":
+        yield Fault((key, "packing.mode"), "padded batches are not split over processes", "Choose packing.mode=packed.")
+    elif attention == "per_document":
+        what = "per_document runs each document by itself, in one process"
+        yield Fault((key, "model.attention"), what, "Choose model.attention=auto.")
+    elif config.batch.limits(mode)[1] is None:
+        what = "nothing says from which length on documents are split"
+        yield Fault((key, "batch.tokens_per_device"), what, "Set batch.tokens_per_device.")
 
 
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:

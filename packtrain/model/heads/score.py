@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.errors import UserError
 from packtrain.packing.collate import AnswerLayout, on_device, row_arguments, to_device
+from packtrain.packing.segments import SplitSegments, own_tokens
 
 HEAD = "score"
 
@@ -86,13 +89,14 @@ def add_scores(model: PreTrainedModel) -> None:
             output = inner(*args, **kwargs)
             output.logits = output.logits.float()
             return output
-        ids = kwargs["input_ids"]
-        row = {"input_ids": ids, **on_device(row_arguments(layout.segments), ids.device)}
+        ids, segments = kwargs["input_ids"], layout.segments
+        own = own_tokens(segments)
+        row = {"input_ids": ids[:, own], **on_device(row_arguments(segments), ids.device)}
         # through the attribute: a backend that splits rows wraps this forward
-        scores = self.forward(**row, every_token=True).logits
-        return SequenceClassifierOutputWithPast(
-            logits=scores[0, to_device(cast(torch.Tensor, layout.ends), ids.device)].float()
-        )
+        scores = self.forward(**row, every_token=True).logits[0].float()
+        if isinstance(segments, SplitSegments):  # the rank that has the last token has the score
+            scores = sum_over_parts(F.pad(scores, (0, 0, own.start, segments.tokens - own.stop)), segments.parts)
+        return SequenceClassifierOutputWithPast(logits=scores[to_device(cast(torch.Tensor, layout.ends), ids.device)])
 
     model.forward = types.MethodType(forward, model)
 

@@ -68,7 +68,7 @@ class DPOLoss(ReferenceLoss):
         ]
         loss = self.compute_with_trl(model, inputs)
         chosen, rejected = batch.trained, batch.rejected
-        self.add_metrics({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
+        self.add_metrics(batch, {PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
         return loss
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:

@@ -97,6 +97,7 @@ class KTOLoss(ReferenceLoss):
         loss = self.compute_with_trl(model, inputs)
         chosen = int(batch.inputs["label"].sum())
         self.add_metrics(
+            batch,
             {
                 ANSWERS: batch.examples,
                 CHOSEN: chosen,
@@ -104,7 +105,7 @@ class KTOLoss(ReferenceLoss):
                 TARGETS: batch.trained + batch.rejected,
                 CHOSEN_TARGETS: batch.trained,
                 REJECTED_TARGETS: batch.rejected,
-            }
+            },
         )
         return loss * (batch.examples / counts[3])
 
@@ -151,7 +152,9 @@ class KTOLoss(ReferenceLoss):
             self.report_phase("forward" if self.model.training else "eval", micro=number)
             (policy,), (reference,) = self.policy_logps(batch), self.reference_logps(batch)
             margin = (policy - reference).double()
-            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * bool(batch.examples)
+            total += torch.stack([margin.sum(), torch.ones_like(margin).sum()]) * bool(
+                batch.examples and batch.part == 0
+            )
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return (total[:1] / total[1:]).float()
@@ -179,7 +182,7 @@ class KTO(ReferenceObjective):
     def slots(self, data: UnpairedDataset) -> np.ndarray:
         """int32 [documents]: token slots of each. Raises UserError if one, or a mismatched pair, exceeds a micro-batch."""
         longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
-        if most is not None and longest > most:
+        if most is not None and longest > (most := most * self.ranks_per_row):
             what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
             fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most}"
             raise UserError(what, where="batch.tokens_per_device", fix=fix)

@@ -112,10 +112,12 @@ class ExampleLoss(Loss):
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """See Loss; computed by TRL's own code."""
-        return self.part(model, batch, counts) * self.accelerator.num_processes
+        # ranks that split a row all have its whole loss
+        return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
-    def add_metrics(self, unit_counts: Mapping[Any, int]) -> None:
+    def add_metrics(self, batch: MicroBatch, unit_counts: Mapping[Any, int]) -> None:
         """Adds TRL's metrics of a micro-batch, which has this number of each unit."""
+        unit_counts = unit_counts if batch.part == 0 else dict.fromkeys(unit_counts, 0)
         self._metrics.add(self.trl._metrics["train" if self.model.training else "eval"], unit_counts)
 
     def pop_metrics(self) -> dict[str, Any]:
@@ -140,13 +142,13 @@ class ExampleLoss(Loss):
         with self.keeping_metrics():
             counts = torch.zeros(4, dtype=torch.int64, device=self.device)
             for batch in batches():
-                counts += torch.tensor(batch.counts, device=counts.device)
+                counts += torch.tensor(batch.own_counts, device=counts.device)
             with waiting("the counts of all ranks"):
                 counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
             self.open_evaluation(batches)
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             for batch in batches():
-                loss += self.part(self.model, batch, counts).double()
+                loss += self.part(self.model, batch, counts).double() / batch.parts
             with waiting("the loss of all ranks"):
                 loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
             return {"loss": loss.item(), self.example_unit: int(counts[3].item()), **self.pop_metrics()}

@@ -79,7 +79,7 @@ class RewardLoss(ExampleLoss):
             return model(**inputs, use_cache=False).logits.sum() * 0.0
         with self.accelerator.autocast():
             loss = compute_deferred(self.trl.compute_loss, model, inputs)
-        self.add_metrics({PAIRS: batch.examples})
+        self.add_metrics(batch, {PAIRS: batch.examples})
         return loss * (batch.examples / counts[3])
 
     @torch.no_grad()

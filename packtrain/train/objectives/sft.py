@@ -87,7 +87,7 @@ class SFTLoss(Loss):
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches():
             loss = self.model(**self.inputs(batch), loss_sum=True).double()
-            total += torch.stack([loss, torch.full_like(loss, batch.trained)])
+            total += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
         with waiting("the loss of all ranks"):
             loss_sum, trained = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return {"loss": (loss_sum / trained.clamp(min=1)).item(), "tokens": int(trained.item())}

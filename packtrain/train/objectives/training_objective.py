@@ -43,6 +43,8 @@ class TrainingObjective:
 
     why_not_shared = ""
     """Why prompts of pairs are not computed once, where they are not."""
+    ranks_per_row = 1
+    """The most ranks that split a row."""
 
     def __init__(self, objective: Objective, packing: Packing, batch: Batch) -> None:
         self.objective, self.packing, self.batch = objective, packing, batch
@@ -121,7 +123,7 @@ class PairObjective(TrainingObjective):
         longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
         slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
         longest, (_, most) = int(slots.max(initial=0)), self.batch.limits(self.packing.mode)
-        if most is not None and longest > most:
+        if most is not None and longest > (most := most * self.ranks_per_row):
             raise UserError(
                 f"the longest pair takes {longest} token slots, a micro-batch has {most}",
                 where="batch.tokens_per_device",

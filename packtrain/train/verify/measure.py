@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import PER_DOCUMENT
+from packtrain.attention.over_ranks import KEY, open_group
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement, Problem
 from packtrain.model.forward import Head, choose_head
@@ -44,6 +45,7 @@ from packtrain.train.verify.command import finite
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
+    SPLIT,
     Comparison,
     compare_modes,
     loss_on_random_examples,
@@ -106,6 +108,9 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
         isolation = isolation_of(config, ranks, base, autocast)
+        parts = ranks.world_size if config.strategy.sequence_parallel == "auto" else config.strategy.sequence_parallel
+        if parts > 1 and isolation.backend is not None and not isolation.problem:
+            isolation = _split(isolation, base, autocast, ranks, parts)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
         if config.objective.traits.pairs and share is not False and packs:
@@ -118,7 +123,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     seen = expected_share(masters_of(run), rate) if keeps else None
     if ranks.gathers_by_engine:  # agreed on before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
-    head, comparison, start = _modes(run, isolation.backend, shares=pairs is not None and not pairs[0])
+    splits = {"part": ranks.rank % parts, "parts": 1 if isolation.problem else parts}
+    head, comparison, start = _modes(run, isolation.backend, shares=pairs is not None and not pairs[0], **splits)
     # if prompts cannot be shared, training computes them for each answer, unless it must share them
     findings = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(findings, ("exact", "", ""))
@@ -155,6 +161,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "updates_seen": seen,
         "modes": {mode: measured[mode] for mode in MODES},
         "prefix_shared": measured.get(SHARED),
+        "split": measured.get(SPLIT),
         "reference": {"loss": comparison.reference, "documents": list(comparison.lengths)},
         "control": asdict(comparison.control),
         "tolerances": {
@@ -176,7 +183,9 @@ def _load(run: Prepared) -> Prepared:
     return run
 
 
-def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
+def _modes(
+    run: Prepared, backend: str | None, *, shares: bool, **splits: int
+) -> tuple[Head | None, Comparison, FirstLoss | None]:
     """The output head of documents, the modes with the loss of the objective, and the FirstLoss of preference training."""
     objective, kind = run.objective, run.config.objective
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
@@ -191,7 +200,17 @@ def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head | 
         )
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
-    return head, compare_modes(loss, steps, backend, shares=shares, split=split), start
+    return head, compare_modes(loss, steps, backend, shares=shares, split=split, **splits), start
+
+
+def _split(
+    isolation: Isolation, model: PreTrainedModel, autocast: torch.dtype | None, ranks: Ranks, parts: int
+) -> Isolation:
+    """`isolation` with the proof of rows that are split over ranks in place of that of whole ones, which was exact."""
+    open_group(parts)
+    reason, proof = prove_backend(isolation.backend or "", model, autocast, part=ranks.rank % parts, parts=parts)
+    problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
+    return replace(isolation, proof=proof or isolation.proof, problem=problem)
 
 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:

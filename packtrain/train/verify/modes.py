@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attending_by, own_attention
+from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
 from packtrain.data.dataset import Document, Preference
 from packtrain.errors import CheckFailed
@@ -48,7 +49,7 @@ from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 
 MODES = ("padding", "padding_free", "packed")
-SHARED = "packed with shared prompts"
+SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
 _LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
 _LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
 _TRAINED = 0.7  # of the tokens
@@ -70,7 +71,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED if prompts are shared.
+    """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED and SPLIT if prompts are shared and rows split.
 
     `reference` is the definition's loss.
     """
@@ -103,9 +104,17 @@ class Comparison:
 
 
 def compare_modes(
-    loss: Any, padded: Any, backend: str | None, *, shares: bool = False, split: bool = True
+    loss: Any,
+    padded: Any,
+    backend: str | None,
+    *,
+    shares: bool = False,
+    split: bool = True,
+    part: int = 0,
+    parts: int = 1,
 ) -> Comparison:
-    """Compares the modes on the loss of `loss_on_random_examples` and its `padded` steps; `shares` prompts of pairs too.
+    """Compares the modes on the loss of `loss_on_random_examples` and its `padded` steps; `shares` prompts of pairs too. With `parts` the
+    packed row is also split over as many ranks, of which this one has a `part`.
 
     `backend` runs flattened rows (None: no backend works). Not `split`: the loss sorts the pairs of a step, and takes all of them
     at once everywhere. Raises CheckFailed where the model cannot even run the definition, where its loss is not a number, or
@@ -125,6 +134,7 @@ def compare_modes(
         "padding_free": [flat.collate(part) for part in parts],
         "packed": [flat.collate(every)],
         **({SHARED: [shared.collate(every)]} if shares else {}),
+        **({SPLIT: [(shared if shares else flat).collate(every).split(part, parts)]} if parts > 1 else {}),
         "borderless": [_without_borders(flat.collate(every))],
     }
     with loss.keeping_metrics():
@@ -148,6 +158,8 @@ def compare_modes(
             except CheckFailed as refusal:
                 _take_gradients(trained)
                 return Figures(None, None, None, refusal.problems[0].what)
+            if mode == SPLIT:
+                value = _sum_parts(value, trained, parts)
             off = abs(value - reference) / max(abs(reference), 1e-8)
             return Figures(value, off, _distance(trained, definition) / norm)
 
@@ -176,6 +188,16 @@ def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
 
     what = "a padded batch" if steps.layout == "padding" else "a flattened row"
     return sum(_backward(model, what, autocast, partial(part, batch)) for batch in batches)
+
+
+def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -> float:
+    """The loss of a row from those of its parts; the gradients on each rank become those of the row."""
+    for parameter in trained:
+        if isinstance(parameter.grad, DTensor):  # averaged over ranks already, as if each had the whole row
+            parameter.grad *= parts
+        elif parameter.grad is not None:
+            parameter.grad = sum_over_parts(parameter.grad, parts)
+    return sum_over_parts(torch.tensor(loss, dtype=torch.float64, device=trained[0].device), parts).item()
 
 
 def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> float:

@@ -1,0 +1,160 @@
+"""Attention over a row whose tokens are split over neighbouring ranks: all-to-all over heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses,
+arXiv 2309.14509).
+
+Each rank has some tokens of the row for all heads. For attention they exchange: each gets all tokens of the row for some heads, so that any
+backend attends to the whole row as in one process, prefixes, windows, sinks and soft-caps included; then the outputs go back. What a rank keeps
+of all else is its share of the tokens. Heads need not divide by the ranks. Where there are fewer key/value heads than ranks, each is sent to
+several, as often as needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packtrain.errors import UserError
+from packtrain.packing.segments import SplitSegments
+
+KEY = "strategy.sequence_parallel"
+_groups: dict[int, dist.ProcessGroup] = {}
+"""The group of this process with its neighbours, by their number."""
+
+
+def open_group(parts: int) -> dist.ProcessGroup:
+    """The group of the `parts` neighbouring ranks that this one splits rows with; first called by all ranks together."""
+    if parts not in _groups:
+        world = range(dist.get_world_size())
+        ranks = [list(world[first : first + parts]) for first in world[::parts]]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        _groups[parts] = group
+    return _groups[parts]
+
+
+@cache
+def heads_of_parts(query: int, key: int, parts: int) -> tuple[int, tuple[int, ...]]:
+    """How `query` heads over `key` key/value heads are shared out: (how often a key/value head is repeated, the first of the repeated
+    ones of each part and the end). As few query heads as possible are the most of a part; then as few repetitions.
+
+    Raises UserError where there are fewer query heads than parts.
+    """
+    if query < parts:
+        raise UserError(
+            f"{query} attention heads cannot be split over {parts} ranks", where=KEY, fix=f"set it to at most {query}"
+        )
+    group = query // key
+    fits = [times for times in range(1, group + 1) if group % times == 0 and key * times >= parts]
+    repeat = min(fits, key=lambda times: (-(-key * times // parts) * (group // times), times))
+    return repeat, tuple(key * repeat * part // parts for part in range(parts + 1))
+
+
+def attend_over_ranks(
+    attend: Callable[..., torch.Tensor],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: SplitSegments,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[1, own tokens, heads, d_v]: what `attend` (module, query, key, value, sinks), which gets all tokens of the row for some heads, gives
+    for this rank's tokens and all heads.
+
+    `query` [1, heads, own tokens, d], `key` and `value` [1, kv_heads, own tokens, …]; `sinks` [heads] or None.
+    """
+    if torch.is_autocast_enabled(query.device.type):  # as attention itself does: half of the bytes to send
+        format = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(format), key.to(format), value.to(format)
+    parts, group = segments.parts, open_group(segments.parts)
+    tokens = [end - first for first, end in pairwise(segments.borders)]
+    heads = query.shape[1]
+    repeat, borders = heads_of_parts(heads, key.shape[1], parts)
+    each = heads // (key.shape[1] * repeat)  # query heads of a key/value head
+    key, value = (tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor for tensor in (key, value))
+    counts = [end - first for first, end in pairwise(borders)]
+    first, end = borders[segments.part] * each, borders[segments.part + 1] * each
+
+    q, k, v = _heads_for_tokens(
+        [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
+    )
+    own = copy.copy(module)
+    own.num_key_value_groups = each
+    if sinks is not None:
+        sinks = sinks[first:end]
+        if "sinks" in own._parameters:  # some eager functions read them from the module
+            own._parameters = {name: weight for name, weight in own._parameters.items() if name != "sinks"}
+            own.__dict__["sinks"] = sinks
+    output = attend(own, q, k, v, sinks)[0]  # [T, own heads, d_v]
+    width = output.shape[-1]
+    sent = [piece.reshape(-1) for piece in output.split(tokens)]
+    sizes = [tokens[segments.part] * count * each * width for count in counts]
+    received = _exchange(sent, sizes, group)
+    pieces = [piece.view(tokens[segments.part], -1, width) for piece in received.split(sizes)]
+    return torch.cat(pieces, dim=1)[None]
+
+
+def _heads_for_tokens(
+    tensors: list[torch.Tensor], counts: list[list[int]], tokens: list[int], part: int, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Of each of `tensors` [1, heads, own tokens, d], whose heads go to the parts by `counts`: [1, own heads, T, d]. In one exchange."""
+    split = [tensor[0].split(count) for tensor, count in zip(tensors, counts, strict=True)]
+    sent = [torch.cat([piece.reshape(-1) for piece in pieces]) for pieces in zip(*split, strict=True)]
+    shapes = [(count[part], tensor.shape[-1]) for tensor, count in zip(tensors, counts, strict=True)]
+    per_token = [heads * width for heads, width in shapes]
+    received = _exchange(sent, [sum(per_token) * number for number in tokens], group)
+    pieces: list[list[torch.Tensor]] = [[] for _ in tensors]
+    of_parts = received.split([size * number for number in tokens for size in per_token])
+    for index, piece in enumerate(of_parts):
+        heads, width = shapes[index % len(tensors)]
+        pieces[index % len(tensors)].append(piece.view(heads, -1, width))
+    return [torch.cat(piece, dim=1)[None] for piece in pieces]
+
+
+def _exchange(sent: Sequence[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """What each rank of the group sends to this one, flat, of these `sizes`, one after the other; `sent`: what goes to each."""
+    return _AllToAll.apply(torch.cat(list(sent)), [len(piece) for piece in sent], sizes, group)  # type: ignore[no-any-return]
+
+
+class _AllToAll(torch.autograd.Function):
+    """`all_to_all_single`, whose gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: torch.Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (given, taken), group
+        received = sent.new_empty(sum(taken))
+        dist.all_to_all_single(received, sent.contiguous(), taken, given, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        given, taken = ctx.sizes
+        returned = gradients[0].new_empty(sum(given))
+        dist.all_to_all_single(returned, gradients[0].contiguous(), given, taken, group=ctx.group)
+        return returned, None, None, None
+
+
+def sum_over_parts(tensor: torch.Tensor, parts: int) -> torch.Tensor:
+    """The sum of `tensor` over the ranks that split a row, on each of them; its gradient is the sum of theirs."""
+    return _Sum.apply(tensor, open_group(parts)) if parts > 1 else tensor  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,233 @@
+"""Documents that exceed a device, split over processes: the training is that of one process that has room for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import LLAMA, WORDS, Run, base_config, conversations, write_jsonl
+from test_strategies import NEEDS_DEEPSPEED
+
+from tests.train import forked
+
+MODEL = {**LLAMA, "num_attention_heads": 6, "num_key_value_heads": 2}
+LIMIT = 104  # tokens of a device; documents have up to 200, pairs up to 2 × 100
+
+
+def answers(count: int) -> list[dict[str, Any]]:
+    """Pairs and answers with labels, short and long."""
+    rng = random.Random(1)
+
+    def text(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.choice([1, 3, 9, most])))
+
+    return [{"prompt": text(20), "chosen": text(30), "rejected": text(30)} for _ in range(count)]
+
+
+def config_of(folder: Path, verb: str, **groups: dict[str, Any]) -> Path:
+    """Steps in which some documents are split and others are not, with an evaluation."""
+    rows = conversations(22) if verb == "sft" else answers(22)
+    if verb == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row in rows
+            for side in ("chosen", "rejected")
+        ][:21]
+    config = base_config(folder, trainer={"max_steps": 4, "eval_every": 2}, **groups)
+    config["model"]["config"] = (
+        {**MODEL, **config["model"].get("config", {})}
+        if "config" not in groups.get("model", {})
+        else groups["model"]["config"]
+    )
+    config["data"] |= {
+        "train": str(write_jsonl(folder / f"{verb}.jsonl", rows)),
+        "eval": str(write_jsonl(folder / f"{verb}-eval.jsonl", rows[:5])),
+    }
+    if verb in ("dpo", "reward"):
+        config["data"]["max_length"] = 100
+    config["optim"] |= {"max_grad_norm": 0.5, "learning_rate": 1e-3}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def alone(folder: Path, verb: str, path: Path, *more: str) -> Run:
+    done = forked.command(
+        verb, str(path), "batch.tokens_per_device=512", f"trainer.output_dir={folder / 'alone'}", *more
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(folder / "alone")
+
+
+def split(folder: Path, verb: str, path: Path, processes: int, *more: str) -> Run:
+    limits = [f"batch.tokens_per_device={LIMIT}", "strategy.sequence_parallel=auto"]
+    done = forked.joined(processes, verb, str(path), *limits, f"trainer.output_dir={folder / 'split'}", *more)
+    assert [one.returncode for one in done] == [0] * processes, done[0].stderr
+    return Run(folder / "split")
+
+
+def assert_same_training(run: Run, expected: Run, losses: float = 1e-6, weights: float = 1e-5) -> None:
+    assert "split " in run.log and "split " not in expected.log
+    assert run.losses == pytest.approx(expected.losses, rel=losses)
+    norms = [[line["grad_norm"] for line in one.steps] for one in (run, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for mine, theirs in zip(run.evals, expected.evals, strict=True):
+        shared = [name for name in theirs if name.startswith("eval_")]
+        assert {name: mine[name] for name in shared} == pytest.approx(
+            {name: theirs[name] for name in shared}, rel=1e-5, abs=1e-6
+        )
+    counts = [[(line["tokens"], line["examples"]) for line in one.steps] for one in (run, expected)]
+    assert counts[0] == counts[1]
+    ours, others = run.weights(), expected.weights()
+    assert max((ours[name] - others[name]).abs().max().item() for name in others) < weights
+
+
+EVERY = [
+    (verb, strategy, processes)
+    for verb in ("sft", "dpo", "kto", "reward")
+    for strategy in ("ddp", "zero2", "zero3", "fsdp2")
+    for processes in (2, 3, 4)
+]
+SAMPLED = {("sft", "ddp", 3), ("dpo", "fsdp2", 2), ("kto", "ddp", 2), ("reward", "zero2", 2), ("sft", "zero3", 4)}
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy", "processes"),
+    [
+        pytest.param(
+            *one,
+            marks=[
+                *([NEEDS_DEEPSPEED] if "zero" in one[1] else []),
+                *([] if one in SAMPLED else [pytest.mark.exhaustive]),
+            ],
+        )
+        for one in EVERY
+    ],
+)
+def test_split_documents_are_trained_as_in_one_process(
+    tmp_path: Path, verb: str, strategy: str, processes: int
+) -> None:
+    path = config_of(tmp_path, verb)
+    assert_same_training(split(tmp_path, verb, path, processes, f"strategy={strategy}"), alone(tmp_path, verb, path))
+
+
+OTHERS = {
+    "sinks, windows": {
+        "model_type": "gpt_oss",
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "max_position_embeddings": 512,
+    },
+    "soft-cap": {
+        "model_type": "gemma2",
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": 40,
+        "max_position_embeddings": 512,
+    },
+    "router loss": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "max_position_embeddings": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*OTHERS])
+def test_other_attention_is_split_alike(tmp_path: Path, name: str) -> None:
+    path = config_of(tmp_path, "sft", model={"config": OTHERS[name]})
+    assert_same_training(split(tmp_path, "sft", path, 3), alone(tmp_path, "sft", path), weights=3e-5)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_to_a_document(tmp_path: Path) -> None:
+    path = config_of(tmp_path, "sft")
+    expected = alone(tmp_path, "sft", path)
+    half = split(tmp_path, "sft", path, 2, "trainer.checkpoint_every=2", "trainer.keep_checkpoints=null")
+    assert half.losses == pytest.approx(expected.losses, rel=1e-6)
+    resumed = f"trainer.resume={tmp_path / 'split' / 'checkpoints' / 'step-000002'}"
+    limits = ["batch.tokens_per_device=60", "strategy.sequence_parallel=4", f"trainer.output_dir={tmp_path / 'on'}"]
+    done = forked.joined(4, "sft", str(path), *limits, resumed)
+    assert done[0].returncode == 0, done[0].stderr
+    assert Run(tmp_path / "on").losses == pytest.approx(expected.losses[2:], rel=1e-6)
+
+
+def test_the_reference_is_precomputed_in_split_rows_as_well(tmp_path: Path) -> None:
+    path = config_of(tmp_path, "dpo", objective={"reference": "precomputed"})
+    assert_same_training(split(tmp_path, "dpo", path, 2), alone(tmp_path, "dpo", path))
+
+
+def test_pairs_of_processes_split_and_short_documents_stay_local(tmp_path: Path) -> None:
+    path = config_of(tmp_path, "sft", peft={"kind": "lora", "r": 4})
+    run, expected = (
+        split(tmp_path, "sft", path, 4, "strategy.sequence_parallel=2", "model.attention=sdpa_mask"),
+        alone(tmp_path, "sft", path),
+    )
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert "over 2 processes each" in run.log
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy"),
+    [("sft", "ddp"), ("dpo", "fsdp2"), pytest.param("reward", "ddp", marks=pytest.mark.exhaustive)],
+)
+def test_verify_proves_split_rows_with_their_gradients(tmp_path: Path, verb: str, strategy: str) -> None:
+    path = config_of(tmp_path, verb, objective={"kind": verb})
+    options = ["strategy.sequence_parallel=3", f"batch.tokens_per_device={LIMIT}", f"strategy={strategy}", "--json"]
+    first, *_ = forked.joined(3, "verify", str(path), *options)
+    assert first.returncode == 0, first.stderr
+    report = json.loads(first.stdout)
+    assert report["verdict"] == "exact" and report["isolation"]["control"] > 1e-2
+    assert report["split"]["loss_rel_diff"] < 1e-6 and report["split"]["grad_rel_diff"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "said"),
+    [
+        (3, ["strategy.sequence_parallel=2"], "3 processes are no whole number of groups of 2"),
+        (2, ["batch.tokens_per_device=50"], "strategy.sequence_parallel"),
+        (2, ["packing.mode=padding"], "padded batches are not split"),
+        (2, ["model.attention=per_document"], "in one process"),
+        (2, ["packing.mode=padding_free", "batch.tokens_per_device=null"], "nothing says from which length on"),
+        (2, ["batch.examples_per_step=null", "batch.tokens_per_step=208"], "set batch.examples_per_step"),
+        (
+            2,
+            ["model.config={model_type: mamba2, hidden_size: 32, num_hidden_layers: 2, head_dim: 8, num_heads: 8}"],
+            "cannot be split",
+        ),
+        (
+            4,
+            ["model.config.num_attention_heads=3", "model.config.num_key_value_heads=1", "batch.tokens_per_device=50"],
+            "3 attention heads",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tmp_path: Path, processes: int, options: list[str], said: str) -> None:
+    path = config_of(tmp_path, "sft")
+    limits = [f"batch.tokens_per_device={LIMIT}", "strategy.sequence_parallel=auto"]
+    done = forked.joined(processes, "sft", str(path), *limits, *options, f"trainer.output_dir={tmp_path / 'no'}")
+    assert [one.returncode for one in done] == [2] * processes, done[0].stderr
+    assert said in " ".join(done[0].stderr.split()), done[0].stderr
