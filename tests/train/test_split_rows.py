@@ -70,15 +70,17 @@ def split(folder: Path, verb: str, path: Path, processes: int, *more: str) -> Ru
     return Run(folder / "split")
 
 
-def assert_same_training(run: Run, expected: Run, losses: float = 1e-6, weights: float = 1e-5) -> None:
+def assert_same_training(run: Run, expected: Run, losses: float = 2e-6, weights: float = 1e-5) -> None:
     assert "split " in run.log and "split " not in expected.log
+    assert run.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
     assert run.losses == pytest.approx(expected.losses, rel=losses)
     norms = [[line["grad_norm"] for line in one.steps] for one in (run, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for mine, theirs in zip(run.evals, expected.evals, strict=True):
-        shared = [name for name in theirs if name.startswith("eval_")]
+        # before the first step all margins are zero but for rounding, so that accuracy is chance
+        shared = [name for name in theirs if name.startswith("eval_") and (theirs["step"] or "accuracies" not in name)]
         assert {name: mine[name] for name in shared} == pytest.approx(
-            {name: theirs[name] for name in shared}, rel=1e-5, abs=1e-6
+            {name: theirs[name] for name in shared}, rel=3e-5, abs=1e-6
         )
     counts = [[(line["tokens"], line["examples"]) for line in one.steps] for one in (run, expected)]
     assert counts[0] == counts[1]
@@ -157,7 +159,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*OTHERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "sinks" in name else [pytest.mark.exhaustive]) for name in OTHERS]
+)
 def test_other_attention_is_split_alike(tmp_path: Path, name: str) -> None:
     path = config_of(tmp_path, "sft", model={"config": OTHERS[name]})
     assert_same_training(split(tmp_path, "sft", path, 3), alone(tmp_path, "sft", path), weights=3e-5)
@@ -175,6 +179,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_to_a_document(tmp_path: Path
     assert Run(tmp_path / "on").losses == pytest.approx(expected.losses[2:], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_reference_is_precomputed_in_split_rows_as_well(tmp_path: Path) -> None:
     path = config_of(tmp_path, "dpo", objective={"reference": "precomputed"})
     assert_same_training(split(tmp_path, "dpo", path, 2), alone(tmp_path, "dpo", path))
@@ -208,16 +213,11 @@ def test_verify_proves_split_rows_with_their_gradients(tmp_path: Path, verb: str
     ("processes", "options", "said"),
     [
         (3, ["strategy.sequence_parallel=2"], "3 processes are no whole number of groups of 2"),
-        (2, ["batch.tokens_per_device=50"], "strategy.sequence_parallel"),
+        (2, ["batch.tokens_per_device=50"], "or start more processes"),
         (2, ["packing.mode=padding"], "padded batches are not split"),
         (2, ["model.attention=per_document"], "in one process"),
         (2, ["packing.mode=padding_free", "batch.tokens_per_device=null"], "nothing says from which length on"),
         (2, ["batch.examples_per_step=null", "batch.tokens_per_step=208"], "set batch.examples_per_step"),
-        (
-            2,
-            ["model.config={model_type: mamba2, hidden_size: 32, num_hidden_layers: 2, head_dim: 8, num_heads: 8}"],
-            "cannot be split",
-        ),
         (
             4,
             ["model.config.num_attention_heads=3", "model.config.num_key_value_heads=1", "batch.tokens_per_device=50"],
@@ -231,3 +231,10 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, processes: int, options
     done = forked.joined(processes, "sft", str(path), *limits, *options, f"trainer.output_dir={tmp_path / 'no'}")
     assert [one.returncode for one in done] == [2] * processes, done[0].stderr
     assert said in " ".join(done[0].stderr.split()), done[0].stderr
+
+
+def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(tmp_path: Path) -> None:
+    mamba = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
+    path = config_of(tmp_path, "sft", model={"config": mamba})
+    done = forked.joined(2, "sft", str(path), f"batch.tokens_per_device={LIMIT}", "strategy.sequence_parallel=2")
+    assert [one.returncode for one in done] == [2, 2] and "cannot be split" in done[0].stderr, done[0].stderr

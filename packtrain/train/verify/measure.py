@@ -123,7 +123,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     seen = expected_share(masters_of(run), rate) if keeps else None
     if ranks.gathers_by_engine:  # agreed on before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
-    splits = {"part": ranks.rank % parts, "parts": 1 if isolation.problem else parts}
+    splits = {"part": ranks.rank % parts, "ranks_per_row": 1 if isolation.problem else parts}
     head, comparison, start = _modes(run, isolation.backend, shares=pairs is not None and not pairs[0], **splits)
     # if prompts cannot be shared, training computes them for each answer, unless it must share them
     findings = _findings(isolation, comparison, pairs if share else None, start)

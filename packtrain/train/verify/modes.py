@@ -111,10 +111,10 @@ def compare_modes(
     shares: bool = False,
     split: bool = True,
     part: int = 0,
-    parts: int = 1,
+    ranks_per_row: int = 1,
 ) -> Comparison:
-    """Compares the modes on the loss of `loss_on_random_examples` and its `padded` steps; `shares` prompts of pairs too. With `parts` the
-    packed row is also split over as many ranks, of which this one has a `part`.
+    """Compares the modes on the loss of `loss_on_random_examples` and its `padded` steps; `shares` prompts of pairs too. With `ranks_per_row`
+    the packed row is also split over as many, of which this one has a `part`.
 
     `backend` runs flattened rows (None: no backend works). Not `split`: the loss sorts the pairs of a step, and takes all of them
     at once everywhere. Raises CheckFailed where the model cannot even run the definition, where its loss is not a number, or
@@ -134,7 +134,11 @@ def compare_modes(
         "padding_free": [flat.collate(part) for part in parts],
         "packed": [flat.collate(every)],
         **({SHARED: [shared.collate(every)]} if shares else {}),
-        **({SPLIT: [(shared if shares else flat).collate(every).split(part, parts)]} if parts > 1 else {}),
+        **(
+            {SPLIT: [(shared if shares else flat).collate(every).split(part, ranks_per_row)]}
+            if ranks_per_row > 1
+            else {}
+        ),
         "borderless": [_without_borders(flat.collate(every))],
     }
     with loss.keeping_metrics():
@@ -159,7 +163,7 @@ def compare_modes(
                 _take_gradients(trained)
                 return Figures(None, None, None, refusal.problems[0].what)
             if mode == SPLIT:
-                value = _sum_parts(value, trained, parts)
+                value = _sum_parts(value, trained, ranks_per_row)
             off = abs(value - reference) / max(abs(reference), 1e-8)
             return Figures(value, off, _distance(trained, definition) / norm)
 
