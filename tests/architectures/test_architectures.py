@@ -60,7 +60,10 @@ def on_one_thread():
 
 
 def types() -> list:
-    return [one if one in KINDS else pytest.param(one, marks=pytest.mark.slow) for one in model_types()]
+    """All; of each kind one, and every other of the rest, without -m exhaustive."""
+    rest = [one for one in model_types() if one not in KINDS]
+    slow = [pytest.param(one, marks=pytest.mark.slow) for one in rest[::2]]
+    return [*KINDS, *slow, *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for one in rest[1::2])]
 
 
 @pytest.mark.parametrize("model_type", types())
@@ -107,6 +110,7 @@ def test_the_measurement_of_attach_sees_tokens_at_wrong_places(monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the tests above have each line of it
 def test_the_page_says_what_was_measured() -> None:
     if not is_comparable():
         pytest.skip("docs/architectures.md is about another transformers, or other packages")

@@ -154,7 +154,9 @@ def ended(
     return {fault: (folders[fault], *both) for fault, *both in zip(faults, first, second, strict=True)}
 
 
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=pytest.mark.exhaustive) if one == "loopback" else one for one in SAID]
+)
 def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     fault: str, ended: dict[str, tuple[Path, Ended, Ended]]
 ) -> None:
@@ -173,7 +175,7 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     assert SAID[fault][-1] in first.text
 
 
-@pytest.mark.parametrize("slow", GO_ON)
+@pytest.mark.parametrize("slow", ["slow", pytest.param("slow evaluation", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(
     slow: str, ended: dict[str, tuple[Path, Ended, Ended]]
 ) -> None:

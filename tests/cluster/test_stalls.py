@@ -223,7 +223,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
         process.kill()
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("aborts", "exits with 7") else one for one in FAULTS],
+)
 def test_a_fault_is_diagnosed_once_and_ends_the_run_within_its_limit(
     name: str, faults: dict[str, tuple[Path, subprocess.Popen[str]]]
 ) -> None:

@@ -166,7 +166,10 @@ def test_lora_with_gradient_checkpointing_is_the_same_packed_and_padded(runs: An
         assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("override", ["trainer.mixed_precision=bf16", "model.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.mixed_precision=bf16", pytest.param("model.dtype=bfloat16", marks=pytest.mark.exhaustive)],
+)
 def test_bf16_is_the_same_packed_and_padded_within_its_precision(runs: AnswerRuns, override: str) -> None:
     if override.startswith("model") and runs.kind != "reward":
         pytest.skip("see test_dpo.py and test_dpo_user.py")
@@ -213,7 +216,7 @@ def test_strategies_train_as_one_process_also_where_one_has_no_example(
 
 
 @only("kto", "reward")  # dpo: test_dpo_verify.py
-@pytest.mark.parametrize("reference", ["model", "precomputed"])
+@pytest.mark.parametrize("reference", ["model", pytest.param("precomputed", marks=pytest.mark.exhaustive)])
 def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str) -> None:
     if (runs.kind, reference) == ("reward", "precomputed"):
         pytest.skip("it has no reference")

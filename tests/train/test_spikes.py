@@ -174,7 +174,11 @@ def test_two_processes_skip_the_same_step(skipped: Run, tmp_path: Path, strategy
 
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("ddp", 1), ("fsdp2", 2), pytest.param("zero2", 2, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive])],
+    [
+        ("ddp", 1),
+        pytest.param("fsdp2", 2, marks=pytest.mark.exhaustive),
+        pytest.param("zero2", 2, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
+    ],
 )
 def test_rolled_back_a_run_leaves_the_documents_out(
     skipped: Run, tmp_path: Path, strategy: str, processes: int
