@@ -284,8 +284,8 @@ class Strategy:
     )
     sequence_parallel: int | Literal["auto"] = key(
         1,
-        "Neighbouring processes that split a document which exceeds batch.tokens_per_device; auto: as few as the longest one needs "
-        "(docs/long-documents.md).",
+        "Neighbouring processes that split a document which exceeds batch.tokens_per_device, or is more work than a process' share of the "
+        "step; auto: as few as the longest one needs (docs/long-documents.md).",
         minimum=1,
         maximum=1024,
     )

@@ -23,8 +23,17 @@ import numpy as np
 from packtrain.config.schema import PackingMode
 from packtrain.packing.bins import best_fit
 
-Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
+Layout = list[list[np.ndarray]]
+"""[rank][micro-batch]: int64 [documents]."""
 TOLERANCE = 0.01  # by which the largest cost of consecutive parts may be above the smallest possible one
+
+
+class SplitLayout(list[list[np.ndarray]]):
+    """A Layout whose first `split` micro-batches of each group of ranks are rows that it splits (split_rows.py): the first
+    rank has them, the others none."""
+
+    split: int = 0
+    ranks_per_row: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +68,15 @@ def lay_out(
     limits: MicroBatchLimits,
     attention_cost: float,
     keep_order: bool = False,
-    ranks_per_row: int = 1,
 ) -> Layout:
     """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
     Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
     empty. In packed mode `limits.examples` is ignored; in padding mode a document counts as many tokens as the longest of its
     micro-batch. With `keep_order`, micro-batch by micro-batch and rank by rank within it, the documents are in their order.
-    Documents above `limits.tokens` go to rows that `ranks_per_row` neighbours split, the first micro-batches of the first of these
-    ranks, where the others have none. ValueError where a document is too long for that, too.
+    ValueError where a document alone is above `limits.tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if ranks_per_row > 1 and (long := lengths > limits.tokens).any():
-        shape: Any = {"attention_cost": attention_cost, "keep_order": keep_order}
-        wide = MicroBatchLimits(tokens=limits.tokens * ranks_per_row)
-        split = lay_out(lengths[long], mode="packed", world_size=world_size // ranks_per_row, limits=wide, **shape)
-        local = lay_out(lengths[~long], mode=mode, world_size=world_size, limits=limits, **shape)
-        layout = [[np.flatnonzero(~long)[part] for part in parts] for parts in local]
-        for rank, parts in enumerate(layout):
-            rows = [np.flatnonzero(long)[row] for row in split[rank // ranks_per_row]]
-            parts[:0] = rows if rank % ranks_per_row == 0 else [row[:0] for row in rows]
-        return layout
     if mode == "packed":
         limits = MicroBatchLimits(tokens=limits.tokens)
     if lengths.max(initial=0) > limits.tokens:
@@ -89,16 +86,6 @@ def lay_out(
     else:
         parts = _fill_evenly(lengths, world_size, limits, attention_cost)
     return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
-
-
-def parts_of_rank(
-    layout: Layout, rank: int, lengths: np.ndarray, limits: MicroBatchLimits, ranks_per_row: int
-) -> list[tuple[np.ndarray, bool]]:
-    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
-    if ranks_per_row == 1:
-        return [(part, False) for part in layout[rank]]
-    first = [(part, bool(lengths[part].sum() > limits.tokens)) for part in layout[rank - rank % ranks_per_row]]
-    return [theirs if theirs[1] else (own, False) for theirs, own in zip(first, layout[rank], strict=True)]
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
@@ -116,21 +103,13 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
     return layout
 
 
-def imbalance(
-    layout: Layout,
-    lengths: np.ndarray,
-    attention_cost: float,
-    mode: PackingMode = "packed",
-    ranks_per_row: int = 1,
-    limit: float = math.inf,
-) -> float:
-    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1. Rows with more than `limit`
-    tokens are split over `ranks_per_row` neighbours."""
+def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
+    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1. Ranks that split a row have equal
+    shares of its cost."""
     cost = np.array([part_costs(parts, np.asarray(lengths), mode, attention_cost) for parts in layout])
-    if ranks_per_row > 1:
-        split = np.array([[lengths[part].sum() > limit for part in parts] for parts in layout])
-        shared = (cost * split).reshape(-1, ranks_per_row, cost.shape[1]).mean(axis=1)
-        cost = cost * ~split + np.repeat(shared, ranks_per_row, axis=0)
+    if isinstance(layout, SplitLayout):
+        split = cost[:, : layout.split].reshape(-1, layout.ranks_per_row, layout.split).mean(axis=1)
+        cost[:, : layout.split] = np.repeat(split, layout.ranks_per_row, axis=0)
     ranks = cost.sum(axis=1)
     return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
 
@@ -151,7 +130,7 @@ def _fill_evenly(
     cost = costs(lengths, attention_cost).tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
     part_count = math.ceil(fewest / world_size) * world_size
-    while (parts := _fill_cheapest_first(order, sizes, cost, part_count, limits)) is None:
+    while (parts := fill_cheapest_first(order, sizes, cost, part_count, limits)) is None:
         if limits.examples == math.inf:
             rows = best_fit(lengths, int(limits.tokens), np.random.default_rng(0))
             if len(rows) <= part_count:
@@ -160,17 +139,23 @@ def _fill_evenly(
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def _fill_cheapest_first(
-    order: list[int], lengths: list[int], cost: list[float], part_count: int, limits: MicroBatchLimits
+def fill_cheapest_first(
+    order: list[int],
+    lengths: list[int],
+    cost: list[float],
+    part_count: int,
+    limits: MicroBatchLimits,
+    work: list[float] | None = None,
 ) -> list[list[int]] | None:
     """Each document of `order` (longest first) into the cheapest of `part_count` parts that it fits into; None if one fits nowhere.
+    Parts may begin with some `work`.
 
     A part that a document does not fit into is parked, by its free tokens, until documents are short enough.
     """
     parts: list[list[int]] = [[] for _ in range(part_count)]
     free = [limits.tokens] * part_count
-    load = [0.0] * part_count
-    cheapest = [(0.0, part) for part in range(part_count)]
+    load = work or [0.0] * part_count
+    cheapest = sorted(zip(load, range(part_count), strict=True))
     parked: list[tuple[float, int]] = []  # (-free tokens, part)
     for document in order:
         length = lengths[document]

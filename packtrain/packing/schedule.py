@@ -18,8 +18,9 @@ import numpy as np
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, part_costs, parts_of_rank
+from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, part_costs
 from packtrain.packing.bins import Rows, best_fit, in_order
+from packtrain.packing.split_rows import lay_out_split, parts_of_rank
 
 KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
 
@@ -53,7 +54,7 @@ class Schedule:
     attention_cost: float
     total_steps: int
     ranks_per_row: int = 1
-    """How many neighbouring ranks split a row that exceeds `limits.tokens`."""
+    """How many neighbouring ranks may split a row (split_rows.py)."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
@@ -88,7 +89,7 @@ class Schedule:
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
-        layout = lay_out(
+        layout = lay_out_split(
             self.lengths[documents],
             mode=self.packing.mode,
             world_size=world_size,
@@ -97,16 +98,14 @@ class Schedule:
             keep_order=keep_order,
             ranks_per_row=self.ranks_per_row,
         )
-        return [[documents[part] for part in parts] for parts in layout]
+        for parts in layout:
+            parts[:] = [documents[part] for part in parts]
+        return layout
 
-    def micro_batches(self, step: int, rank: int, world_size: int) -> list[np.ndarray]:
-        """The documents of each micro-batch of one rank: int64[documents], of length 0 where there is nothing to do."""
-        layout = self.layout(step, world_size)
-        return [part for part, _ in parts_of_rank(layout, rank, self.lengths, self.limits, self.ranks_per_row)]
-
-    def is_split(self, documents: np.ndarray) -> bool:
-        """Whether a micro-batch of these documents is a row that several ranks split."""
-        return self.ranks_per_row > 1 and int(self.lengths[documents].sum()) > self.limits.tokens
+    def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[np.ndarray, bool]]:
+        """The documents of each micro-batch of one rank, int64[documents], of length 0 where there is nothing to do; and whether it is a
+        row that the rank splits with its neighbours."""
+        return parts_of_rank(self.layout(step, world_size), rank)
 
     def epoch_of(self, step: int) -> float:
         """How many passes over the data have been made after `step` steps, 0.0 at the start."""
@@ -130,8 +129,7 @@ class Schedule:
         parts = [self.lengths[part] for layout in layouts for rank in layout for part in rank if len(part)]
         tokens = sum(int(part.sum(dtype=np.int64)) for part in parts)
         slots = sum(len(part) * int(part.max()) for part in parts) if self.packing.mode == "padding" else tokens
-        how: Any = (self.lengths, self.attention_cost, self.packing.mode, self.ranks_per_row, self.limits.tokens)
-        uneven = [imbalance(layout, *how) for layout in layouts]
+        uneven = [imbalance(layout, self.lengths, self.attention_cost, self.packing.mode) for layout in layouts]
         return Utilisation(
             documents_per_step=sum(map(len, parts)) / len(sample),
             tokens_per_step=tokens / len(sample),

@@ -17,6 +17,7 @@ import torch
 from packtrain.errors import UserError
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import Ranks
+from packtrain.packing.split_rows import parts_of_rank
 from packtrain.plan.memory import Memory, optimizer_bytes
 from packtrain.train.engine import Engine
 from packtrain.train.library_errors import LESS_MEMORY, out_of_memory, shortly
@@ -32,21 +33,24 @@ _CANDIDATES = 16
 _NAMED = 3  # examples
 
 
-def largest_row(steps: Steps, first_step: int) -> np.ndarray:
-    """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass."""
+def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
+    """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass; and whether ranks
+    split it."""
     schedule, padded = steps.schedule, steps.layout == "padding"
     end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
     lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
 
-    def slots(numbers: np.ndarray) -> int:
-        own = schedule.lengths[numbers]
+    def slots(row: tuple[np.ndarray, bool]) -> float:
+        own, is_split = schedule.lengths[row[0]], row[1]
         tokens = len(own) * int(own.max(initial=0)) if padded else int(own.sum())
-        return math.ceil(tokens / schedule.ranks_per_row) if schedule.is_split(numbers) else tokens
+        return tokens / schedule.ranks_per_row if is_split else tokens
 
     longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
     fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())
-    candidates = sorted({*longest, *fullest})
-    return max((part for n in candidates for rank in schedule.layout(n, steps.world_size) for part in rank), key=slots)
+    layouts = [schedule.layout(step, steps.world_size) for step in sorted({*longest, *fullest})]
+    return max(
+        (row for layout in layouts for rank in range(len(layout)) for row in parts_of_rank(layout, rank)), key=slots
+    )
 
 
 class WorkRecord:
@@ -84,8 +88,8 @@ def try_largest(
 
     DeepSpeed's engine takes it for a step, whose update is to be refused (`ask_before_update`).
     """
-    numbers = largest_row(steps, first_step)
-    batch, device = steps.collate_part(numbers), loss.device
+    numbers, is_split = largest_row(steps, first_step)
+    batch, device = steps.collate_part(numbers, is_split), loss.device
     buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
     counts = torch.tensor(batch.counts, device=device)
     work.begin(first_step, 1, batch, numbers)
@@ -136,7 +140,7 @@ def memory_error(
     if (tried := work.tried) is not None:
         numbers, when = tried.tolist(), "before step 1, where the largest micro-batch of the first pass is tried"
     else:
-        numbers = schedule.micro_batches(work.step, steps.rank, steps.world_size)[work.micro - 1].tolist()
+        numbers = schedule.micro_batches(work.step, steps.rank, steps.world_size)[work.micro - 1][0].tolist()
         when = f"in step {work.step + 1} (micro-batch {work.micro})"
     names = ", ".join(places(numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" if numbers[_NAMED:] else "")
     if ranks.device.type == "cuda":

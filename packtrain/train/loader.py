@@ -23,7 +23,7 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.processes import write_stacks_on_signal
-from packtrain.packing.balance import Layout, cost_of_attention, lay_out, parts_of_rank
+from packtrain.packing.balance import Layout, cost_of_attention
 from packtrain.packing.collate import (
     RowLayout,
     collate_flat,
@@ -35,6 +35,7 @@ from packtrain.packing.collate import (
     part_of,
 )
 from packtrain.packing.schedule import Schedule
+from packtrain.packing.split_rows import lay_out_split, parts_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,12 @@ class Steps(Dataset):
         return self.schedule.total_steps
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
-        parts = self.schedule.micro_batches(step, self.rank, self.world_size)
-        if self.skipped_from or self.given_up:
-            parts = [np.array([number for number in part if self.trains_on(int(number), step)], int) for part in parts]
-        return [self.collate_part(numbers) for numbers in parts]
+        batches = []
+        for part, is_split in self.schedule.micro_batches(step, self.rank, self.world_size):
+            if self.skipped_from or self.given_up:
+                part = np.array([number for number in part if self.trains_on(int(number), step)], int)
+            batches.append(self.collate_part(part, is_split))
+        return batches
 
     def trains_on(self, number: int, step: int) -> bool:
         """Whether an example of `step` is trained on."""
@@ -115,8 +118,8 @@ class Steps(Dataset):
         """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, even if the run is shorter."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
-            for numbers in whole.micro_batches(step, self.rank, self.world_size):
-                yield numbers, self.collate_part(numbers)
+            for numbers, is_split in whole.micro_batches(step, self.rank, self.world_size):
+                yield numbers, self.collate_part(numbers, is_split)
 
     def first_examples(self, first_step: int) -> np.ndarray:
         """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on, that is not
@@ -126,18 +129,18 @@ class Steps(Dataset):
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
-        parts = (some for part in (layout[self.rank], *layout) for some in part if len(some))
+        own = parts_of_rank(layout, self.rank), *(parts_of_rank(layout, rank) for rank in range(self.world_size))
         shortest = np.array([self.schedule.lengths.argmin()])
-        return next((np.asarray(some) for some in parts if not self.schedule.is_split(some)), shortest)
+        return next((np.asarray(some) for parts in own for some, split in parts if len(some) and not split), shortest)
 
     def first_batch(self, first_step: int) -> MicroBatch:
         """The micro-batch of `first_examples`, which proofs run before step 1."""
         return self.collate(self.first_examples(first_step))
 
-    def collate_part(self, numbers: np.ndarray) -> MicroBatch:
-        """This rank's part of a row that is split over ranks, or all of another one."""
+    def collate_part(self, numbers: np.ndarray, is_split: bool) -> MicroBatch:
+        """The documents of these numbers, of a row that is split this rank's part."""
         batch = self.collate(numbers)
-        return batch.split(self.rank, self.schedule.ranks_per_row) if self.schedule.is_split(numbers) else batch
+        return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
@@ -302,9 +305,7 @@ class MismatchedSteps(Dataset):
                 yield first + part, batch
 
     def _own_parts(self, step: int) -> list[tuple[np.ndarray, bool]]:
-        schedule = self.steps.schedule
-        layout, rank, lengths = self.layout(step), self.steps.rank, self._lengths(step)
-        return parts_of_rank(layout, rank, lengths, schedule.limits, schedule.ranks_per_row)
+        return parts_of_rank(self.layout(step), self.steps.rank)
 
     def _lengths(self, step: int) -> np.ndarray:
         data, (prompt, completion) = self.steps.data, self.steps.pairs_of(step).T
@@ -314,7 +315,7 @@ class MismatchedSteps(Dataset):
     def layout(self, step: int) -> Layout:
         """`[rank][micro-batch]` arrays of places in the step's pairs, as of lay_out; every rank has the same number of micro-batches."""
         schedule = self.steps.schedule
-        return lay_out(
+        return lay_out_split(
             self._lengths(step),
             mode=schedule.packing.mode,
             world_size=self.steps.world_size,

@@ -373,15 +373,16 @@ class StepTrainer:
         """Number and loss of each example of the current step, with the current weights, on all ranks together."""
         step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
-        mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
+        mine = [(number, split) for part, split in parts for number in part.tolist() if steps.trains_on(number, step)]
         self.model.eval()
         with torch.no_grad(), self.loss.keeping_metrics():
             # with sharded weights every rank must run the same number of forward passes
             for at in range(max_over_ranks(len(mine), self.loss.device)):
-                batch = steps.collate_part(np.array(mine[at : at + 1], np.int64))
+                number, is_split = mine[at] if at < len(mine) else (None, False)
+                batch = steps.collate_part(np.array([] if number is None else [number], np.int64), is_split)
                 counts = torch.tensor(batch.counts, device=self.loss.device)
                 loss = self.loss.compute(self.model, batch, counts).item() / self.accelerator.num_processes
-                losses += [(number, loss) for number in mine[at : at + 1]]
+                losses += [] if number is None else [(number, loss)]
         self.model.train()
         with waiting("the example losses of all ranks"):
             every = gather_object(losses)

@@ -156,13 +156,12 @@ def settle_split(run: Prepared) -> str:
     longest = max(
         [run.longest, *(int(run.objective.slots(part).max()) for part in (run.data.train, run.data.eval) if part)]
     )
-    if longest <= limit:
-        run.objective.ranks_per_row = 1
-        return ""
     if asked == "auto":
         enough = (number for number in range(1, world + 1) if world % number == 0 and number * limit >= longest)
         run.objective.ranks_per_row = next(enough, world)
     parts, base = run.objective.ranks_per_row, base_model(run.model)
+    if parts == 1:
+        return ""
     if run.backend is None or run.backend.backend.name == PER_DOCUMENT or rotates_by_length(base):
         what = f"documents of {type(base).__name__} cannot be split over processes: its attention is not in one function for all tokens"
         raise UserError(what, where=SPLIT_KEY, fix=f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1")
@@ -177,7 +176,8 @@ def settle_split(run: Prepared) -> str:
             f"a row split over {parts} processes is not exact: {reason}", where=SPLIT_KEY, fix="set it to 1"
         )
     off = "" if proof is None else f"; proved, within {proof.max_difference:.1g}"
-    return f"documents above {limit:,} tokens over {parts} processes each (the longest has {longest:,}){off}"
+    longer = f"documents above {limit:,} tokens (the longest has {longest:,}), and those that are more than a process' share of a step,"
+    return f"{longer} over {parts} processes each{off}"
 
 
 def masters_of(run: Prepared) -> Dither:

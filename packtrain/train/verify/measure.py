@@ -108,9 +108,6 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
         isolation = isolation_of(config, ranks, base, autocast)
-        parts = ranks.world_size if config.strategy.sequence_parallel == "auto" else config.strategy.sequence_parallel
-        if parts > 1 and isolation.backend is not None and not isolation.problem:
-            isolation = _split(isolation, base, autocast, ranks, parts)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
         if config.objective.traits.pairs and share is not False and packs:
@@ -123,8 +120,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     seen = expected_share(masters_of(run), rate) if keeps else None
     if ranks.gathers_by_engine:  # agreed on before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
-    splits = {"part": ranks.rank % parts, "ranks_per_row": 1 if isolation.problem else parts}
-    head, comparison, start = _modes(run, isolation.backend, shares=pairs is not None and not pairs[0], **splits)
+    head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
     # if prompts cannot be shared, training computes them for each answer, unless it must share them
     findings = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(findings, ("exact", "", ""))
@@ -183,11 +179,9 @@ def _load(run: Prepared) -> Prepared:
     return run
 
 
-def _modes(
-    run: Prepared, backend: str | None, *, shares: bool, **splits: int
-) -> tuple[Head | None, Comparison, FirstLoss | None]:
+def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
     """The output head of documents, the modes with the loss of the objective, and the FirstLoss of preference training."""
-    objective, kind = run.objective, run.config.objective
+    objective, kind, backend = run.objective, run.config.objective, isolation.backend
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
     start = None
     if isinstance(loss, SFTLoss):
@@ -200,7 +194,14 @@ def _modes(
         )
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
-    return head, compare_modes(loss, steps, backend, shares=shares, split=split, **splits), start
+    parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
+    how: Any = {"shares": shares, "split": split, "part": run.ranks.rank % parts, "ranks_per_row": parts}
+    return head, compare_modes(loss, steps, backend, **how), start
+
+
+def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
+    asked = config.strategy.sequence_parallel
+    return ranks.world_size if asked == "auto" else asked
 
 
 def _split(
@@ -225,7 +226,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem)
     problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
-    return Isolation(choice.backend.name, choice.backend.why, choice.rejected, choice.proof, problem)
+    isolation = Isolation(choice.backend.name, choice.backend.why, choice.rejected, choice.proof, problem)
+    parts = _ranks_per_row(config, ranks)
+    return isolation if problem or parts == 1 else _split(isolation, model, autocast, ranks, parts)
 
 
 def _findings(

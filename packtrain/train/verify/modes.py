@@ -126,21 +126,12 @@ def compare_modes(
         padded = with_own_reference(loss, padded, off=_OFF)
         check_answer_forward(loss, padded.first_batch(0), own_attention(base))
     every = list(range(len(padded.data)))
-    half = len(every) // 2
-    parts = [every[:half], every[half:]] if split else [every]
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
-    layouts = {
-        "padding": [padded.collate(part) for part in parts],
-        "padding_free": [flat.collate(part) for part in parts],
-        "packed": [flat.collate(every)],
-        **({SHARED: [shared.collate(every)]} if shares else {}),
-        **(
-            {SPLIT: [(shared if shares else flat).collate(every).split(part, ranks_per_row)]}
-            if ranks_per_row > 1
-            else {}
-        ),
-        "borderless": [_without_borders(flat.collate(every))],
-    }
+    layouts = _lay_out(padded, flat, every, split)
+    if shares:
+        layouts[SHARED] = [shared.collate(every)]
+    if ranks_per_row > 1:
+        layouts[SPLIT] = [batch.split(part, ranks_per_row) for batch in layouts[SHARED if shares else "packed"]]
     with loss.keeping_metrics():
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if isinstance(loss, SFTLoss):
@@ -176,6 +167,18 @@ def compare_modes(
     lengths = tuple(len(document.input_ids) for document in padded.data.documents)
     tolerance = tolerance_of(loss.compute_dtype, routed=has_routers(base))
     return Comparison(lengths, reference, measured, control, tolerance)
+
+
+def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str, list[MicroBatch]]:
+    """The micro-batches of the modes and of the control; two of padding and padding_free, if examples may be `split`."""
+    half = len(every) // 2
+    parts = [every[:half], every[half:]] if split else [every]
+    return {
+        "padding": [padded.collate(part) for part in parts],
+        "padding_free": [flat.collate(part) for part in parts],
+        "packed": [flat.collate(every)],
+        "borderless": [_without_borders(flat.collate(every))],
+    }
 
 
 def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.config.schema import PackingMode
-from packtrain.packing.balance import Layout, MicroBatchLimits, costs, deal, imbalance, lay_out, part_costs
+from packtrain.packing.balance import (
+    Layout,
+    MicroBatchLimits,
+    SplitLayout,
+    costs,
+    deal,
+    imbalance,
+    lay_out,
+    part_costs,
+)
 from packtrain.packing.bins import best_fit
+from packtrain.packing.split_rows import lay_out_split, parts_of_rank
 
 MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
 
@@ -135,3 +146,34 @@ def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():
     assert imbalance(layout, lengths, 0.1) == pytest.approx(120 / ((30 + 50 + 120) / 2) - 1)
     assert imbalance([[np.array([0, 1])], [np.array([2])]], lengths, 0.0, "padding") == pytest.approx(40 / 35 - 1)
     assert costs(np.array([10]), 0.1).tolist() == [20.0]
+
+
+@pytest.mark.parametrize("ranks_per_row", [2, 4])
+@pytest.mark.parametrize(("mode", "keep_order"), [("packed", False), ("padding_free", True)])
+def test_split_rows_have_every_document_once_and_even_the_work_out(
+    ranks_per_row: int, mode: PackingMode, keep_order: bool
+) -> None:
+    rng, world, limits = np.random.default_rng(0), 64, MicroBatchLimits(16, 4096)
+    how: Any = {"mode": mode, "world_size": world, "attention_cost": 2e-5, "keep_order": keep_order}
+    lengths = np.clip(rng.lognormal(5.5, 1, 16 * world), 16, 4096).astype(int)
+    lengths[:3] = 8000, 6000, 4097
+    layout = lay_out_split(lengths, limits=limits, ranks_per_row=ranks_per_row, **how)
+    assert isinstance(layout, SplitLayout) and sorted(np.concatenate([*chain(*layout)])) == [*range(len(lengths))]
+    assert len({len(parts) for parts in layout}) == 1
+    groups = [
+        [parts_of_rank(layout, rank) for rank in range(first, first + ranks_per_row)]
+        for first in range(0, world, ranks_per_row)
+    ]
+    for group in groups:
+        for rows in zip(*group, strict=True):
+            if rows[0][1]:  # all have the same row, of which each takes a part
+                assert all(is_split and row is rows[0][0] for row, is_split in rows)
+                assert lengths[rows[0][0]].sum() <= limits.tokens * ranks_per_row
+            for row, is_split in rows:
+                assert is_split or (lengths[row].sum() <= limits.tokens and len(row) <= limits.examples)
+    assert imbalance(layout, lengths, 2e-5) < 0.01
+    assert {0, 1, 2} <= {
+        number for group in groups for row, is_split in group[0] if is_split for number in row.tolist()
+    }
+    with pytest.raises(ValueError, match="ranks together take"):
+        lay_out_split(np.append(lengths, 4096 * ranks_per_row + 1), limits=limits, ranks_per_row=ranks_per_row, **how)

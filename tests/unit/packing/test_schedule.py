@@ -35,7 +35,7 @@ def schedule(lengths: np.ndarray = LENGTHS, steps: str = "examples", **changes: 
 
 
 def laid_out(plan: Schedule, step: int, world_size: int) -> list[int]:
-    batches = [plan.micro_batches(step, rank, world_size) for rank in range(world_size)]
+    batches = [[part for part, _ in plan.micro_batches(step, rank, world_size)] for rank in range(world_size)]
     assert len({len(rank) for rank in batches}) == 1, "ranks differ in their number of micro-batches"
     return sorted(chain.from_iterable(part.tolist() for rank in batches for part in rank))
 
@@ -115,7 +115,7 @@ def test_a_last_step_with_fewer_documents_than_ranks_leaves_ranks_with_nothing(m
     sizes = {"examples_per_step": 4} if steps == "examples" else {"tokens_per_step": 3 * 2048}
     plan = schedule(np.full(5, 1400, dtype=np.int32), steps, mode=mode, epochs=1, **sizes)
     last = plan.total_steps - 1
-    batches = [plan.micro_batches(last, rank, 7) for rank in range(7)]
+    batches = [[part for part, _ in plan.micro_batches(last, rank, 7)] for rank in range(7)]
     assert [len(rank) for rank in batches] == [1] * 7
     assert sum(len(rank[0]) == 0 for rank in batches) == 7 - len(plan.documents(last)) > 0
 

@@ -1,0 +1,92 @@
+"""The documents of one step over ranks, where neighbouring ranks may split some: those that exceed a device, and those that are more work
+than a rank's share of the step (and longer than a part of a full row), which no plan of whole documents can spread evenly.
+
+1. Split rows first: their documents go to the groups of neighbours, costliest first, each to the group with the least work.
+2. Then the whole documents, costliest first, each to the rank with the least work that has room for it; a rank's share of its group's split
+   rows counts as work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from packtrain.packing.balance import Layout, MicroBatchLimits, SplitLayout, costs, fill_cheapest_first, lay_out
+
+
+def lay_out_split(
+    lengths: np.ndarray,
+    *,
+    world_size: int,
+    limits: MicroBatchLimits,
+    attention_cost: float,
+    ranks_per_row: int,
+    **how: Any,
+) -> Layout:
+    """As `lay_out`, whose arguments these are; `ranks_per_row` neighbours may split a row. ValueError where a document is too long for that."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    cost = costs(lengths, attention_cost)
+    long = lengths > limits.tokens
+    if ranks_per_row > 1:  # of a short document the exchanges would take longer than the work
+        long |= (cost > cost.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
+    if not long.any():
+        return lay_out(lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, **how)
+    wide, groups = limits.tokens * ranks_per_row, world_size // ranks_per_row
+    if ranks_per_row == 1 or lengths.max() > wide:
+        raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks together take {wide}")
+    order = np.argsort(-cost, kind="stable")
+    rows, work = _split_rows(order[long[order]], lengths, cost, groups, wide)
+    whole = order[~long[order]]
+    parts = _fill_ranks(whole, lengths, cost, np.repeat(work / ranks_per_row, ranks_per_row), limits)
+    layout, empty = SplitLayout(), np.zeros(0, dtype=np.int64)
+    layout.split, layout.ranks_per_row = max(map(len, rows)), ranks_per_row
+    for rank in range(world_size):
+        own = rows[rank // ranks_per_row] if rank % ranks_per_row == 0 else []
+        layout.append([*own, *[empty] * (layout.split - len(own)), *parts[rank]])
+    return layout
+
+
+def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
+    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
+    if not isinstance(layout, SplitLayout):
+        return [(part, False) for part in layout[rank]]
+    first = layout[rank - rank % layout.ranks_per_row][: layout.split]
+    return [(row, bool(len(row))) for row in first] + [(part, False) for part in layout[rank][layout.split :]]
+
+
+def _split_rows(
+    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: int
+) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """The rows of at most `tokens` of each group, and its work: float64 [groups]."""
+    work = np.zeros(groups)
+    rows: list[list[list[int]]] = [[] for _ in range(groups)]
+    for document in order.tolist():
+        group = int(work.argmin())
+        work[group] += cost[document]
+        fitting = (row for row in rows[group] if lengths[row].sum() + lengths[document] <= tokens)
+        if (row := next(fitting, None)) is None:
+            rows[group].append(row := [])
+        row.append(document)
+    return [[np.array(row, dtype=np.int64) for row in own] for own in rows], work
+
+
+def _fill_ranks(
+    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, work: np.ndarray, limits: MicroBatchLimits
+) -> list[list[np.ndarray]]:
+    """The micro-batches of each rank, costliest first and as few as hold its documents; the ranks have `work` already."""
+    documents, sizes, costly = order.tolist(), lengths.tolist(), cost.tolist()
+    ranks, tokens = len(work), int(lengths[order].sum())
+    number = max(math.ceil(tokens / (limits.tokens * ranks)), math.ceil(len(order) / (limits.examples * ranks)))
+    while len(order):
+        room = MicroBatchLimits(limits.examples * number, limits.tokens * number)
+        own = fill_cheapest_first(documents, sizes, costly, ranks, room, work.tolist())
+        parts = [
+            [part] if number == 1 else fill_cheapest_first(part, sizes, costly, number, limits) for part in own or ()
+        ]
+        if own is not None and None not in parts:
+            made = [[np.array(part, dtype=np.int64) for part in of_rank or ()] for of_rank in parts]
+            return [sorted(of_rank, key=lambda part: -cost[part].sum()) for of_rank in made]
+        number += 1
+    return [[] for _ in range(ranks)]
