@@ -176,7 +176,7 @@ class Optim:
     dither: Literal["auto", "no"] = key(
         "auto",
         "Float32 masters of bfloat16 weights start at random places of their rounding cells, so that every update is seen "
-        "(docs/precision.md). auto: where weights are computed in bfloat16, but for losses that compare with a reference; no (or false): none.",
+        "(docs/precision.md). auto: where weights are computed in bfloat16; no (or false): none.",
     )
 
     @property

@@ -183,7 +183,7 @@ def settle_split(run: Prepared) -> str:
 def masters_of(run: Prepared) -> Dither:
     """The trained weights that are computed in bfloat16, and which of their masters optim.dither has start off the middle of their cells."""
     config = run.config
-    wanted = config.optim.dither == "auto" and config.optim.keeps_masters and not config.objective.traits.reference
+    wanted = config.optim.dither == "auto" and config.optim.keeps_masters
     sharded = run.ranks.strategy == "fsdp2"
     autocast, seed = run.precision.autocast, config.trainer.seed
     return choose_dither(run.model, autocast=autocast, sharded=sharded, wanted=wanted, seed=seed)

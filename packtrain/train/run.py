@@ -309,14 +309,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """The masters that are to start off the middle of their cells; says so."""
-    config = run.config
-    dither = masters_of(run.prepared)
-    advice = "raise optim.learning_rate, or set trainer.mixed_precision=no"
-    if config.optim.dither == "no":
-        advice = f"set optim.dither=auto, {advice}"
-    elif not dither.names:
-        advice = "its masters learn all the same; optim.bf16_rounding=never has final/ keep what they learn"
-    trainer.seen_updates.advice = advice
+    dither, other = masters_of(run.prepared), "raise optim.learning_rate, or set trainer.mixed_precision=no"
+    trainer.seen_updates.advice = f"set optim.dither=auto, {other}" if run.config.optim.dither == "no" else other
     if dither.names:
         run.log.fact("dither", f"{counted(len(dither.names), 'weights')} start off the middle of their bfloat16 cells")
     return dither

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import forked
 import pytest
 import torch
 import yaml
+from answer_runs import preferences
 from here import run_here
-from running import LLAMA, Run, base_config, train
+from running import LLAMA, Run, base_config, train, write_jsonl
 from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -202,3 +204,13 @@ def test_masters_are_the_same_under_every_strategy(model: Path, tmp_path: Path, 
     assert along(learnt(run, model), learnt(alone, model)) == pytest.approx(1, abs=0.05)
     still = train(tmp_path, config, f"strategy={strategy}", *exact, "optim.learning_rate=0", name="still", processes=2)
     assert all((move == 0).all() for move in learnt(still, model).values())
+
+
+def test_preferences_begin_with_a_zero_margin_and_are_seen(model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model)
+    config["data"] |= {"train": str(write_jsonl(tmp_path / "pairs.jsonl", preferences(14, seed=0))), "max_length": 128}
+    dithered, plain = (
+        run_here(tmp_path, config, "objective.kind=dpo", f"optim.dither={how}", name=how) for how in ("auto", "false")
+    )
+    assert dithered.losses[0] == plain.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert min(seen(dithered)) > 0.85 and max(seen(plain)[:2]) < 0.5
