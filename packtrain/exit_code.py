@@ -116,5 +116,12 @@ def _print_problems(error: PacktrainError) -> None:
         print(f"  {visible(shown, whitespace=True)}", file=sys.stderr)
 
 
+def leave(code: int) -> None:
+    """Ends this process now, whatever its threads are in; what was printed is shown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def stopped_by(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}"

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -30,6 +29,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import DistError, PrefixStore, Store, TCPStore, distributed_c10d
 
 from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
+from packtrain.exit_code import leave
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
@@ -257,7 +257,8 @@ def connect(
     if not problem:
         return device
     if not future.done():
-        atexit.register(_end, CheckFailed.exit_code)
+        # while its thread is in the collective, unloading the backend would abort the process, with another code
+        atexit.register(leave, CheckFailed.exit_code)
     names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
     settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
     where = f"rank {peers.rank} on {peers.host}"
@@ -284,13 +285,6 @@ def _wrong_ranks(rank: int, ranks: int, device: torch.device, reduce: Callable[[
     numbers[:, rank] = rank + 1
     reduce(numbers)
     return (numbers.cpu() != torch.arange(1, ranks + 1)).any(dim=0).nonzero().flatten().tolist()
-
-
-def _end(code: int) -> None:
-    """Ends the process while its thread is in the collective: unloading the backend would abort it, with another code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

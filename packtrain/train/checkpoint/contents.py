@@ -35,15 +35,12 @@ class CheckpointContents(Protocol):
     @property
     def order(self) -> Sequence[str] | None:
         """The names in the order in which the optimizer has its states; None if it has them by name."""
-        raise NotImplementedError
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight, or the buffer; weights of DeepSpeed in float32. Raises KeyError."""
-        raise NotImplementedError
 
     def states(self, name: str) -> dict[str, Any]:
         """The states of its optimizer, tensors of its shape or plain values, and its MASTER; {} if it never had a gradient."""
-        raise NotImplementedError
 
 
 def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> CheckpointContents:
@@ -143,22 +140,19 @@ class _Zero:
 
     def states(self, name: str) -> dict[str, Any]:
         kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
-        return {
-            key: self._whole(name, [state[key] for state in kept])
-            if isinstance(value, torch.Tensor) and value.dim()
-            else value
-            for key, value in kept[0].items()
-        }
+        return {key: self._whole(name, [state[key] for state in kept]) for key in kept[0]}
 
     def _state(self, rank: int, group: int) -> dict[str, Any]:
         kept = self._ranks[rank]
         part = kept["optimizer_state_dict" if "optimizer_state_dict" in kept else "base_optimizer_state"]
         return part["state"].get(group, {})
 
-    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        pieces = [
-            part.narrow(0, start, count) for part, (_, _, start, count) in zip(parts, self._pieces[name], strict=True)
-        ]
+    def _whole(self, name: str, parts: list[Any]) -> Any:
+        """Parts put together; of what is no part of a tensor, which all have alike, the first."""
+        if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
+            return parts[0]
+        places = [(start, count) for _, _, start, count in self._pieces[name]]
+        pieces = [part.narrow(0, *place) for part, place in zip(parts, places, strict=True)]
         return torch.cat(pieces).view(self._shapes[name])
 
     def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:

@@ -114,19 +114,12 @@ _Place = tuple[torch.Tensor, int, int, int, int]
 
 def _by_fragment(zero: Any, names: Names) -> list[_Place]:
     """Of ZeRO-1 and ZeRO-2, which cut a group as a whole."""
-    mapped = [
-        (weight, cast(Any, weight)._hp_mapping) for weight in names if getattr(weight, "_hp_mapping", None) is not None
-    ]
-    return [
-        (
-            weight,
-            mapping.param_group_index,
-            mapping.hp_fragment_address.start,
-            mapping.lp_fragment_address.start,
-            mapping.lp_fragment_address.numel,
-        )
-        for weight, mapping in mapped
-    ]
+    places = []
+    for weight in names:
+        if (mapping := getattr(weight, "_hp_mapping", None)) is not None:
+            at, part = mapping.hp_fragment_address.start, mapping.lp_fragment_address
+            places.append((weight, mapping.param_group_index, at, part.start, part.numel))
+    return places
 
 
 def _by_partition(zero: Any, names: Names) -> list[_Place]:

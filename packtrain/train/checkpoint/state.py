@@ -68,15 +68,14 @@ class Checkpoints:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
             writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
             writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
-            usual = list(spikes.figures)
-            writer.write_now(lambda: write_json(staging / STATE, usual))
+            writer.write_now(lambda: write_json(staging / STATE, list(spikes.figures)))
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """The state dict of the model; of adapters without the frozen weights."""
-        frozen = {
-            name for name, weight in self._model.named_parameters() if self._has_adapters and not weight.requires_grad
-        }
+        frozen = set[str]()
+        if self._has_adapters:
+            frozen = {name for name, weight in self._model.named_parameters() if not weight.requires_grad}
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
@@ -111,10 +110,9 @@ class Checkpoints:
             if files := written_into(newest):
                 return sum(number for number, _ in files.values())
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
-        settings, bytes_each = (self._settings.optim, self._settings.strategy), trained[0].itemsize if trained else 0
-        return (
-            self._weights_bytes() + optimizer_bytes(*settings, sum(map(elements, trained)), bytes_each) + _SMALL_FILES
-        )
+        number, bytes_each = sum(map(elements, trained)), trained[0].itemsize if trained else 0
+        states = optimizer_bytes(self._settings.optim, self._settings.strategy, number, bytes_each)
+        return self._weights_bytes() + states + _SMALL_FILES
 
     def _weights_bytes(self) -> int:
         """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
@@ -209,9 +207,8 @@ class Checkpoints:
         if best == state.global_step:
             return
         if not folder.is_dir():  # not written for reason of space, or in another run folder
-            self._settings.say(
-                f"{folder} is not there: final/ has the weights of the last step, not those of the best one"
-            )
+            what = "final/ has the weights of the last step, not those of the best one"
+            self._settings.say(f"{folder} is not there: {what}")
             state.best_metric = state.best_global_step = None
             return
         state.best_model_checkpoint = str(folder)
@@ -219,7 +216,7 @@ class Checkpoints:
 
     def save_model(self, folder: Path) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
-        self._write_whole(folder, self._whole_weights())
+        self._write_model(folder, self._whole_weights())
 
     def save_weights_in(self, dtype: torch.dtype, folder: Path) -> None:
         """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any."""
@@ -228,7 +225,7 @@ class Checkpoints:
             whole = self._model.state_dict() if main else {}
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
         weights = in_format(whole if main else {}, self._model, exact, dtype, self._engine.dither)
-        self._write_whole(folder, weights)
+        self._write_model(folder, weights)
         if main and not self._has_adapters:
             name_format(folder, dtype)
 
@@ -241,14 +238,11 @@ class Checkpoints:
         engine = self._engine.wrapped
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._has_adapters) or {}
 
-    def _write_whole(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        if self._accelerator.is_main_process:
-            self._write_model(folder, weights)
-
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Writes model and tokenizer; the weights whatever becomes of config and tokenizer."""
-        with weights_at_least(self._model, folder, weights):
-            self._trl._save(str(folder), state_dict=weights)
+        """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
+        if self._accelerator.is_main_process:
+            with weights_at_least(self._model, folder, weights):
+                self._trl._save(str(folder), state_dict=weights)
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:

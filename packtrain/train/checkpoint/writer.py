@@ -64,11 +64,12 @@ class CheckpointWriter:
     def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
         self.outcome = WriteOutcome(newest=newest)
         self._say, self._jobs = say, _Jobs()
-        self._early: Exception | None = None
+        self._early = ""  # what is wrong with what was written at once
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
         self._fits_in_memory, self._kept = True, False
-        self._group: Any = None
+        self.group: dist.ProcessGroup | None = None
+        """The ranks, for collectives of the thread alone; None if this process is alone."""
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
@@ -80,7 +81,8 @@ class CheckpointWriter:
         Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
         """
         try:
-            if self._fits_in_memory and (self._kept or _fits(state, 1 if alone else _ranks_of_machine())):
+            copies = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if self._fits_in_memory and (self._kept or _fits(state, copies)):
                 return self._staged(state)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -114,31 +116,22 @@ class CheckpointWriter:
 
     def write_now(self, work: Callable[[], object]) -> None:
         """Does `work` now, which writes something small; if it fails, the checkpoint does, and this rank stays in step."""
-        try:
-            work()
-        except Exception as error:
-            self._early = self._early or error
+        self._early = self._early or self._first_fault([work])
 
     def begin(self, step: int, staging: Path, seal: Callable[[], object] | None) -> None:
         """Starts to write what was collected as the checkpoint of `step`; `seal`, of rank 0, is done when all have written.
 
         If one fails, `staging` is removed.
         """
-        if self._group is None and dist.is_initialized():
+        if self.group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
-                self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
-        early = [_raising(self._early)] if self._early else []
+                self.group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
         self._kept = self._fits_in_memory
-        parts = early, self._jobs, [seal] if seal else []
-        self._jobs, self._early = [], None
-        self._thread = _thread("checkpoint", lambda: self._write(step, staging, *parts))
+        parts = self._early, self._jobs, [seal] if seal else []
+        self._jobs, self._early = [], ""
+        self._thread = _thread(lambda: self._write(step, staging, *parts))
         if not self._fits_in_memory:
             self.wait()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks, for collectives of the thread alone; None if this process is alone."""
-        return self._group
 
     def wait(self) -> None:
         """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
@@ -172,11 +165,11 @@ class CheckpointWriter:
             self.warn_of_failures()
         self._stager = None  # frees the copies
 
-    def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:
+    def _write(self, step: int, staging: Path, early: str, jobs: _Jobs, seal: _Jobs) -> None:
         """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
         try:
             # all ranks or none: FSDP2's jobs wait for those of the other ranks
-            why = self._agree(self._first_fault(early))
+            why = self._agree(early)
             if not why:
                 why = self._first_fault(jobs)
                 self._note_wait("the other ranks to write their parts of the checkpoint")
@@ -204,19 +197,19 @@ class CheckpointWriter:
         return ""
 
     def _note_wait(self, others: str) -> None:
-        if self._group is not None:
+        if self.group is not None:
             self._waits.put(others)
 
     def _agree(self, why: str) -> str:
         """The first rank's `why` that is not empty."""
-        if self._group is None:
+        if self.group is None:
             return why
-        answers: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(answers, why, group=self._group)
+        answers: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(answers, why, group=self.group)
         return next(filter(None, answers), "")
 
 
-def _thread(name: str, work: Callable[[], object]) -> Thread:
+def _thread(work: Callable[[], object]) -> Thread:
     """A thread at `work` on this thread's GPU: one that names none begins on GPU 0, and opens a context there."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -225,14 +218,9 @@ def _thread(name: str, work: Callable[[], object]) -> Thread:
             torch.cuda.set_device(gpu)
         work()
 
-    thread = Thread(target=begin, name=name, daemon=True)
+    thread = Thread(target=begin, name="checkpoint", daemon=True)
     thread.start()
     return thread
-
-
-def _ranks_of_machine() -> int:
-    """Ranks of this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _fits(state: Any, copies: int) -> bool:
@@ -240,10 +228,3 @@ def _fits(state: Any, copies: int) -> bool:
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
     return copies * size <= _SHARE * free_memory()
-
-
-def _raising(error: Exception) -> Callable[[], object]:
-    def raise_it() -> None:
-        raise error
-
-    return raise_it

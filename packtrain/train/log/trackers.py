@@ -7,8 +7,6 @@ end when the process ends.
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from packtrain.boundary import boundary
+from packtrain.exit_code import leave
 from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
@@ -98,10 +97,4 @@ def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], No
 def leave_stuck_ones(code: int) -> None:
     """Where a tracker is stuck, has this process end with `code` without waiting for it, as wandb does when a process ends."""
     if _STUCK:
-        atexit.register(_leave, code)  # runs before those that were registered earlier
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        atexit.register(leave, code)  # runs before those that were registered earlier
