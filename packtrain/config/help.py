@@ -50,17 +50,16 @@ def help_text(width: int, asked: Sequence[str] = ()) -> str:
     for group, doc, names, rows in _sections():
         if asked:
             for key in [key for key in rows if group in asked or key.path in asked]:
-                lines += textwrap.wrap(
-                    f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]", width
-                )
+                takes = describe(key).replace("|", " | ")
+                lines += textwrap.wrap(f"{key.path}  {takes} [{_default(key.default)}]", width)
                 lines += textwrap.wrap(key.doc, width, initial_indent="    ", subsequent_indent="    ")
             continue
         head = f"{group}: {doc.rstrip('.')}"
         lines += textwrap.wrap(head + (f"; {group}={'|'.join(names)}" if names else ""), width, subsequent_indent="  ")
-        values = " ".join(
-            f"{key.path.removeprefix(f'{group}.')}={_default(key.default).replace(' ', '')}" for key in rows
+        values = (f"{key.path.removeprefix(f'{group}.')}={_default(key.default).replace(' ', '')}" for key in rows)
+        lines += textwrap.wrap(
+            " ".join(values), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
         )
-        lines += textwrap.wrap(values, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -95,10 +94,9 @@ def _default(value: Any) -> str:
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
     """What the first argument may be: a YAML file, a recipe, or (if none fits) an override. (word, help) each."""
-    files = {f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")}
-    files = {name for name in files if name.startswith(incomplete)} | set(
-        glob.glob(f"{glob.escape(incomplete)}*{SUFFIX}")
-    )
+    recipes = [f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")]
+    files = {name for name in recipes if name.startswith(incomplete)}
+    files |= {*glob.glob(f"{glob.escape(incomplete)}*{SUFFIX}")}
     return [(file, "config") for file in sorted(files)] or complete_override(incomplete)
 
 

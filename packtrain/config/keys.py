@@ -19,24 +19,18 @@ from packtrain.config.objective import OPTIONS
 from packtrain.config.schema import groups
 
 _OPTION = "It is now an entry of objective.options, by TRL's name: {}."
+_OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
+_OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
 REMOVED = {
     "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
     "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
     **{f"objective.{name}": _OPTION.format(name) for options in OPTIONS.values() for name in options},
-    "objective.kto_loss": "It is now objective.loss.",
-    "objective.loss_type": "It is now objective.loss.",
+    **dict.fromkeys(("objective.kto_loss", "objective.loss_type"), "It is now objective.loss."),
     "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
     "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
     "optim.master_weights": "true is the default of optim.bf16_rounding; without masters: optim.bf16_rounding=stochastic.",
     "optim.rounding": "stochastic is now optim.bf16_rounding=stochastic; nearest, with float32 masters, is the default.",
-    **{
-        f"topology.{name}": f"It is now a line of topology.sbatch: --{option}=…"
-        for name, option in {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}.items()
-    },
-    **{
-        f"topology.{name}": f"It is now a line of topology.sbatch: --{name}=…"
-        for name in ("account", "constraint", "gres", "partition", "qos")
-    },
+    **{f"topology.{name}": f"It is now a line of topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
     "topology.checkpoint_timeout": "A checkpoint may take three times topology.step_timeout, and the others wait so long.",
     "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
     "topology.container_mounts": "They are now options of the container that topology.command starts: docs/slurm.md.",
@@ -169,10 +163,10 @@ def words(kinds: Iterable[Any]) -> str:
     return " or ".join(_words(kind) for kind in kinds if kind is not type(None))
 
 
-def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+def near(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names of `known` that are spelt most like `name`, in whatever case."""
     spelt = {item.lower(): item for item in known}
-    return [spelt[item] for item in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
+    return [spelt[item] for item in difflib.get_close_matches(name.lower(), spelt, n=count)]
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1) -> str:

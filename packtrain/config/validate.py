@@ -101,12 +101,12 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
         elif name not in known:
             fix = suggest(name, known, f"A source has {', '.join(known)}.")
             faults.append(Fault((path,), "there is no such key", fix))
-        elif (taken := _as(value, members(known[name].type), path, faults)) is _REFUSED or not _in_bounds(
-            taken, known[name]
-        ):
-            faults += [] if len(faults) > before else [_refused(value, known[name])]
         else:
-            made[name] = taken
+            taken = _as(value, members(known[name].type), path, faults)
+            if taken is not _REFUSED and _in_bounds(taken, known[name]):
+                made[name] = taken
+            elif len(faults) == before:
+                faults.append(_refused(value, known[name]))
     return cls(**made)
 
 

@@ -16,9 +16,8 @@ from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_LAUNCH_VARIABLE = (
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
-)
+# set for each process
+_LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"
 _COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
 _POSITIVE = ("num_cycles", "power")
 _RATES = ("min_lr", "lr_end")
@@ -195,20 +194,15 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     elif config.model.dtype == "float16" and config.peft.kind == "none":
         what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
-    against_fp8 = {
-        "strategy.name": (
-            config.strategy.name.startswith("zero"),
-            "DeepSpeed has not been tried with layers that multiply in 8 bits",
-        ),
-        "peft.kind": (config.peft.kind != "none", "torchao's layers make gradients of frozen weights too, for nothing"),
-        "objective.kind": (
-            config.objective.traits.reference,
-            "losses that compare with a reference have not been tried in 8 bits",
-        ),
-    }
-    for key, (applies, what) in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
-        if applies:
-            yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
+    against_fp8 = dict[str, str]()
+    if config.strategy.name.startswith("zero"):
+        against_fp8["strategy.name"] = "DeepSpeed has not been tried with layers that multiply in 8 bits"
+    if config.peft.kind != "none":
+        against_fp8["peft.kind"] = "torchao's layers make gradients of frozen weights too, for nothing"
+    if config.objective.traits.reference:
+        against_fp8["objective.kind"] = "losses that compare with a reference have not been tried in 8 bits"
+    for key, what in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
+        yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
     if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
         what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
         yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")

@@ -96,12 +96,10 @@ def _data(data: Data) -> Iterator[Fault]:
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
     elif template and not _there(template) and as_name(template) not in template_names():
-        hint = suggest(
-            as_name(template), template_names(), "Names are those of TRL's templates, such as qwen3 and llama3.", 3
-        )
-        yield Fault(
-            ("data.chat_template",), f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
-        )
+        otherwise = "Names are those of TRL's templates, such as qwen3 and llama3."
+        hint = suggest(as_name(template), template_names(), otherwise, 3)
+        what, fix = f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
+        yield Fault(("data.chat_template",), what, fix)
 
 
 def _reference(reference: str) -> Iterator[Fault]:

@@ -94,9 +94,8 @@ def count_gpus(topology: Topology) -> int | None:
 
 def check_secrets(config: dict[str, Any]) -> list[Fault]:
     """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
-    return [
-        item for path, text in _texts(config, "") for item in _secrets_in(path, text) if not path.startswith(_SETUP)
-    ]
+    texts = [(path, text) for path, text in _texts(config, "") if not path.startswith(_SETUP)]
+    return [item for path, text in texts for item in _secrets_in(path, text)]
 
 
 def note_secrets(setup: list[str]) -> Iterator[str]:
