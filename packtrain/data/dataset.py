@@ -210,9 +210,8 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     held = inverse < max(1, round(fraction * len(different)))
     documents = np.concatenate([part.store.fates["documents"] for part in parts])
     if not (documents[held].any() and documents[~held].any()):
-        what = (
-            f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): one side would be empty"
-        )
+        rows = f"{len(content)} rows ({len(different)} different)"
+        what = f"cannot hold out {fraction:g} of {rows}: one side would be empty"
         fix = "Give data.eval a source of its own, or more rows (of .txt files with data.split_text=line or paragraph)."
         raise UserError(what, where="data.eval", fix=fix)
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])

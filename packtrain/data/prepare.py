@@ -112,12 +112,10 @@ def prepare(
 def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
     """A remark on rows of data.eval that are in data.train, "" where there are none."""
     trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
-    number, rows = np.count_nonzero(np.isin(held_out, trained)), counted(len(held_out), "rows")
-    return (
-        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss will look better than it is"
-        if number
-        else ""
-    )
+    if not (number := np.count_nonzero(np.isin(held_out, trained))):
+        return ""
+    rows = f"{number:,} of the {counted(len(held_out), 'rows')} of data.eval"
+    return f"{rows} are in data.train too: the held-out loss will look better than it is"
 
 
 @dataclass

@@ -121,9 +121,8 @@ def detect_format(
         fix = suggest(unknown[0], known, f"Ours, which come first, are {', '.join(sorted(known))}.")
         raise refuse(f"data.columns: packtrain has no column {unknown[0]!r}", fix)
     if absent := sorted(set(columns.values()) - set(names)):
-        raise refuse(
-            f"data.columns names the column {absent[0]!r}, which is not there", f"The columns are {', '.join(names)}."
-        )
+        what = f"data.columns names the column {absent[0]!r}, which is not there"
+        raise refuse(what, f"The columns are {', '.join(names)}.")
     fits = [name for name in REQUIRED if not missing(name, first)] if wanted == "auto" else [wanted]
     is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
     if "preference" in fits and objective != "sft" and not is_labelled:

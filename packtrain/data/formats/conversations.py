@@ -108,14 +108,6 @@ def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
     return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 
-def _read_text(row: Row) -> PromptCompletion:
-    return PromptCompletion("", row.text("text"))
-
-
-def _read_sharegpt(row: Row) -> Conversation:
-    return Conversation(with_system(row, read_messages(row, "conversations")), read_tools(row))
-
-
 def _read_alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
     return Conversation([*ask_by_columns(row), answer], read_tools(row))
@@ -163,8 +155,8 @@ def _read_tokens(row: Row) -> Tokens:
 READERS: dict[str, Callable[[Row], Example]] = {
     "messages": _read_messages,
     "prompt_completion": _read_prompt_completion,
-    "text": _read_text,
-    "sharegpt": _read_sharegpt,
+    "text": lambda row: PromptCompletion("", row.text("text")),
+    "sharegpt": lambda row: Conversation(with_system(row, read_messages(row, "conversations")), read_tools(row)),
     "alpaca": _read_alpaca,
     "xlam": _read_xlam,
     "tokenised": _read_tokens,

@@ -137,9 +137,8 @@ def _set_weight(message: dict[str, Any], where: str) -> None:
             what = f"expected 0 or 1 (a turn is trained or not), found {weight!r}"
             raise BadRow("weight", what, f"{where}.{key}")
         if weight and message["role"] != "assistant":
-            what = (
-                f"the weight asks to train what the {message['role']} says, but only the assistant's turns are trained"
-            )
+            said = f"what the {message['role']} says"
+            what = f"the weight asks to train {said}, but only the assistant's turns are trained"
             raise BadRow("weight", what, f"{where}.{key}", "Set it to 0, or data.loss_on=all to train everything.")
     if len(set(map(bool, given.values()))) > 1:
         raise BadRow("weight", f"{' and '.join(given)} differ", where, "Keep one.")
@@ -232,11 +231,8 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
     tools = []
     for index, tool in enumerate(list_of(value, where) if value else []):
         place, expected = f"{where}[{index}]", '{"name": …, "description": …, "parameters": {…}}'
-        tool = (
-            parse_json(tool, "wrong type", "expected an object or one as JSON", place)
-            if isinstance(tool, str)
-            else tool
-        )
+        if isinstance(tool, str):
+            tool = parse_json(tool, "wrong type", "expected an object or one as JSON", place)
         tools.append({"type": "function", "function": _read_function(tool, expected, place)})
     return tools or None
 

@@ -69,18 +69,14 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
         elif kind == ".json" and _is_list(path):
             yield from cut_into_chunks(str(path), _read_json_list(path), by_line=False)
         else:
-            lines = (
-                (number, line, len(line)) for number, line in enumerate(_read_lines(path), 1) if not line.isspace()
-            )
-            yield from cut_into_chunks(str(path), lines)
+            yield from cut_into_chunks(str(path), _read_lines(path))
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
-        raise UserError(
-            f"cannot read the file: {error}", where=str(path), fix="Check the file, or download it again."
-        ) from error
+        fix = "Check the file, or download it again."
+        raise UserError(f"cannot read the file: {error}", where=str(path), fix=fix) from error
 
 
 def _open_bytes(path: Path) -> BinaryIO:
@@ -99,11 +95,13 @@ def _open_text(path: Path, newline: str | None = "") -> TextIO:
     return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", newline=newline)
 
 
-def _read_lines(path: Path) -> Iterator[bytes]:
-    """Lines, each with the \\n that ends it."""
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Each line that is not blank, with its number and its length."""
     with _open_bytes(path) as file:
-        yield from filter(None, [file.readline().removeprefix(codecs.BOM_UTF8)])
-        yield from file
+        first = file.readline().removeprefix(codecs.BOM_UTF8)
+        for number, line in enumerate(chain([first], file), 1):
+            if line and not line.isspace():
+                yield number, line, len(line)
 
 
 def _is_list(path: Path) -> bool:

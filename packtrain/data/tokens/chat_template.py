@@ -100,9 +100,8 @@ def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     template = choose_template(name, tokenizer)
     if template is not None:
         marks = re.compile(r"(\{%-?\s*)(end)?generation(\s*-?%\})")
-        tokenizer.chat_template = marks.sub(
-            lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", template.text
-        )
+        words = {None: "if true", "end": "endif"}
+        tokenizer.chat_template = marks.sub(lambda mark: f"{mark[1]}{words[mark[2]]}{mark[3]}", template.text)
 
 
 def _read_shipped(name: str) -> str:

@@ -121,10 +121,8 @@ class Encoder:
                     faults["drops_system"] = True
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-                texts = [
-                    example.prompt,
-                    example.completion.rstrip().removesuffix(end),
-                ]  # EOS as text, which the file may hold
+                # without EOS as text, which the file may hold
+                texts = [example.prompt, example.completion.rstrip().removesuffix(end)]
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
         return faults
@@ -180,23 +178,18 @@ class Encoder:
 
     def _encode_pair(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         pair = read_preference(row)
-        prompt, *answered = self._encode_answers(*pair)
-        border = min(_count_common(prompt, ids) for ids in answered)
+        documents, apart = self._encode_answers(*pair)
         content = hash_content(common_prompt(row, pair[0]))
-        flags = {"content": content, "apart": border < len(prompt), **self._find_faults(*pair)}
+        flags = {"content": content, "apart": apart, **self._find_faults(*pair)}
         if self.objective == "reward":
             flags["margin"] = read_margin(row)
-        return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
+        return documents, flags
 
     def _encode_labelled(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         """One document for each answer, with the ids and targets of TRL's KTOTrainer."""
         examples, desirable = read_unpaired(row, format)
-        documents, apart = [], False
-        for example in examples:
-            prompt, ids = self._encode_answers(example)
-            border = _count_common(prompt, ids)
-            documents.append((ids, np.arange(len(ids)) >= border))
-            apart |= border < len(prompt)
+        encoded = [self._encode_answers(example) for example in examples]
+        documents, apart = [document for made, _ in encoded for document in made], any(apart for _, apart in encoded)
         content = hash_content(common_prompt(row, examples[0]))
         return documents, {"content": content, "apart": apart, "desirable": desirable, **self._find_faults(*examples)}
 
@@ -230,15 +223,20 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _encode_answers(self, *answers: Answered) -> list[np.ndarray]:
-        """Ids of the prompt, and of the prompt with each of its answers, as TRL's trainers of preferences make them."""
+    def _encode_answers(self, *answers: Answered) -> tuple[list[IdsAndMask], bool]:
+        """The prompt with each of its answers, as TRL's trainers of preferences make them, and whether the targets begin within the prompt
+        as it is tokenised alone."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
-            return self._chat.encode_answers(*chats)
-        texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
-        if self.tokenizer.eos_id is None:
-            raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
-        return [self._encode_prompt(texts[0].prompt), *map(self._with_eos, whole)]
+            prompt, *answered = self._chat.encode_answers(*chats)
+        else:
+            texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
+            if self.tokenizer.eos_id is None:
+                raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
+            prompt = self._encode_prompt(texts[0].prompt)
+            whole = (self.tokenizer.ids(text.prompt + text.completion, special=True) for text in texts)
+            answered = [*map(self._with_eos, whole)]
+        border = min(_count_common(prompt, ids) for ids in answered)
+        return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token (of a pair both or none), and the updated `fate`."""

@@ -93,11 +93,11 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
         return loaded
 
 
-def fix_of(online: bool, error: BaseException, otherwise: str = "") -> str:
-    """What to do about what cannot be loaded: trust its own code, or go where there is a hub; else `otherwise`."""
+def fix_of(online: bool, error: BaseException) -> str:
+    """What to do about what cannot be loaded: trust its own code, or go where there is a hub; else ""."""
     if "custom code" in str(error):
         return "It has code of its own: trust it with model.trust_remote_code=true."
-    return otherwise if online else OFFLINE_ADVICE
+    return "" if online else OFFLINE_ADVICE
 
 
 def hub(source: str | None) -> AbstractContextManager[bool]:
