@@ -126,9 +126,8 @@ class RunFolder:
             more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
-            raise UserError(
-                f"packtrain did not make {foreign[0]}{more} and will not overwrite it", where=where, fix=fix
-            )
+            what = f"packtrain did not make {foreign[0]}{more} and will not overwrite it"
+            raise UserError(what, where=where, fix=fix)
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.

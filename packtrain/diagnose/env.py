@@ -142,9 +142,8 @@ def print_check(console: Console, status: Status, name: str, result: str, fix: s
 def _drop_unknown(value: Any) -> Any:
     """Plain containers without what is not known, and large numbers as sizes."""
     if isinstance(value, dict):
-        return {
-            name: known for name, inner in value.items() if (known := _drop_unknown(inner)) not in (None, "", [], {})
-        }
+        known = {name: _drop_unknown(inner) for name, inner in value.items()}
+        return {name: inner for name, inner in known.items() if inner not in (None, "", [], {})}
     if isinstance(value, list):
         return [_drop_unknown(inner) for inner in value]
     return size(value) if isinstance(value, int) and value > MIB else value

@@ -119,10 +119,8 @@ class Corpus:
 
     def dropped_for(self, reason: str) -> np.ndarray:
         """bool[rows]: those that were dropped for this reason."""
-        numbers = [[at for at, known in enumerate(store.reasons) if known == reason] for store in self.stores]
-        return np.concatenate(
-            [np.isin(store.fates["dropped"], own) for store, own in zip(self.stores, numbers, strict=True)]
-        )
+        numbers = [store.reasons.index(reason) if reason in store.reasons else -1 for store in self.stores]
+        return np.concatenate([store.fates["dropped"] == own for store, own in zip(self.stores, numbers, strict=True)])
 
 
 def open_corpus(

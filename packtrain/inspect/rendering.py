@@ -82,11 +82,15 @@ def remark_on_modes(data: dict[str, Any]) -> list[str]:
     return remarks
 
 
+def templates_in(folder: Path, **how: Any) -> Environment:
+    """jinja2 for the pages of a folder, whose texts it escapes; `how` are further arguments of it."""
+    strict: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=FileSystemLoader(folder), **strict, **how)
+
+
 @cache
 def _templates() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    made = templates_in(_HERE)
     made.filters |= {"percent": percent, "number": lambda value: f"{value:,}", "counted": counted, "visible": visible}
     return made
 

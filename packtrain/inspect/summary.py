@@ -76,8 +76,9 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     most = int(np.percentile(lengths, 99.5))
     width = next(digit * 10**power for power in range(10) for digit in (1, 2, 5) if digit * 10**power * BINS > most)
     counts = np.bincount(np.minimum(lengths // width, most // width), minlength=most // width + 1).tolist()
+    firsts = range(0, width * len(counts), width)
     bins = [
-        {"first": at * width, "last": (at + 1) * width - 1, "documents": number} for at, number in enumerate(counts)
+        {"first": at, "last": at + width - 1, "documents": number} for at, number in zip(firsts, counts, strict=True)
     ]
     bins[-1]["last"] = max(bins[-1]["last"], int(lengths.max()))
     return bins

@@ -261,9 +261,8 @@ class Reporter:
         self._wake.set()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
-            self.report = MachineReport(
-                self.report.node, ended=True, lost=f"its launcher ended ({str(error) or type(error).__name__})"
-            )
+            lost = f"its launcher ended ({str(error) or type(error).__name__})"
+            self.report = MachineReport(self.report.node, ended=True, lost=lost)
             self.send_report()
 
     def update(self, **facts: Any) -> None:
@@ -278,10 +277,8 @@ class Reporter:
         self.update(**facts, ended=True)
         while (verdict := self.orders.verdict) is None:
             if self.lost:
-                node = self.report.node
-                return decide_exit(
-                    {0: MachineReport(0, lost=self.lost), node: self.report}, {0: self._main, node: host}, per_node
-                )
+                reports = {0: MachineReport(0, lost=self.lost), self.report.node: self.report}
+                return decide_exit(reports, {0: self._main, self.report.node: host}, per_node)
             time.sleep(_POLL_S)
         return verdict
 

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import cache
@@ -32,7 +32,7 @@ from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
-from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
+from packtrain.monitor.channel import ADDRESS, SECRET, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import STACKS
@@ -170,23 +170,21 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
     # machines that share a disk have a file each
     log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
-        scratch, main = Path(made), None
-        if group.client:
-            machine_0: Coordinator | Client = group.client
-        else:
-            machine_0 = main = stack.enter_context(
-                _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
-            )
+        scratch = Path(made)
+        serving = _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
+        machine_0 = group.client or stack.enter_context(serving)
         argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)
-        command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
+        # `accelerate launch …` through worker.py, which writes torchrun's messages to the log
+        torchrun = [sys.executable, "-m", "packtrain.launch.worker", str(log), *argv[2:]]
+        command = argv if plan.num_processes == 1 else torchrun
         with Reporter(plan.node, group.names[0], silence_s, machine_0) as reporter:
             supervisor = Supervisor(scratch, log, plan.ranks, plan.host, reporter)
             verdict = supervisor.run(command, _environment(plan, folder, group, scratch, limits))
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
-            if main:
-                main.wait_until_all_informed()
+            if isinstance(machine_0, Coordinator):
+                machine_0.wait_until_all_informed()
             # a signal may have come after the verdict
             return verdict if reporter.report.signal is None else replace(verdict, restart=())
 
@@ -244,8 +242,3 @@ def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, sc
     if plan.num_processes > 1:
         argv[argv.index("--main_process_port") + 1] = str(port)
     return argv
-
-
-def _torchrun(argv: Sequence[str], log: Path) -> list[str]:
-    """The arguments of `accelerate launch …` through worker.py, which writes torchrun's messages to `log`."""
-    return ["-m", "packtrain.launch.worker", str(log), *argv[2:]]

@@ -173,9 +173,8 @@ def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool)
     for point in job.points:
         job.run_folder(point).check_ours(inputs(point.config, job.config))
     if file is not None and file.exists() and not (file.is_file() and _MADE in file.read_text(errors="replace")):
-        raise UserError(
-            "packtrain did not make this file, and will not overwrite it", where=str(file), fix="Name another."
-        )
+        what = "packtrain did not make this file, and will not overwrite it"
+        raise UserError(what, where=str(file), fix="Name another.")
     with writing():
         job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:

@@ -115,9 +115,8 @@ def attach(
         attach(trainer)
         trainer.train()
     """
-    if share_prefix not in ("auto", True, False) or not (
-        tokens_per_row is None or (isinstance(tokens_per_row, int) and tokens_per_row > 0)
-    ):
+    limits = tokens_per_row is None or (isinstance(tokens_per_row, int) and tokens_per_row > 0)
+    if share_prefix not in ("auto", True, False) or not limits:
         what = f"share_prefix is {share_prefix!r} and tokens_per_row {tokens_per_row}"
         raise UserError(what, fix='set share_prefix to "auto", True or False, and tokens_per_row to a number or None')
     handle = Attached()
@@ -126,15 +125,12 @@ def attach(
     engines = [model for model in given if isinstance(model, nn.Module)]
     models = [base_model(cast(nn.Module, extract_model_from_parallel(engine))) for engine in engines]
     if not models or not all(isinstance(model, PreTrainedModel) for model in models):
-        what = type(trainer_or_model).__name__
-        raise UserError(
-            f"attach takes a model of transformers or a trainer that has one, not {what}", fix="see docs/library.md"
-        )
+        what = "attach takes a model of transformers or a trainer that has one"
+        raise UserError(f"{what}, not {type(trainer_or_model).__name__}", fix="see docs/library.md")
     wrapped_later = trainer is not None and _is_wrapped_later(trainer)
+    different = {id(model): (model, engine) for model, engine in zip(models, engines, strict=True)}
     try:
-        for model, engine in {
-            id(model): (model, engine) for model, engine in zip(models, engines, strict=True)
-        }.values():
+        for model, engine in different.values():
             packed = _PackedModel(model, handle.stats, tokens_per_row, share_prefix, proof, _autocast(trainer))
             handle._models.append(packed)
             if not (wrapped_later and model is models[0]):

@@ -48,9 +48,8 @@ def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     names, targets = [name for name, _ in model.named_modules()], peft.target_modules
     wanted = [(target, [target]) for target in targets] if isinstance(targets, list) else [(targets, targets)]
     absent = [("target_modules", target) for target, by in wanted if not any(is_adapted(name, by) for name in names)]
-    absent += [
-        ("modules_to_save", end) for end in peft.modules_to_save if not any(name.endswith(end) for name in names)
-    ]
+    ends = peft.modules_to_save
+    absent += [("modules_to_save", end) for end in ends if not any(name.endswith(end) for name in names)]
     parts = {part for name in names for part in name.split(".")}
     if problems := [
         Problem(f"{type(model).__name__} has no module {name!r}", f"peft.{key}", suggest(name, parts, _names(model)))

@@ -29,11 +29,8 @@ class TrainingFlops:
         """Of documents of `lengths` int[n] tokens; `shared` int[n / 2]: tokens that two of them in a row have in common, once."""
         shared = np.zeros(0, np.int64) if shared is None else shared
         tokens = int(lengths.sum(dtype=np.int64)) - int(shared.sum(dtype=np.int64))
-        attention = sum(
-            pair * (visible_keys(lengths, window) - visible_keys(shared, window))
-            for window, pair in self.by_window.items()
-        )
-        return tokens * self.token + attention
+        visible = {window: visible_keys(lengths, window) - visible_keys(shared, window) for window in self.by_window}
+        return tokens * self.token + sum(pair * visible[window] for window, pair in self.by_window.items())
 
 
 def visible_keys(lengths: np.ndarray, window: int | None) -> int:

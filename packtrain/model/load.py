@@ -70,15 +70,12 @@ def load_model(
     torch.manual_seed(seed)
     config, where = _below_adapters(adapted := config)
     with _loading(config, where):
-        model = (
-            _auto_class(scores).from_config(
-                _config_of(config, tokenizer, scores=scores),
-                dtype=None if config.dtype == "auto" else _DTYPES[config.dtype],
-                trust_remote_code=config.trust_remote_code,
-            )
-            if config.init == "random"
-            else _load_pretrained(config, tokenizer, seed, scores=scores)
-        )
+        if config.init == "random":
+            new = _config_of(config, tokenizer, scores=scores)
+            dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
+            model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        else:
+            model = _load_pretrained(config, tokenizer, seed, scores=scores)
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -195,9 +192,8 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
 def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
     """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random: except the
     head of a causal language model that becomes a reward model, from `seed`."""
-    model, info = _auto_class(scores).from_pretrained(
-        **arguments, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    kind = _auto_class(scores)
+    model, info = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
         new_score(model, seed)

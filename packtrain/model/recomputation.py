@@ -45,7 +45,9 @@ def recompute(model: PreTrainedModel, policy: str) -> None:
     # transformers adds the biases of experts to the results of their products, in place: what is kept may not change
     biased = any(getattr(module, "has_bias", False) for module in model.modules())
     kept = _PRODUCTS if biased else (*_PRODUCTS, _OF_EXPERTS)
-    context: dict[str, Any] = {"context_fn": partial(_selective, kept)} if policy == "selective" else {}
+    context: dict[str, Any] = {}
+    if policy == "selective":
+        context["context_fn"] = lambda: create_selective_checkpoint_contexts(_keep_every_second(kept))
 
     def switch(self: Any, enable: bool = True, **_: Any) -> None:
         """In place of transformers' own: TRL switches off for a pass of the reference, and on again without our choices."""
@@ -64,10 +66,6 @@ def recompute_in_eval(model: PreTrainedModel) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = layer.gradient_checkpointing
-
-
-def _selective(products: tuple[str, ...]) -> Any:
-    return create_selective_checkpoint_contexts(_keep_every_second(products))
 
 
 def _keep_every_second(kinds: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:

@@ -185,9 +185,8 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
         weight.data = weight.data.to(dtype)
     # one weight after the other: the engine would put the whole model on the device first
     remote = "cpu" if ranks.strategy == "zero3_offload" else None
-    deepspeed.zero.Init(
-        module=model, config_dict_or_path=_without_optimizer(model, ranks), remote_device=remote, dtype=dtype
-    )
+    settings = _without_optimizer(model, ranks)
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings, remote_device=remote, dtype=dtype)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
 

@@ -119,13 +119,11 @@ class _Request(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(length))
         status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
-        self._reply(status, json.dumps(answer).encode())
-
-    def _reply(self, status: int, body: bytes) -> None:
+        reply = json.dumps(answer).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(reply)
 
     def log_message(self, format: str, *args: object) -> None:
         """Does nothing: the base class would write every request to stderr."""

@@ -149,10 +149,8 @@ class Diagnosis:
         why, advice = CAUSES[self.cause]
         lines = [self.what, *(f"  {words}" for words in self.others), f"  likely cause: {why}"]
         if self.stack:
-            lines += [
-                "  its Python stack, innermost call first:",
-                *(f"    {call}" for call in self.stack[:FRAMES_SHOWN]),
-            ]
+            lines.append("  its Python stack, innermost call first:")
+            lines += [f"    {call}" for call in self.stack[:FRAMES_SHOWN]]
         return [*lines, f"  → {advice}"]
 
 

@@ -116,7 +116,8 @@ class Watchdog:
             if "ended" in beat:
                 ended = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
                 rank.state = replace(rank.state, process=ended)
-            return {"ask": self._is_asked(rank), "end": self.end_reason or None}
+            asked = not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
+            return {"ask": asked, "end": self.end_reason or None}
 
     def receive_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
@@ -134,9 +135,6 @@ class Watchdog:
             for number, text in texts.items():
                 if number in self._ranks and not self._ranks[number].text:
                     self._ranks[number].keep_answer(text)
-
-    def _is_asked(self, rank: _Rank) -> bool:
-        return not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
 
     def _answer_limit_s(self) -> float:
         return _ANSWER_S + len(self._ranks) / 100

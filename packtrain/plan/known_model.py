@@ -201,12 +201,9 @@ def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
     """What the layers compute in."""
     weights = config.model.dtype
     value, why = plan_precision(config, "float32" if weights == "auto" else weights, gpu=gpu)
-    computed = {"no": "no mixed precision", "bf16": "computed in bfloat16"}.get(
-        value, "layers multiplied in 8 bits (fp8)"
-    )
-    if weights == "auto":
-        return f"weights as in the model's files; if they are float32, {computed} ({why})"
-    return f"{weights} weights, {computed} ({why})"
+    words = {"no": "no mixed precision", "bf16": "computed in bfloat16", "fp8": "layers multiplied in 8 bits (fp8)"}
+    formats = "weights as in the model's files; if they are float32" if weights == "auto" else f"{weights} weights"
+    return f"{formats}, {words[value]} ({why})"
 
 
 def base_of(path: str | None) -> str | None:
@@ -302,9 +299,8 @@ def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     outside = {"model.embed_tokens.weight": (layers.vocabulary, layers.hidden), "model.norm.weight": (layers.hidden,)}
     if not sizes.get("tie_word_embeddings", False):
         outside["lm_head.weight"] = (layers.vocabulary, layers.hidden)
-    return outside | {
-        f"model.layers.{at}.{name}": shape for at in range(layers.number) for name, shape in layer.items()
-    }
+    inside = {f"model.layers.{at}.{name}": shape for at in range(layers.number) for name, shape in layer.items()}
+    return outside | inside
 
 
 def _rows(layers: Layers) -> tuple[tuple[str, int], ...]:

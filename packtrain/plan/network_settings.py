@@ -40,14 +40,10 @@ class Interface:
     default_route: bool = False
 
     @property
-    def loopback(self) -> bool:
-        """Whether it leads to this machine only."""
-        return self.name == "lo" or (bool(self.addresses) and all(is_loopback(item) for item in self.addresses))
-
-    @property
     def usable(self) -> bool:
         """Whether it is up and has an address that others could reach."""
-        return self.up and not self.loopback and any(not item.startswith("fe80:") for item in self.addresses)
+        loopback = self.name == "lo" or all(map(is_loopback, self.addresses))
+        return self.up and not loopback and any(not item.startswith("fe80:") for item in self.addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +158,9 @@ def choose_network(
     `env` is the user's environment, which `asked` (topology.environment) overrides; without `gpus` NCCL gets no settings.
     Raises CheckFailed if a setting of the user names an interface that this machine does not have.
     """
-    given = {**env, **(asked or {})}
-    sources = {
-        name: f"{'topology.environment.' if name in (asked or {}) else 'environment variable '}{name}" for name in given
-    }
+    asked = asked or {}
+    given = {**env, **asked}
+    sources = {name: f"{'topology.environment.' if name in asked else 'environment variable '}{name}" for name in given}
     up = {item.name: item.addresses[0] for item in network.interfaces if item.up and item.addresses}
     interface, reason = _choose_interface(network, main_address)
     settings, problems = [], []

@@ -74,10 +74,8 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     decisive = [name for name in changed if not is_free(name)]
     if refused := [name for name in decisive if name not in allowed or is_fixed(name)]:
         causes = [name for name in changed if name.startswith(("data.", TOKENIZER)) and name != "data.train"]
-        before = {
-            name: written.get(name, "nothing recorded (an earlier packtrain, or another objective)") for name in refused
-        }
-        problems = [_refusal(checkpoint, name, before[name], origin[name], causes) for name in refused]
+        unknown = "nothing recorded (an earlier packtrain, or another objective)"
+        problems = [_refusal(checkpoint, name, written.get(name, unknown), origin[name], causes) for name in refused]
         names = "" if any(map(is_fixed, refused)) else ",".join(sorted({*refused, *allowed}))
         despite = f", go on all the same with {shlex.quote(f'{_DESPITE}=[{names}]')}" if names else ""
         fix = f"set it back{despite}, or start over with trainer.resume=never"

@@ -71,15 +71,13 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple
     trainer = config.trainer
     gpu = launch.gpus > 0 or launch.gpu_memory is not None
     strategy = f", {config.strategy.name}" if launch.num_processes > 1 else ""
-    epochs = f"{trainer.epochs:g} epoch{'' if trainer.epochs == 1 else 's'}"
+    epochs = f"{trainer.epochs:g} epoch{'' if trainer.epochs == 1 else 's'} (packtrain inspect counts the documents)"
     lines = {
         "model": _model(config, memory),
         "data": _data(config.data),
         "processes": f"{launch.num_processes}{strategy}: {launch.reason}",
         "batch": launch.batch.sentence(),
-        "steps": f"{trainer.max_steps:,}"
-        if trainer.max_steps
-        else f"{epochs} (packtrain inspect counts the documents)",
+        "steps": f"{trainer.max_steps:,}" if trainer.max_steps else epochs,
         "precision": precision_in_words(config, gpu=gpu),
         "memory": memory if isinstance(memory, str) else memory.sentence(),
     }

@@ -116,9 +116,8 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     _check_number("rank", rank, total, "environment variable RANK")
     # LOCAL_SIZE: DeepSpeed's launcher
     per_node = max(read_number(env, "LOCAL_WORLD_SIZE", read_number(env, "LOCAL_SIZE", total)), 1)
-    _check_number(
-        "rank on this machine", read_number(env, "LOCAL_RANK", 0), per_node, "environment variable LOCAL_RANK"
-    )
+    local_rank = read_number(env, "LOCAL_RANK", 0)
+    _check_number("rank on this machine", local_rank, per_node, "environment variable LOCAL_RANK")
     nodes = max(total // per_node, 1)
     if total != nodes * per_node:
         raise CheckFailed(

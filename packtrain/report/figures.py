@@ -76,10 +76,8 @@ def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
     known = {key for figure in _KNOWN for key in figure.keys} | _NOT_DRAWN
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
     # the held-out curve of a key is in the figure of that key
-    unknown = [
-        key for key in keys if key.removeprefix(HELD_OUT) == key or key.removeprefix(HELD_OUT) not in known | {*keys}
-    ]
-    figures = (*_KNOWN, *(Figure(key, {key: key}, "More") for key in unknown))
+    held_out = {key for key in keys if key.startswith(HELD_OUT) and key.removeprefix(HELD_OUT) in known | {*keys}}
+    figures = (*_KNOWN, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
     return [(figure, curves) for figure in figures if (curves := list(_curves(figure, runs)))]
 
 

@@ -75,9 +75,8 @@ class Engine:
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
         """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does that itself."""
-        making = partial(
-            boundary, f"the optimizer {optim.name} cannot be made", "optim.name", without_package(optim.name)
-        )
+        what = f"the optimizer {optim.name} cannot be made"
+        making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
             kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed

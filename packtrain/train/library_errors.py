@@ -47,10 +47,8 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
         return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
     if NEEDED in str(error):
-        operation = said.partition(NEEDED)[0].strip()
-        return UserError(
-            f"{operation} {NEEDED}", where="trainer.deterministic", fix="set it to false, or take another model"
-        )
+        what = f"{said.partition(NEEDED)[0].strip()} {NEEDED}"
+        return UserError(what, where="trainer.deterministic", fix="set it to false, or take another model")
     if "CUDA error" in said and _ASSERT not in said:
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
         return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix)

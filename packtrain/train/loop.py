@@ -100,10 +100,8 @@ class StepTrainer:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks)
-        forwards = loss.extra_forwards
-        self.step_metrics = StepMetrics(
-            self.accelerator, self.model, loss.compute_dtype, settings.steps, forwards=forwards
-        )
+        dtype, forwards = loss.compute_dtype, loss.extra_forwards
+        self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
         loss.report_phase = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)

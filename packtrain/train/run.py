@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import PacktrainError, UserError
+from packtrain.exit_code import stopped_by
 from packtrain.inspect.audit import find_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
@@ -156,13 +156,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
-        return _train_from(
-            checkpoint,
-            run,
-            trainer,
-            results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early),
-            finish or _finish,
-        )
+        summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
+        return _train_from(checkpoint, run, trainer, summary, finish or _finish)
     finally:
         for tracker in run.trackers:
             tracker.close()
@@ -187,9 +182,7 @@ def _train_from(
         _write_summary(run, summary.to_json("stopped"))
         newest = trainer.writer.outcome.newest
         place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
-        run.log.say(
-            f"stopped by {signal.Signals(run.stop.agreed).name} after step {step}; the same command goes on from {place}"
-        )
+        run.log.say(f"{stopped_by(run.stop.agreed)} after step {step}; the same command goes on from {place}")
         return 128 + run.stop.agreed
     finish(run, trainer, summary)
     return 0
@@ -320,7 +313,7 @@ def _listeners(run: Run) -> list[Any]:
     """All that listens to the steps."""
     listeners: list[Any] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
     if patience := run.config.trainer.early_stop_patience:
-        listeners.append(EarlyStop(patience, run.folder.checkpoints, run.log))
+        listeners.append(EarlyStop(patience, run.log))
     if run.ranks.main:
         run.trackers = trackers_of(run.config.tracking.report_to, run.folder, run.log.warn)
     return [*listeners, *run.trackers]
@@ -446,12 +439,10 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     trainer.clock.enter("final")
     if summary.early:
         trainer.checkpoints.restore_best_weights(trainer.state)
-    kept = {
-        "dtype": format_of(config.optim.bf16_rounding, base_model(run.prepared.model).dtype),
-        "scores": config.objective.traits.scores,
-    }
+    model, tokenizer, scores = run.prepared.model, run.prepared.tokenizer, config.objective.traits.scores
+    dtype = format_of(config.optim.bf16_rounding, base_model(model).dtype)
     folders = results.save_final(
-        folder, trainer, run.prepared.model, run.prepared.tokenizer, config.model, config.peft, **kept
+        folder, trainer, model, tokenizer, config.model, config.peft, dtype=dtype, scores=scores
     )
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
@@ -464,8 +455,8 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         config.trainer.samples[0] if config.trainer.samples else "Hello",
         verb=config.objective.kind,
         mode=config.packing.mode,
-        chat=bool(run.prepared.tokenizer.chat_template),
-        scores=config.objective.traits.scores,
+        chat=bool(tokenizer.chat_template),
+        scores=scores,
     )
     results.print_results(run.log, summary, folder, folders, commands)
 

@@ -80,10 +80,8 @@ def tidy(folder: Path) -> None:
 def complete(staging: Path, target: Path) -> None:
     """Seals `staging` with a manifest and moves it to `target`; called by one process after all have written."""
     tidy(staging)
-    files = sorted(path for path in staging.rglob("*") if path.is_file())
-    manifest = {
-        str(path.relative_to(staging)): {"bytes": path.stat().st_size, "blake2b": _hash(path)} for path in files
-    }
+    files = {str(path.relative_to(staging)): path for path in sorted(staging.rglob("*")) if path.is_file()}
+    manifest = {name: {"bytes": path.stat().st_size, "blake2b": _hash(path)} for name, path in files.items()}
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if target.exists():  # without its manifest, so perhaps not ours
         _move_aside(target)

@@ -149,17 +149,12 @@ def log_steps(
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes",
     )
-    each = (
-        f"up to {counted(batch.examples_per_step or 0, thing)}"
-        if batch.examples_per_step
-        else f"{batch.tokens_per_step:,} tokens"
-    )
+    examples = batch.examples_per_step or 0
+    each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"
     evaluated = "" if evaluation is None else f", evaluated in {counted(len(evaluation), 'steps')}"
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
-    if batch.examples_per_step and batch.examples_per_step > len(data.train):
-        log.warn(
-            f"a step of {batch.examples_per_step:,} is more than the {counted(len(data.train), thing)} of an epoch"
-        )
+    if examples > len(data.train):
+        log.warn(f"a step of {examples:,} is more than the {counted(len(data.train), thing)} of an epoch")
 
 
 def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:

@@ -73,7 +73,7 @@ class StepMetrics:
         self._since = None if self._since is None else self._since + seconds
 
     def forget(self) -> None:
-        """Drops the figures since the last line, of steps that are made again."""
+        """Drops the figures since the last line."""
         self._last: LateCopy | None = None
         self._opened, self._since = 0, cast("float | None", None)
         self._sum = torch.zeros_like(self._sum)
@@ -82,14 +82,17 @@ class StepMetrics:
         """The figures of the line that is logged after `step` steps of the run; resets the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
-        done, self._opened = range(step - self._opened, step), 0
-        self._sum, self._since = torch.zeros_like(self._sum), None
+        done, device = range(step - self._opened, step), self._sum.device
+        self.forget()
+        # the most that torch has held on this GPU so far, or what this process holds of the machine's memory
+        on_gpu = device.type == "cuda"
+        held = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
         return {
             "tokens_per_second": tokens / seconds,
             "padding_fraction": 1 - tokens / max(slots, 1),
             "examples": examples,
             "mfu": self._mfu(done, seconds),
-            "memory_bytes": _memory_held(self._sum.device),
+            "memory_bytes": held,
         }
 
     def _mfu(self, steps: range, seconds: float) -> float | None:
@@ -98,11 +101,6 @@ class StepMetrics:
             return None
         made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
         return made / seconds / (self.peak * self._devices)
-
-
-def _memory_held(device: torch.device) -> int:
-    """Bytes: the most that torch has held on this GPU so far, or what this process holds of the machine's memory."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 class MetricsFile(TrainerCallback):
@@ -217,8 +215,8 @@ class EarlyStop(TrainerCallback):
     The evaluation before training does not count, since final/ must hold a trained model.
     """
 
-    def __init__(self, patience: int, checkpoints: Path, log: Log) -> None:
-        self._patience, self._checkpoints, self._log = patience, checkpoints, log
+    def __init__(self, patience: int, log: Log) -> None:
+        self._patience, self._log = patience, log
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any

@@ -101,9 +101,8 @@ class StepClock:
                 if phase in _GPU_PHASES and end.query():
                     on_gpu[phase] = on_gpu.get(phase, 0.0) + start.elapsed_time(end) / 1000
             seconds = {**done, **on_gpu}
-            self._sums = [
-                total + int(1e6 * seconds.get(phase, 0.0)) for total, phase in zip(self._sums, _MEASURED, strict=True)
-            ]
+            added = [int(1e6 * seconds.get(phase, 0.0)) for phase in _MEASURED]
+            self._sums = [total + more for total, more in zip(self._sums, added, strict=True)]
             self.steps += 1
 
 

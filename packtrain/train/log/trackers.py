@@ -68,9 +68,8 @@ class Tracker:
             if not answer.done():
                 why = f"no answer within {limit_s:g} s"
                 _STUCK.append(self._name)
-            self._say(
-                f"{self._name} is left out from here on: {why}; the training goes on, and metrics.jsonl has its figures"
-            )
+            then = "the training goes on, and metrics.jsonl has its figures"
+            self._say(f"{self._name} is left out from here on: {why}; {then}")
 
     def _work(self) -> None:
         while True:

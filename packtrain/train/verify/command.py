@@ -100,9 +100,8 @@ def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
         table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
     console.print(table)
     if report["verdict"] == "exact" and not report.get("controls_see", True):
-        console.print(
-            "Controls are weak: outputs hardly depend on the context. Documents that run alone need no control."
-        )
+        weak = "Controls are weak: outputs hardly depend on the context."
+        console.print(f"{weak} Documents that run alone need no control.")
     several = report.get("processes", 1) > 1 and report["verdict"] != "exact"
     where = f" (rank {report['rank']} of {report['processes']})" if several else ""
     problem = f": {escape(report['problem'])}" if report["problem"] else ""

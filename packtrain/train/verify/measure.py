@@ -113,14 +113,12 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         if config.objective.traits.pairs and share is not False and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
     run.close_proofs()
-    keeps, rate = (
-        config.optim.keeps_masters,
-        config.optim.learning_rate,
-    )  # without masters updates are rounded by chance, right in the mean
-    seen = expected_share(masters_of(run), rate) if keeps else None
+    # without masters updates are rounded by chance, right in the mean
+    seen = expected_share(masters_of(run), config.optim.learning_rate) if config.optim.keeps_masters else None
     if ranks.gathers_by_engine:  # agreed on before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
+    losses_by = "full logits" if head and head.kind == "full logits" else "fused"
     # if prompts cannot be shared, training computes them for each answer, unless it must share them
     findings = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(findings, ("exact", "", ""))
@@ -136,11 +134,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "strategy": ranks.strategy,
         "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
         "rank": ranks.rank,
-        "head": "score"
-        if config.objective.traits.scores
-        else "full logits"
-        if head and head.kind == "full logits"
-        else "fused",
+        "head": "score" if config.objective.traits.scores else losses_by,
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.rejected],
@@ -189,9 +183,8 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
     if isinstance(objective, ReferenceObjective) and objective.reference.at_start:
         packed = None if run.config.packing.mode == "padding" else backend
         own = replace(steps, layout="padding" if packed is None else "shared" if shares else "flat")
-        start = start_on_random_pairs(
-            cast(ReferenceLoss, loss), own, packed, precomputed=objective.reference.kind == "precomputed"
-        )
+        precomputed = objective.reference.kind == "precomputed"
+        start = start_on_random_pairs(cast(ReferenceLoss, loss), own, packed, precomputed=precomputed)
     head = loss.head if isinstance(loss, SFTLoss) else None
     split = kind.kind != "dpo" or not kind.sorting_losses
     parts = 1 if isolation.problem else _ranks_per_row(run.config, run.ranks)
