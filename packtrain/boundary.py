@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.wording import BUGS, first_line
@@ -109,6 +110,19 @@ def raised_in(error: BaseException) -> str:
 
 
 @contextmanager
+def holding(thing: Any, **values: Any) -> Iterator[None]:
+    """Inside the block the attributes of `thing`, an object or a module, have these values."""
+    before = {name: getattr(thing, name, None) for name in values}
+    for name, value in values.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+@contextmanager
 def staying() -> Iterator[None]:
     """Inside the block, os._exit called by other code raises UserError in this thread: it could end a run or a proof with exit code 0."""
     leave, process, thread = os._exit, os.getpid(), threading.get_ident()
@@ -119,8 +133,5 @@ def staying() -> Iterator[None]:
             leave(code)
         raise UserError(f"it ended the process by os._exit({code})", where=caller, fix="Have it return or raise.")
 
-    os._exit = stay  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with holding(os, _exit=stay):
         yield
-    finally:
-        os._exit = leave

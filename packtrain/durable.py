@@ -1,9 +1,10 @@
 """Atomic writes: after a kill or a power failure a file or folder is whole or absent. It is written under another name, synced and
-renamed, and its parent folder is synced; otherwise a renamed file can come back empty."""
+renamed, and its parent folder is synced; otherwise a renamed file can come back empty. `hash_of` says whether it is still the same."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -19,6 +20,15 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def hash_of(path: Path, digest_size: int = 64) -> str:
+    """BLAKE2 of the bytes of a file."""
+    digest = hashlib.blake2b(digest_size=digest_size)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def aside(path: Path) -> Path:

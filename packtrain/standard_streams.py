@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from packtrain.redact import CleanStream
@@ -48,6 +49,16 @@ def outlive_terminal() -> None:
                     stream.unchanged = lasting
                 else:
                     setattr(sys, name, lasting)
+
+
+def redirect_output(file: Path) -> None:
+    """From now on, what this process and its children print is added to `file`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in _OUTPUTS.values():
+        os.dup2(descriptor, number)
+    os.close(descriptor)
 
 
 class _LastingFile(io.FileIO):

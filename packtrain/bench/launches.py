@@ -28,6 +28,7 @@ from packtrain.config.schema import Batch, RunConfig, Tracking
 from packtrain.errors import CheckFailed, UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, object_of
+from packtrain.standard_streams import redirect_output
 from packtrain.train.verify.command import on_this_machine
 
 MIN_S, MAX_S = 5, 86_400
@@ -211,9 +212,7 @@ def _shrink_step(batch: Batch, part: float, processes: int) -> Batch:
 
 def _run(execute: Callable[[LaunchPlan, RunConfig], int], launch: LaunchPlan, config: RunConfig, output: Path) -> None:
     """The main function of a process that launches a run, or trains itself."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    redirect_output(output)
     sys.exit(execute(launch, config))
 
 

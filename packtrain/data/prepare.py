@@ -84,8 +84,6 @@ def prepare(
     Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
     a launch may call it: one works, the others wait.
     """
-    if data.train is None:
-        raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
     template = choose_template(data.chat_template, tokenizer)
     encoder = Encoder(plain_tokenizer(tokenizer), template, data, objective)
     mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)

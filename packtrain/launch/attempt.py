@@ -11,9 +11,10 @@ import glob
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -38,8 +39,9 @@ _CHECK_S = 0.3  # to wait in a check: all machines of a run check at its start
 def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
     """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already, after `wait_s`."""
     lock = FileLock(folder / "logs" / LOCK, mode=0o666)
+    held: AbstractContextManager[Any] = nullcontext()
     try:
-        lock.acquire(timeout=wait_s)
+        held = lock.acquire(timeout=wait_s)
     except Timeout as error:
         what, shown = "a run", str(folder)
         host = str(object_of(folder / "logs" / PUBLISHED).get("host", ""))
@@ -48,12 +50,9 @@ def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
         fix = "Wait for its end, or name another folder."
         raise UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix) from error
     except (OSError, NotImplementedError):  # a folder that is only read, or a file system without locks
+        pass
+    with held:
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def check_free(folder: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -201,11 +201,8 @@ def _serving_coordinator(
     watchdog.attach(group.server)
     coordinator = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
     group.server.serve("machine", coordinator.answer)
-    try:
-        with published(folder.logs, group.server, _main_address(plan)):
-            yield coordinator
-    finally:
-        watchdog.close()
+    with closing(watchdog), published(folder.logs, group.server, _main_address(plan)):
+        yield coordinator
 
 
 def _environment(

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,10 +110,8 @@ def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -
         why = "taken" if error.errno == errno.EADDRINUSE else f"not usable: {error.strerror}"
         fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 10}."
         raise CheckFailed(f"port {place.port} is {why}", where="topology.main_port", fix=fix) from error
-    try:
+    with closing(server):
         yield _gather(me, place, server, prepare)
-    finally:
-        server.close()
 
 
 def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -> Group:

@@ -22,7 +22,7 @@ from packtrain import fast_imports
 from packtrain.errors import LostPeers, PacktrainError
 from packtrain.exit_code import exit_code_of
 from packtrain.redact import clean
-from packtrain.standard_streams import outlive_terminal
+from packtrain.standard_streams import outlive_terminal, redirect_output
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -39,7 +39,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     rank, exits = int(os.environ.get("RANK", "0")), os.environ.get(EXIT_DIR)
     log = Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log") if LOG_DIR in os.environ else None
     if log and rank:
-        _redirect_output(log)
+        redirect_output(log)
     outlive_terminal()
 
     def report(**facts: int | str) -> None:
@@ -70,15 +70,6 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     code = exit_code_of(work_with_heartbeats, alone=False)
     report(code=code)
     sys.exit(code)
-
-
-def _redirect_output(log: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -27,6 +27,7 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
 from packtrain.attention.forwards import replace_forward
+from packtrain.boundary import holding
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
     TAKEN,
@@ -259,15 +260,13 @@ class _PackedModel:
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
-            with evaluating(self.model, self.autocast), torch.no_grad(), model_refusals("no padding", fix=""):
+            with hook, evaluating(self.model, self.autocast), torch.no_grad(), model_refusals("no padding", fix=""):
                 for padding in (0, _PADDED_BY):  # by calls of the whole model, as sharded weights need it
                     row = torch.cat([ids[:, :padding], ids], dim=1)
                     mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()
                     self.model(input_ids=row, attention_mask=mask, use_cache=False)
         except CheckFailed:
             return False
-        finally:
-            hook.remove()
         alone, behind = hidden[0], hidden[1][:, _PADDED_BY:]
         return difference(behind, alone) <= tolerance_of(self.autocast or self.model.dtype).outputs
 
@@ -308,7 +307,7 @@ class _PackedModel:
             if self._packs() and (row := _row_of(call)) is not None:
                 if not passes_on:
                     kwargs.pop("segments", None)
-                with self._holding(row=row):
+                with holding(self, _row=row):
                     return inner(*args, **kwargs)
             labels, fused = call.pop("labels", None), call.pop("fused_lm_head", False)
             predicts = predicting and isinstance(labels, torch.Tensor) and labels.dim() == 2
@@ -320,10 +319,10 @@ class _PackedModel:
                 places = places_with_labels(labels, layout)
             except NotPacked as reason:
                 self.stats.unchanged[str(reason)] += 1
-                with self._holding(passing=True):
+                with holding(self, _passing=True):
                     return inner(*args, **kwargs)
             if not fused:
-                with self._holding(planned=(layout, None)):
+                with holding(self, _planned=(layout, None)):
                     return inner(*args, **kwargs)
             shape = labels[:, 1:].shape
             # one place at least, so that the outputs reach every parameter, as DDP needs it
@@ -331,7 +330,7 @@ class _PackedModel:
             labelled = layout.slots.reshape(layout.shape)[np.unravel_index(scored_places, shape)]
             at = to_device(torch.from_numpy(scored_places), labels.device)
             scored = labels[:, 1:].flatten()[at][None]
-            with self._holding(planned=(layout, labelled.clip(max=layout.tokens - 1))):
+            with holding(self, _planned=(layout, labelled.clip(max=layout.tokens - 1))):
                 outputs = inner(**call, shift_labels=scored, fused_lm_head=True, num_items_in_batch=count)
             return _scatter(outputs, at, shape)
 
@@ -349,22 +348,10 @@ class _PackedModel:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
-        with self._holding(passing=True):
+        with holding(self, _passing=True):
             outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
         joined = _join_rows(outputs, layout, places)
         return joined.to_tuple() if as_tuple else joined
-
-    @contextmanager
-    def _holding(self, **values: Any) -> Iterator[None]:
-        """Inside the block the backbone runs what is `planned`, runs this `row`, or is `passing` calls on."""
-        before = {name: getattr(self, f"_{name}") for name in values}
-        for name, value in values.items():
-            setattr(self, f"_{name}", value)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, f"_{name}", value)
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +115,10 @@ def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         return (stream.to(dtype), *output[1:]) if isinstance(output, tuple) else stream.to(dtype)
 
     base: Any = base_model(model)
-    hooks = [part.register_forward_hook(cast) for part in (base.get_input_embeddings(), *layers_of(base))]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    hooks = ExitStack()
+    for part in (base.get_input_embeddings(), *layers_of(base)):
+        hooks.enter_context(part.register_forward_hook(cast))
+    return hooks.close
 
 
 @contextmanager

@@ -100,15 +100,9 @@ class RouterLoss:
         def take(module: nn.Module, arguments: tuple, keywords: dict[str, Any], output: Any) -> None:
             loads.append(self._load(output, keywords.get("attention_mask"), real))
 
-        hooks = [
-            self._backbone.register_forward_pre_hook(ask, with_kwargs=True),
-            self._backbone.register_forward_hook(take, with_kwargs=True),
-        ]
-        try:
+        asking = self._backbone.register_forward_pre_hook(ask, with_kwargs=True)
+        with asking, self._backbone.register_forward_hook(take, with_kwargs=True):
             yield loads
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def part(self, loads: Sequence[torch.Tensor]) -> torch.Tensor:
         """This micro-batch's part of the weighted loss, from the `loads` of its calls; the parts of a step add up to its loss."""

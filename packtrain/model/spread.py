@@ -20,7 +20,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from packtrain.boundary import holding
 from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
@@ -191,15 +192,9 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
         buffer.data = buffer.data.to(ranks.device)
 
 
-@contextmanager
-def loading_whole() -> Iterator[None]:
+def loading_whole() -> AbstractContextManager[None]:
     """Inside the block models are loaded whole: with a ZeRO-3 trainer, transformers would shard each one."""
-    known = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = known
+    return holding(hf_deepspeed, _hf_deepspeed_config_weak_ref=None)
 
 
 def elements(parameter: torch.Tensor) -> int:

@@ -87,6 +87,7 @@ class Watchdog:
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
         self._asked = -1e9  # when all were last asked for stacks and collectives
+        self._answer_limit_s = _ANSWER_S + len(self._ranks) / 100
         self._diagnosis: Diagnosis | None = None
         self.end_reason = ""
         stacks = [stacks_of(logs, rank) for rank in self._ranks]
@@ -116,7 +117,7 @@ class Watchdog:
             if "ended" in beat:
                 ended = ProcessState(beat["pid"], "gone", beat["ended"], reported=True, lost=beat["lost"])
                 rank.state = replace(rank.state, process=ended)
-            asked = not rank.text and time.monotonic() - self._asked < self._answer_limit_s()
+            asked = not rank.text and time.monotonic() - self._asked < self._answer_limit_s
             return {"ask": asked, "end": self.end_reason or None}
 
     def receive_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
@@ -135,9 +136,6 @@ class Watchdog:
             for number, text in texts.items():
                 if number in self._ranks and not self._ranks[number].text:
                     self._ranks[number].keep_answer(text)
-
-    def _answer_limit_s(self) -> float:
-        return _ANSWER_S + len(self._ranks) / 100
 
     def states(self) -> list[RankState]:
         with self._lock:
@@ -206,7 +204,7 @@ class Watchdog:
     def _have_answered(self, states: Sequence[RankState]) -> bool:
         """Whether all ranks answered, or had the time to."""
         silent = [state for state in states if not self._ranks[state.rank].text and state.process.state != "stopped"]
-        return not silent or time.monotonic() - self._asked > self._answer_limit_s()
+        return not silent or time.monotonic() - self._asked > self._answer_limit_s
 
     def _conclude(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
         """Writes the diagnosis and the stacks to logs/; returns the diagnosis."""
@@ -240,7 +238,7 @@ class Watchdog:
         least_s = max(_STALL_S, _USUAL_STEPS * usual_s) if usual_s else _FIRST_STALL_S
         stalled = diagnosis and (ended or still_s >= least_s)
         if request.get("stacks") or stalled:
-            self._ask(live, self._answer_limit_s())
+            self._ask(live, self._answer_limit_s)
             while not self._have_answered(live):
                 time.sleep(0.1)
         if request.get("stacks"):

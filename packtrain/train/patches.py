@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import datasets
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.boundary import holding
 from packtrain.model.load import base_model
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -52,9 +53,11 @@ def hold_trainer(
     data = datasets.Dataset.from_dict(columns)
     text_config = base_model(model).config.get_text_config()
     routers = getattr(text_config, "output_router_logits", None)
-    batch_size = args.per_device_train_batch_size
-    args.per_device_train_batch_size = max(batch_size, 2)  # KTO refuses 1, as it estimates KL over one batch
-    with _adapters_not_copied(model), _weights_not_hashed(sys.modules[kind.__module__]):
+    # KTO refuses 1, as it estimates KL over one batch
+    several = holding(args, per_device_train_batch_size=max(args.per_device_train_batch_size, 2))
+    # TRL hashes weights for its cache of log-probabilities, which fails on sharded ones (model/reference.py has its own)
+    unhashed = holding(sys.modules[kind.__module__], hash_module=lambda _: "")
+    with _adapters_not_copied(model), several, unhashed:
         trainer.__init__(
             model=model,
             args=args,
@@ -64,7 +67,6 @@ def hold_trainer(
             eval_dataset=None if args.eval_strategy == "no" else data,
             **given,
         )
-    args.per_device_train_batch_size = batch_size
     if routers is not None:  # TRL turns them on for an auxiliary loss of its own
         text_config.output_router_logits = routers
     if trainer.accelerator.ddp_handler is not None:  # DDP need not copy what it has reduced back to the gradients
@@ -77,17 +79,6 @@ def without_gathering(accelerator: Accelerator) -> Accelerator:
     local: Any = copy.copy(accelerator)
     local.gather = local.gather_for_metrics = lambda tensor, *_, **__: tensor
     return local
-
-
-@contextmanager
-def _weights_not_hashed(module: Any) -> Iterator[None]:
-    """TRL hashes weights for its cache of log-probabilities, which fails on sharded ones (model/reference.py has its own)."""
-    hash_of = getattr(module, "hash_module", None)
-    try:
-        module.hash_module = lambda _: ""
-        yield
-    finally:
-        module.hash_module = hash_of
 
 
 @contextmanager
@@ -157,13 +148,7 @@ def _valid(norm: Any) -> torch.Tensor:
     return torch.where(norm >= 0, norm, torch.nan)
 
 
-@contextmanager
-def counting_no_step(engine: Any) -> Iterator[None]:
+def counting_no_step(engine: Any) -> AbstractContextManager[None]:
     """Puts the counts of DeepSpeed's `engine` back after the block: it counts a micro-batch that is tried as a step."""
     names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-    before = {name: getattr(engine, name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(engine, name, value)
+    return holding(engine, **{name: getattr(engine, name) for name in names})

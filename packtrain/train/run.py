@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -155,37 +155,28 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
         limit_collectives(TimeLimits(config.topology.step_timeout).collective_s("checkpoint"))
     early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
-    try:
-        summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
-        return _train_from(checkpoint, run, trainer, summary, finish or _finish)
-    finally:
+    summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
+    with ExitStack() as ending:
         for tracker in run.trackers:
-            tracker.close()
-
-
-def _train_from(
-    checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary, finish: Finish
-) -> int:
-    """Trains, and writes what comes of it; returns the exit code."""
-    try:
-        with trainer.writer:
-            run_steps(trainer, checkpoint)
-            trainer.clock.enter("checkpoint")
-    except RuntimeError as error:
-        if known := _explain_memory_error(error, run, trainer):
-            raise known from error
-        raise
-    finally:
-        run.progress.close()
-    step = trainer.state.global_step
-    if run.stop.agreed and step < trainer.state.max_steps:  # after the last step there is nothing to go on with
+            ending.callback(tracker.close)
+        try:
+            with trainer.writer:
+                run_steps(trainer, checkpoint)
+                trainer.clock.enter("checkpoint")
+        except RuntimeError as error:
+            if known := _explain_memory_error(error, run, trainer):
+                raise known from error
+            raise
+        finally:
+            run.progress.close()
+        step, newest = trainer.state.global_step, trainer.writer.outcome.newest
+        if not run.stop.agreed or step >= trainer.state.max_steps:  # after the last step there is nothing to go on with
+            (finish or _finish)(run, trainer, summary)
+            return 0
         _write_summary(run, summary.to_json("stopped"))
-        newest = trainer.writer.outcome.newest
         place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
-        run.log.say(f"{stopped_by(run.stop.agreed)} after step {step}; the same command goes on from {place}")
+        log.say(f"{stopped_by(run.stop.agreed)} after step {step}; the same command goes on from {place}")
         return 128 + run.stop.agreed
-    finish(run, trainer, summary)
-    return 0
 
 
 def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:

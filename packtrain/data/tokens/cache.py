@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
-from packtrain.durable import publish, write_text
+from packtrain.durable import hash_of, publish, write_text
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
 
@@ -127,7 +127,7 @@ class StoreWriter:
         """Write the index arrays and, last, the manifest."""
         for name, parts in zip(ARRAYS, (self._lengths, self._trained, self._fates), strict=True):
             np.save(self.folder / f"{name}.npy", np.concatenate(parts))
-        content = "".join(hash_bytes(self.folder / name) for name in (TOKENS, MASK, "lengths.npy"))
+        content = "".join(hash_of(self.folder / name, 16) for name in (TOKENS, MASK, "lengths.npy"))
         manifest = {
             "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
             "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
@@ -185,15 +185,6 @@ class Store:
         return Document(self._ids[inside], self._mask[inside])
 
 
-def hash_bytes(path: Path) -> str:
-    """Hash of the file's bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def hash_file(path: Path, memory: Path) -> str:
     """Hash of the file's bytes, remembered in the folder `memory` by (path, size, time of last change)."""
     stat = path.stat()
@@ -202,7 +193,7 @@ def hash_file(path: Path, memory: Path) -> str:
     with suppress(OSError):
         if len(known := note.read_text(encoding="utf-8")) == 32:
             return known
-    digest = hash_bytes(path)
+    digest = hash_of(path, 16)
     if time.time() - stat.st_mtime > SETTLED_S:
         with suppress(OSError):  # where the disk is read-only or full, or another process has just written it
             memory.mkdir(parents=True, exist_ok=True)

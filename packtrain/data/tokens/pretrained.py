@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packtrain.boundary import boundary
+from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
 from packtrain.time_limit import start
@@ -52,14 +52,10 @@ def offline_unless_reachable() -> Iterator[bool]:
 
     online = is_reachable()
     modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
+    with ExitStack() as offline:
         for module in modules:
-            module.HF_HUB_OFFLINE = module.HF_HUB_OFFLINE or not online
+            offline.enter_context(holding(module, HF_HUB_OFFLINE=module.HF_HUB_OFFLINE or not online))
         yield online
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
 
 
 def check_model_folder(folder: Path) -> None:
@@ -80,8 +76,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
         from packtrain.data.sources.quickstart import tokenizer
 
         return tokenizer()
-    if source is None:
-        raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
+    assert source is not None  # config/rules/ refuses it
     from transformers import AutoTokenizer
 
     where = "model.tokenizer" if config.tokenizer else "model.path"

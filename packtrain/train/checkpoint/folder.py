@@ -7,7 +7,6 @@ its manifest, and the newest intact one is used instead.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
 from packtrain.data.dataset import PairDataset, TokenDataset
-from packtrain.durable import aside, publish, remove, sync
+from packtrain.durable import aside, hash_of, publish, remove, sync
 from packtrain.errors import UserError
 from packtrain.model.load import base_model, weights_hash
 from packtrain.model.spread import elements
@@ -81,7 +80,7 @@ def complete(staging: Path, target: Path) -> None:
     """Seals `staging` with a manifest and moves it to `target`; called by one process after all have written."""
     tidy(staging)
     files = {str(path.relative_to(staging)): path for path in sorted(staging.rglob("*")) if path.is_file()}
-    manifest = {name: {"bytes": path.stat().st_size, "blake2b": _hash(path)} for name, path in files.items()}
+    manifest = {name: {"bytes": path.stat().st_size, "blake2b": hash_of(path)} for name, path in files.items()}
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if target.exists():  # without its manifest, so perhaps not ours
         _move_aside(target)
@@ -123,7 +122,7 @@ def damage(checkpoint: Path) -> str | None:
         try:
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != size or _hash(path) != digest:
+            if path.stat().st_size != size or hash_of(path) != digest:
                 return f"{name} is not as it was written"
         except (OSError, ValueError) as error:
             return f"{name!r} cannot be read: {type(error).__name__}: {error}"
@@ -177,20 +176,14 @@ def _belongs_to(checkpoint: Path, origin: dict[str, Any]) -> bool:
     return False
 
 
-def _hash(path: Path) -> str:
-    digest = hashlib.blake2b()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def origin_of(
     config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
 ) -> dict[str, Any]:
     """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
     base, weights = base_model(model), sum(elements(weight) for weight in model.parameters() if weight.requires_grad)
     shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    text = str(sorted(tokenizer.get_vocab().items())) if rust is None else rust.to_str()
     frozen = any(not weight.requires_grad for weight in model.parameters())  # below adapters, or as the model is made
     return {
         **facts_of(config),
@@ -200,11 +193,6 @@ def origin_of(
         "model": f"{type(base).__name__} with {weights:,} trained weights",
         "model.dtype": str(base.dtype).removeprefix("torch."),
         "model.weights": f"frozen ones with hash {weights_hash(model, trained=False)[:12]}" if frozen else None,
-        TOKENIZER: digest_of(f"{len(tokenizer)} {_text_of(tokenizer)} {tokenizer.chat_template}"),
+        TOKENIZER: digest_of(f"{len(tokenizer)} {text} {tokenizer.chat_template}"),
         PROCESSES: processes,
     }
-
-
-def _text_of(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
