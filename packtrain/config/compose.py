@@ -47,8 +47,7 @@ def load_config(
     Raises UserError with every problem that can be found without loading data or model.
     """
     file = find_config(config_path) if config_path is not None else None
-    beside = file.parent if file else None
-    arguments, problems = parse(overrides, beside)
+    arguments, problems = parse(overrides, file.parent if file else None)
     composed = _Composition(file, {item.key: item for item in arguments if item.choice is not None})
     try:
         composed.read()

@@ -187,12 +187,8 @@ def advice_for(path: str) -> str:
     meant = [item for item in known if item.rpartition(".")[2] == leaf]
     meant = meant or ([_OTHER_NAMES[leaf]] if leaf in _OTHER_NAMES else [])
     meant = meant or [f"{group}.{name}" for name in near(rest, in_group) if rest] or near(path, [*known, *groups()])
-    meant = meant or [
-        item
-        for name in near(leaf, [item.rpartition(".")[2] for item in known])
-        for item in known
-        if item.endswith(f".{name}")
-    ]
+    leaves = near(leaf, [item.rpartition(".")[2] for item in known])
+    meant = meant or [item for name in leaves for item in known if item.endswith(f".{name}")]
     if meant:
         return f"Did you mean {' or '.join(meant)}?"
     if in_group:

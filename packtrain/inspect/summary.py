@@ -77,9 +77,8 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     width = next(digit * 10**power for power in range(10) for digit in (1, 2, 5) if digit * 10**power * BINS > most)
     counts = np.bincount(np.minimum(lengths // width, most // width), minlength=most // width + 1).tolist()
     firsts = range(0, width * len(counts), width)
-    bins = [
-        {"first": at, "last": at + width - 1, "documents": number} for at, number in zip(firsts, counts, strict=True)
-    ]
+    parts = zip(firsts, counts, strict=True)
+    bins = [{"first": at, "last": at + width - 1, "documents": number} for at, number in parts]
     bins[-1]["last"] = max(bins[-1]["last"], int(lengths.max()))
     return bins
 

@@ -18,8 +18,7 @@ class BatchPlan:
     """One optimizer step: examples (`unit`: documents or pairs) or tokens over all devices, and what each device does.
 
     `rows_per_step` (rows of `tokens_per_device` over all devices) and `micro_batches_per_device` (the accumulation) are
-    None if they depend on the lengths of the step's examples. `steps` of the run, and the most `examples` or `tokens` in
-    them, are None if the number of steps depends on the data.
+    None if they depend on the lengths of the step's examples. `steps` of the run are None if they depend on the data.
     """
 
     mode: str
@@ -33,16 +32,6 @@ class BatchPlan:
     unit: str = "documents"
     steps: int | None = None
     sequence_parallel: int | str = 1
-
-    @property
-    def examples(self) -> int | None:
-        """Examples of all steps, repeats counted; the run has fewer if an epoch's last step is not full."""
-        return self.steps * self.examples_per_step if self.steps and self.examples_per_step else None
-
-    @property
-    def tokens(self) -> int | None:
-        """The most tokens that the run can train on; rows are almost full."""
-        return self.steps * self.tokens_per_step if self.steps and self.tokens_per_step else None
 
     def sentence(self) -> str:
         """The arithmetic in words: the global step, the share of each process, and its micro-batches."""
@@ -65,8 +54,11 @@ class BatchPlan:
         return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}{split}"
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, and the sentence as `summary`."""
-        return {**asdict(self), "examples": self.examples, "tokens": self.tokens, "summary": self.sentence()}
+        """The figures, the sentence as `summary`, and the most `examples` (repeats counted; an epoch's last step may not be full) or `tokens`
+        (rows are almost full) of the run."""
+        each = {"examples": self.examples_per_step, "tokens": self.tokens_per_step}
+        whole = {name: self.steps * number if self.steps and number else None for name, number in each.items()}
+        return {**asdict(self), **whole, "summary": self.sentence()}
 
 
 def plan_batch(

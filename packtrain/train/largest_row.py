@@ -75,11 +75,6 @@ class WorkRecord:
         """Notes that none is at work."""
         self.batch = self.tried = None
 
-    @property
-    def is_trial(self) -> bool:
-        """Whether a micro-batch is tried before step 1, and no step runs."""
-        return self.tried is not None
-
 
 def try_largest(
     steps: Steps, first_step: int, engine: Engine, loss: Loss, work: WorkRecord, settings: LoopSettings

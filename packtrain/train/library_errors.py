@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import traceback
 
 import torch
 
@@ -13,7 +12,6 @@ from packtrain.boundary import explain, raised_in
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
-from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
@@ -65,11 +63,6 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         what = f"the code that came with the model failed: {first_line(error)}"
         return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")
     return None
-
-
-def words_for_log(known: PacktrainError, cause: BaseException) -> str:
-    """What the rank's log gets of `cause`, of which the user sees one sentence: its traceback, or its message where ranks were lost."""
-    return clean(str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause)))
 
 
 def is_of_storage(error: BaseException) -> bool:

@@ -347,7 +347,7 @@ class StepTrainer:
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
         """As `SpikeJudge.judge`, for DeepSpeed's engine before it updates; None where steps are not judged."""
-        if self.work.is_trial:
+        if self.work.tried is not None:  # no step runs
             return True
         loss, counts = self._loss_and_counts
         step, judges = self.state.global_step + 1, self.spikes.judges_every_step

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +27,7 @@ from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import LostPeers, PacktrainError, UserError
 from packtrain.exit_code import stopped_by
 from packtrain.inspect.audit import find_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
@@ -41,11 +42,12 @@ from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.proof.isolation import check_causal_and_padding
+from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import memory_error
-from packtrain.train.library_errors import explained, words_for_log
+from packtrain.train.library_errors import explained
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
@@ -132,9 +134,10 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
         if known is None:
             raise
         cause = error.__cause__ if known is error else error
-        if cause is not None and folder.logs.is_dir():
+        if cause is not None and folder.logs.is_dir():  # of which the user sees one sentence
+            words = str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause))
             with suppress(OSError):  # a full disk may be the cause
-                Log(folder.log(ranks.rank), main=False).note(words_for_log(known, cause))
+                Log(folder.log(ranks.rank), main=False).note(clean(words))
         raise known from cause
     finally:
         gc.collect()  # frees DeepSpeed's engine before its process groups are destroyed

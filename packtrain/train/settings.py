@@ -62,8 +62,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal = 0
-        self.agreed = 0
+        self.signal = self.agreed = 0
 
     def counts(self) -> list[int]:
         """[1 if this process was sent SIGINT, 1 if it was sent SIGTERM], for the reduction over ranks."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -27,20 +26,6 @@ from packtrain.plan.launcher_settings import STAGES
 
 ORDER = "order"
 """In the file of an optimizer: the names of its weights, which it numbers."""
-
-
-class CheckpointContents(Protocol):
-    """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
-
-    @property
-    def order(self) -> Sequence[str] | None:
-        """The names in the order in which the optimizer has its states; None if it has them by name."""
-
-    def weight(self, name: str) -> torch.Tensor:
-        """The weight, or the buffer; weights of DeepSpeed in float32. Raises KeyError."""
-
-    def states(self, name: str) -> dict[str, Any]:
-        """The states of its optimizer, tensors of its shape or plain values, and its MASTER; {} if it never had a gradient."""
 
 
 def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> CheckpointContents:
@@ -176,6 +161,12 @@ class _Zero:
                     pieces[name].append((rank, group, start, count))
                 start += size
         return pieces
+
+
+CheckpointContents = _Plain | _Shards | _Zero
+"""By the names of `named_parameters()`, all tensors whole and on the CPU: `order`, the names as the optimizer has its states (None: by
+name); `weight`, or the buffer, those of DeepSpeed in float32; `states` of the optimizer, tensors of the weight's shape or plain values,
+and its MASTER ({} if it never had a gradient)."""
 
 
 def _opened(file: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class CheckpointWriter:
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
         self._fits_in_memory, self._kept = True, False
-        self.group: dist.ProcessGroup | None = None
+        self.group: Any = None
         """The ranks, for collectives of the thread alone; None if this process is alone."""
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()

@@ -130,21 +130,17 @@ class MetricsFile(TrainerCallback):
             self._since -= before
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """Writes the line."""
+        """Writes the line; where the disk is full none of it, with a warning once."""
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         line = {"step": state.global_step, "epoch": state.epoch}
         line |= {"lr" if name == "learning_rate" else name: value for name, value in logs.items() if name != "epoch"}
         line["seconds"] = round(time.perf_counter() - self._since, 3)
-        self._append(json.dumps(line) + "\n")
-
-    def _append(self, line: str) -> None:
-        """Adds the line; where the disk is full none of it, with a warning once."""
         before = self._path.stat().st_size if self._path.exists() else 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(json.dumps(line) + "\n")
         except OSError as error:
             if not self._lost:
                 self._say(f"{self._path.name} lacks lines from here on, until there is space: {error}")
