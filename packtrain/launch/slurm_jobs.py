@@ -296,11 +296,9 @@ def run_srun(argv: Sequence[str]) -> int:
         pass_on()
         code = process.wait()
     if code == 1 and not received:
-        raise PeerFailed(
-            "srun could not start packtrain on the machines of the job, or it failed on all of them",
-            where="Slurm",
-            fix="The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?",
-        )
+        what = "srun could not start packtrain on the machines of the job, or it failed on all of them"
+        fix = "The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?"
+        raise PeerFailed(what, where="Slurm", fix=fix)
     if received and code not in (0, *MOST_TELLING):
         return 128 + received[0]
     return code if code >= 0 else 128 - code

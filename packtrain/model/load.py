@@ -79,11 +79,9 @@ def load_model(
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}",
-            where="model.tokenizer",
-            fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
-        )
+        what = f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
+        fix = "use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size"
+        raise UserError(what, where="model.tokenizer", fix=fix)
     for name, value in vars(model.config.get_text_config()).items():
         if "drop" in name and is_number(value) and not 0 <= value <= 1:  # else found by the first step in training mode
             raise UserError(f"{value} is no probability", where=f"model.config.{name}", fix="give a number from 0 to 1")
@@ -162,11 +160,9 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
     positions = max_positions(base_model(model))
     if positions is not None and positions < longest:
         name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
-        raise UserError(
-            f"the longest document has {longest} tokens, the model is made for {positions} positions",
-            where="data.max_length",
-            fix=f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn",
-        )
+        what = f"the longest document has {longest} tokens, the model is made for {positions} positions"
+        fix = f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn"
+        raise UserError(what, where="data.max_length", fix=fix)
 
 
 def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
@@ -199,12 +195,10 @@ def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedMode
         new_score(model, seed)
         return model
     if lacking:
+        what = f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {min(lacking)} …"
         head = "" if scores else " with its output head"
-        raise UserError(
-            f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {min(lacking)} …",
-            where="model.path",
-            fix=f"name a causal language model{head}, and look at what model.config changes",
-        )
+        fix = f"name a causal language model{head}, and look at what model.config changes"
+        raise UserError(what, where="model.path", fix=fix)
     return model
 
 

@@ -52,11 +52,9 @@ def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLo
     top_k = getattr(model, "num_experts_per_tok", None)
     if its_own is None or list(inspect.signature(its_own).parameters) != _EXPECTED_ARGUMENTS or top_k is None:
         kind = "no" if its_own is None else "another"
-        raise UserError(
-            f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers",
-            where=KEY,
-            fix=f"set {KEY} to false",
-        )
+        what = f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers"
+        fix = f"set {KEY} to false"
+        raise UserError(what, where=KEY, fix=fix)
     if weight is None:
         weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)
     return RouterLoss(model, weight, int(top_k)) if weight else None
@@ -137,11 +135,9 @@ class RouterLoss:
         load = _sum(loads)
         ours = balance(load, load).item()
         if not abs(ours - theirs) <= tolerance_of(autocast or model.dtype).outputs * abs(theirs):  # NaN fails too
-            raise CheckFailed(
-                f"the router loss of {type(model).__name__} is {theirs:.6g}, packtrain makes it {ours:.6g}",
-                where=KEY,
-                fix=f"please report this model; set {KEY} to 0 to train without",
-            )
+            what = f"the router loss of {type(model).__name__} is {theirs:.6g}, packtrain makes it {ours:.6g}"
+            fix = f"please report this model; set {KEY} to 0 to train without"
+            raise CheckFailed(what, where=KEY, fix=fix)
 
     def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
         """The load of one call: `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""

@@ -100,11 +100,9 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
 def same_number_error(item: Member, other: Member) -> CheckFailed:
     """The error that two machines have the same number."""
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
-    return CheckFailed(
-        f"two machines are number {item.node}: {places}",
-        where="topology.node_rank",
-        fix=f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}.",
-    )
+    what = f"two machines are number {item.node}: {places}"
+    fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
+    return CheckFailed(what, where="topology.node_rank", fix=fix)
 
 
 def compare_counts(members: Sequence[Member]) -> CheckFailed | None:

@@ -175,11 +175,9 @@ def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology]
 def require(env: Mapping[str, str], names: Sequence[str]) -> None:
     """Raises UserError if a launch has not set all `names`, the variables that number this process."""
     if missing := [name for name in names if not env.get(name)]:
-        raise UserError(
-            f"to join a running launch, {', '.join(missing)} must be set too",
-            where="environment",
-            fix="Start packtrain with torchrun or accelerate launch, or once on each machine with topology=manual.",
-        )
+        what = f"to join a running launch, {', '.join(missing)} must be set too"
+        fix = "Start packtrain with torchrun or accelerate launch, or once on each machine with topology=manual."
+        raise UserError(what, where="environment", fix=fix)
 
 
 def read_number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -120,18 +120,14 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     _check_number("rank on this machine", local_rank, per_node, "environment variable LOCAL_RANK")
     nodes = max(total // per_node, 1)
     if total != nodes * per_node:
-        raise CheckFailed(
-            f"{total} processes in all, {per_node} of them on this machine: the other machines have a different number",
-            where=f"the launch ({by})",
-            fix="start the same number of processes on every machine",
-        )
+        here = f"{total} processes in all, {per_node} of them on this machine"
+        fix = "start the same number of processes on every machine"
+        raise CheckFailed(f"{here}: the other machines have a different number", where=f"the launch ({by})", fix=fix)
     wanted = (topology.nodes or nodes, topology.gpus_per_node or per_node)
     if wanted != (nodes, per_node):
-        raise CheckFailed(
-            f"{_machines(*wanted)} are asked for, but the launch has {_machines(nodes, per_node)}",
-            where="topology",
-            fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
-        )
+        what = f"{_machines(*wanted)} are asked for, but the launch has {_machines(nodes, per_node)}"
+        fix = "the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each"
+        raise CheckFailed(what, where="topology", fix=fix)
     source = f"MASTER_ADDR and MASTER_PORT ({by})"
     _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=read_number(env, "MASTER_PORT", 0))
     checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK

@@ -64,11 +64,8 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
         choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
         ranks = ", ".join(f"rank {rank}: {own}" for rank, own in enumerate(choices))
-        raise CheckFailed(
-            f"the processes would not use the same {what} ({ranks})",
-            where=where,
-            fix="install the same packages everywhere, or name what to use",
-        )
+        fix = "install the same packages everywhere, or name what to use"
+        raise CheckFailed(f"the processes would not use the same {what} ({ranks})", where=where, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,6 @@ class SpikeRules:
     file: Path
     places: Callable[[list[int]], list[str]]
 
-    @property
-    def judges_every_step(self) -> bool:
-        """Whether every step is judged before its update; else a loss that is not finite is noticed when it is logged."""
-        return self.action != "stop" or self.factor is not None
-
 
 class RecentFigures:
     """Loss and gradient norm of the last steps whose updates were made."""
@@ -100,12 +95,12 @@ class SpikeJudge:
 
     @property
     def judges_every_step(self) -> bool:
-        """Whether steps are judged before their updates."""
-        return self.rules is not None and self.rules.judges_every_step
+        """Whether steps are judged before their updates; else a loss that is not finite is noticed when it is logged."""
+        return self.rules is not None and (self.rules.action != "stop" or self.rules.factor is not None)
 
     def read(self, checkpoint: Path | None) -> None:
         """Restores the recent figures from the checkpoint that the run resumes from, and what was decided after it, on all ranks."""
-        if self.rules is None or not self.rules.judges_every_step:
+        if self.rules is None or not self.judges_every_step:
             return
         lines: list[Any] = [[]]
         if checkpoint is not None and self._accelerator.is_main_process:
@@ -184,11 +179,9 @@ class SpikeJudge:
         if self.rules is not None:
             line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
             self._write({**line, "grad_norm": None}, [(number, None) for number in documents])
-        raise CheckFailed(
-            f"the loss is {loss:g} at step {step}",
-            where="optim.learning_rate",
-            fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
-        )
+        what = f"the loss is {loss:g} at step {step}"
+        fix = "lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept"
+        raise CheckFailed(what, where="optim.learning_rate", fix=fix)
 
     def pop_metrics(self) -> dict[str, int]:
         """`skipped`: how many updates were not made since the last logged line, if any."""

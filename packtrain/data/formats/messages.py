@@ -75,8 +75,7 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
     message = {key: part for key, part in value.items() if part is not None}
     who, what = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     if who == "from":
-        message = {key: part for key, part in message.items() if key not in ("from", "value")}
-        message |= {"role": value["from"], "content": value.get("value")}
+        message |= {"role": message.pop("from", None), "content": message.pop("value", None)}
     if call := message.pop("function_call", None):  # as OpenAI's API had it before tool_calls
         message.setdefault("tool_calls", [call])
     wordless = bool(message.get("tool_calls") or message.keys() & set(THOUGHTS))
