@@ -118,11 +118,11 @@ class Key:
     type: Any
     default: Any
     doc: str
-    minimum: float | None
-    above: float | None
-    below: float | None
-    maximum: float
     objectives: tuple[str, ...]
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    maximum: float = 10**9
 
 
 @cache

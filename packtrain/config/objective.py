@@ -10,19 +10,9 @@ from typing import Any, Literal, get_args
 ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
 
 
-def key(
-    default: Any,
-    doc: str,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    maximum: float = 10**9,
-    objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (),
-) -> Any:
-    """A config field: default, a sentence, bounds (`>= minimum`, `> above`, `< below`, `<= maximum`), the `objective`s that it is for
-    (all if none is named)."""
-    bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
+def key(default: Any, doc: str, *, objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (), **bounds: float) -> Any:
+    """A config field: default, a sentence, the `objective`s that it is for (all if none is named), and bounds: minimum, above, below and
+    maximum, as config/keys.py::Key has them."""
     objectives = (objective,) if isinstance(objective, str) else objective
     metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
     if isinstance(default, (list, dict)):

@@ -76,9 +76,8 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
         except (OSError, RuntimeError) as error:  # TimeoutError, too; a home of nobody
             return otherwise(str(error) or f"no answer within {limit_s:.0f} s")
 
-    machine, folders = host.read_host(), []
-    for name, path in paths.items():
-        folders.append(answer(disks[name], FOLDER_S, partial(Folder, name, path, None, None)))
+    machine = host.read_host()
+    folders = [answer(disks[name], FOLDER_S, partial(Folder, name, path, None, None)) for name, path in paths.items()]
     driver = answer(nvidia, DRIVER_S + 0.5, Driver)
     if config:
         # a silent name server is not asked for the address of the first machine

@@ -47,11 +47,9 @@ class AuditFinding:
 def audit(corpus: Corpus, scanned: TokenScan) -> list[AuditFinding]:
     """All findings, the worst first; `rows_named` says which rows need a place before `audit_json`."""
     order: list[Severity] = ["bad", "warn", "note"]
-    findings = [*_find_faults(corpus, scanned), *_find_repeats(corpus, scanned)]
-    return sorted(
-        (finding for finding in findings if len(finding.rows)),
-        key=lambda finding: (order.index(finding.severity), -finding.share),
-    )
+    looked_for = (*_find_faults(corpus, scanned), *_find_repeats(corpus, scanned))
+    found = [finding for finding in looked_for if len(finding.rows)]
+    return sorted(found, key=lambda finding: (order.index(finding.severity), -finding.share))
 
 
 def rows_named(findings: Sequence[AuditFinding]) -> set[int]:

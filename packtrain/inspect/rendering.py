@@ -173,11 +173,9 @@ class DataTerminal:
         reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in data["dropped_for"].items())
         self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {trained}")
-        self.say(
-            f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut); dropped {data['dropped']:,}"
-            + (f": {reasons}" if reasons else "")
-            + ("" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}")
-        )
+        cut = f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut)"
+        held_out = "" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}"
+        self.say(f"{cut}; dropped {data['dropped']:,}{f': {reasons}' if reasons else ''}{held_out}")
         for remark in data["remarks"]:
             self.say(visible(remark), "dim")
 

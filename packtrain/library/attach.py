@@ -207,8 +207,12 @@ class _PackedModel:
         """Chooses the attention by its proof, the same on all processes, and packs from now on; `engine` is DeepSpeed's. Raises
         CheckFailed where none is exact, or processes would have to gather weights a different number of times."""
         choice = self._agreed()
-        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters()):
-            self._check_sharded(choice.backend.name)
+        sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
+        if sharded and (self.tokens_per_row is not None or choice.backend.name == PER_DOCUMENT):
+            rows = f"{type(self.model).__name__}: rows one after the other"
+            what = f"{rows} would have processes gather the sharded weights a different number of times"
+            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
+            raise CheckFailed(what, fix=fix)
         if choice.why_not_shared:
             if self.share is True:
                 raise CheckFailed(f"prefixes cannot be shared: {choice.why_not_shared}", fix="set share_prefix to auto")
@@ -245,14 +249,6 @@ class _PackedModel:
         if isinstance(agreed, CheckFailed):
             raise agreed
         return agreed
-
-    def _check_sharded(self, backend: str) -> None:
-        if self.tokens_per_row is not None or backend == PER_DOCUMENT:
-            what = (
-                "rows one after the other would have processes gather the sharded weights a different number of times"
-            )
-            fix = "use DDP or ZeRO-2; with other strategies leave tokens_per_row away, and models that run per document"
-            raise CheckFailed(f"{type(self.model).__name__}: {what}", fix=fix)
 
     def _takes_left_padding(self) -> bool:
         """Whether padding on the left leaves the outputs of a call without positions as they are, by measuring."""

@@ -73,7 +73,8 @@ def page(runs: Sequence[RunRecord]) -> str:
     figures = points["figures"]
     script, plotly = (_read("page.js"), get_plotlyjs()) if figures else ("", "")
     packed = gzip.compress(plotly.encode(), _COMPRESSION, mtime=0) if plotly else b""
-    allowed = " ".join(f"'sha256-{_hash(code)}'" for code in (script, plotly) if code)
+    digests = [hashlib.sha256(code.encode()).digest() for code in (script, plotly) if code]
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     environment = templates_in(_HERE, finalize=_finalize)
     environment.filters |= {"number": headline.number, "duration": headline.duration, "size": wording.size}
     environment.filters["written"] = lambda value, kind: _KINDS[kind](value)
@@ -130,11 +131,6 @@ def _finalize(value: Any) -> Any:
 
 def _read(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """The name of a script in a content security policy."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _inline(values: Any) -> Markup:

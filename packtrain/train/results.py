@@ -208,10 +208,8 @@ def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[
     """The last lines of a run: its answers, losses, the folders (`contents`), and next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in summary.answers:
-        log.say(
-            f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
-            f"  [green]after[/]  {escape(_short(new, 300))}"
-        )
+        before, after = escape(_short(old, 80)), escape(_short(new, 300))
+        log.say(f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {before}\n  [green]after[/]  {after}")
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
     for line in (*(f"  {item}" for item in contents), "next:", *(f"  {item}" for item in commands)):

@@ -82,10 +82,9 @@ class Peers:
             what = f"rank {self.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
             raise PeerFailed(what, fix="its terminal or log says why it ended") from error
         if verdict["missing"]:
-            raise PeerFailed(
-                f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s",
-                fix="their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are the limits",
-            )
+            what = f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s"
+            fix = "their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are the limits"
+            raise PeerFailed(what, fix=fix)
         if verdict["problems"]:
             shown = self.rank == 0 or LOG_DIR in os.environ  # other ranks report in their logs only
             raise Disagreement([Problem(**problem) for problem in verdict["problems"]], shown=shown)

@@ -166,11 +166,9 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
     if (proof := decision.proof) is None:
         log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:
-        log.fact(
-            "isolation",
-            f"{proof.verdict}: outputs of documents in a row are off by {proof.max_difference:.1g} (tolerance {proof.tolerance:.0g};"
-            f" with isolation off {proof.control:.1g})",
-        )
+        limits = f"tolerance {proof.tolerance:.0g}; with isolation off {proof.control:.1g}"
+        off = f"outputs of documents in a row are off by {proof.max_difference:.1g} ({limits})"
+        log.fact("isolation", f"{proof.verdict}: {off}")
 
 
 def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:

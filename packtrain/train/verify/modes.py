@@ -142,10 +142,9 @@ def compare_modes(
         definition = _take_gradients(trained)
         norm = _norm(definition)
         if not (np.isfinite(reference) and 0 < norm < np.inf):
-            raise CheckFailed(
-                f"{type(base).__name__} has loss {reference:.6g} with gradients of norm {norm:.3g} on random documents",
-                fix="check its weights, and model.dtype (float16 overflows early)",
-            )
+            of_norm = f"with gradients of norm {norm:.3g} on random documents"
+            what = f"{type(base).__name__} has loss {reference:.6g} {of_norm}"
+            raise CheckFailed(what, fix="check its weights, and model.dtype (float16 overflows early)")
 
         def figures(mode: str) -> Figures:
             try:
