@@ -316,9 +316,8 @@ def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> 
             return
         except OSError as error:
             if time.monotonic() > limit:
-                raise PeerFailed(
-                    f"rank {rank} on {socket.gethostname()} did not reach rank 0 at {address}:{port} within "
-                    f"{timeout_s:g} s: {error.strerror or error}",
-                    fix="look whether it was started, whether the name leads to it from here, and for a firewall",
-                ) from error
+                place = f"{address}:{port} within {timeout_s:g} s: {error.strerror or error}"
+                what = f"rank {rank} on {socket.gethostname()} did not reach rank 0 at {place}"
+                fix = "look whether it was started, whether the name leads to it from here, and for a firewall"
+                raise PeerFailed(what, fix=fix) from error
         time.sleep(_LONGEST_PAUSE_S)
