@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ def open_group(parts: int) -> dist.ProcessGroup:
     if parts not in _groups:
         world = range(dist.get_world_size())
         ranks = [list(world[first : first + parts]) for first in world[::parts]]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        _groups[parts] = group
+        _groups[parts] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(ranks)[0])
     return _groups[parts]
 
 
@@ -82,7 +81,7 @@ def attend_over_ranks(
     q, k, v = _heads_for_tokens(
         [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
     )
-    own = copy.copy(module)
+    own: Any = copy.copy(module)
     own.num_key_value_groups = each
     if sinks is not None:
         sinks = sinks[first:end]

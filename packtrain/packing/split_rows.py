@@ -57,7 +57,7 @@ def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
 
 
 def _split_rows(
-    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: int
+    order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: float
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """The rows of at most `tokens` of each group, and its work: float64 [groups]."""
     work = np.zeros(groups)
