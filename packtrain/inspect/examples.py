@@ -71,7 +71,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
     """
     packing, cost = corpus.config.packing, estimate_attention_cost(corpus)
-    schedule = schedule_of(corpus, packing, cost or 0.0)
+    schedule = schedule_of(corpus, packing, processes, cost or 0.0)
     if not 1 <= step <= schedule.total_steps:
         what = f"step {step}, but the run has {counted(schedule.total_steps, 'steps')}"
         raise UserError(what, where="--step", fix=f"Give a number from 1 to {schedule.total_steps}.")

@@ -14,6 +14,7 @@ from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention, imbalance
 from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
 
 SAMPLED_STEPS = 48
@@ -37,8 +38,8 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     return cost_of_attention(known.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
 
 
-def schedule_of(corpus: Corpus, packing: Packing, cost: float) -> Schedule:
-    """The steps of the run in a packing mode, as training makes them; prompts are taken to be shared unless that is off.
+def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -> Schedule:
+    """The steps of the run in a packing mode, as training on so many processes makes them; prompts are taken to be shared unless that is off.
 
     Raises UserError if an example is longer than a micro-batch.
     """
@@ -52,6 +53,12 @@ def schedule_of(corpus: Corpus, packing: Packing, cost: float) -> Schedule:
         slots = (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
     else:
         slots = pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
+    asked, limit = config.strategy.sequence_parallel, batch.limits(packing.mode)[1]
+    together = (
+        1
+        if packing.mode == "padding" or limit is None
+        else choose_ranks_per_row(asked, int(slots.max()), limit, processes)
+    )
     return make_schedule(
         slots,
         packing,
@@ -61,6 +68,7 @@ def schedule_of(corpus: Corpus, packing: Packing, cost: float) -> Schedule:
         seed=trainer.seed,
         shuffle=config.data.shuffle,
         attention_cost=cost,
+        ranks_per_row=together,
     )
 
 
@@ -73,7 +81,7 @@ def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[st
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)
         try:
-            costs[mode] = _count_costs(schedule_of(corpus, packing, cost), corpus, packing, processes, cost)
+            costs[mode] = _count_costs(schedule_of(corpus, packing, processes, cost), corpus, packing, processes, cost)
         except UserError as error:
             costs[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
     return costs
@@ -93,7 +101,9 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
             padded = len(part) * int(lengths[part].max())
             slots += padded if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
             used += int(tokens[part].sum(dtype=np.int64))
-            rows += 1
+            rows += (
+                1 if mode != "packed" else math.ceil(int(lengths[part].sum()) / schedule.limits.tokens)
+            )  # one that ranks split is several
         batches.append(len(layout[0]))
         uneven.append(imbalance(layout, lengths, cost, mode))
     whole = int(tokens.sum(dtype=np.int64))

@@ -16,6 +16,15 @@ import numpy as np
 from packtrain.packing.balance import Layout, MicroBatchLimits, SplitLayout, costs, fill_cheapest_first, lay_out
 
 
+def choose_ranks_per_row(asked: int | str, longest: int, tokens: float, world_size: int) -> int:
+    """strategy.sequence_parallel as `asked` for; `auto`: the fewest neighbours that together have room for the `longest` example, with `tokens`
+    each, or all ranks where none have."""
+    if asked != "auto":
+        return int(asked)
+    enough = (ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0 and ranks * tokens >= longest)
+    return next(enough, world_size)
+
+
 def lay_out_split(
     lengths: np.ndarray,
     *,

@@ -29,6 +29,7 @@ from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.schedule import make_schedule
+from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import reference_of
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
@@ -156,10 +157,8 @@ def settle_split(run: Prepared) -> str:
     longest = max(
         [run.longest, *(int(run.objective.slots(part).max()) for part in (run.data.train, run.data.eval) if part)]
     )
-    if asked == "auto":
-        enough = (number for number in range(1, world + 1) if world % number == 0 and number * limit >= longest)
-        run.objective.ranks_per_row = next(enough, world)
-    parts, base = run.objective.ranks_per_row, base_model(run.model)
+    parts = run.objective.ranks_per_row = choose_ranks_per_row(asked, longest, limit, world)
+    base = base_model(run.model)
     if parts == 1:
         return ""
     if run.backend is None or run.backend.backend.name == PER_DOCUMENT or rotates_by_length(base):

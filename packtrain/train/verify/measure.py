@@ -29,6 +29,7 @@ from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.proof.choice import NotExact, choose_attention, prove_backend
 from packtrain.proof.isolation import NO_FIGURES, TREE, Proof, check_causal_and_padding
 from packtrain.proof.leak import Leak
@@ -193,8 +194,8 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
 
 
 def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
-    asked = config.strategy.sequence_parallel
-    return ranks.world_size if asked == "auto" else asked
+    """What is asked for; of auto, which depends on the data, two neighbours, or the fewest that the number of ranks allows."""
+    return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
 def _split(
