@@ -318,9 +318,10 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) ->
 def _put_back(scores: FusedCausalLMOutput, layout: AnswerLayout, shape: torch.Size) -> FusedCausalLMOutput:
     """The per-token figures [1, T] of the row, at their places in the padded batch; of a split row those of all its ranks."""
     device, segments = next(iter(scores.values())).device, layout.segments
-    first, end, _ = own_tokens(segments).indices(segments.tokens)
-    own = layout.inside[(layout.inside >= first) & (layout.inside < end)]
-    inside, here = to_device(own, device), to_device(own - first, device)
+    inside = here = to_device(layout.inside, device)
+    if isinstance(segments, SplitSegments):
+        own = layout.inside[(layout.inside >= segments.own.start) & (layout.inside < segments.own.stop)]
+        inside, here = to_device(own, device), to_device(own - segments.own.start, device)
     places = to_device(layout.rows, device)[inside], to_device(layout.columns, device)[inside]
     put = {name: value.new_zeros(shape).index_put(places, value[0, here]) for name, value in scores.items()}
     if isinstance(segments, SplitSegments):

@@ -88,6 +88,14 @@ def lay_out(
     return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
 
 
+def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
+    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
+    if not isinstance(layout, SplitLayout):
+        return [(part, False) for part in layout[rank]]
+    first = layout[rank - rank % layout.ranks_per_row][: layout.split]
+    return [(row, bool(len(row))) for row in first] + [(part, False) for part in layout[rank][layout.split :]]
+
+
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
     """Gives each rank the same number of `parts` (arrays of documents) of `cost` float[parts]; empty parts complete the last round."""
     empty = -len(parts) % world_size

@@ -18,9 +18,17 @@ import numpy as np
 
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, part_costs
+from packtrain.packing.balance import (
+    Layout,
+    MicroBatchLimits,
+    deal,
+    imbalance,
+    lay_out,
+    part_costs,
+    parts_of_rank,
+)
 from packtrain.packing.bins import Rows, best_fit, in_order
-from packtrain.packing.split_rows import lay_out_split, parts_of_rank
+from packtrain.packing.split_rows import lay_out_split
 
 KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
 
@@ -89,15 +97,15 @@ class Schedule:
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
-        layout = lay_out_split(
-            self.lengths[documents],
-            mode=self.packing.mode,
-            world_size=world_size,
-            limits=self.limits,
-            attention_cost=self.attention_cost,
-            keep_order=keep_order,
-            ranks_per_row=self.ranks_per_row,
-        )
+        how: Any = {
+            "mode": self.packing.mode,
+            "world_size": world_size,
+            "limits": self.limits,
+            "attention_cost": self.attention_cost,
+            "keep_order": keep_order,
+        }
+        lengths, together = self.lengths[documents], self.ranks_per_row
+        layout = lay_out(lengths, **how) if together == 1 else lay_out_split(lengths, **how, ranks_per_row=together)
         for parts in layout:
             parts[:] = [documents[part] for part in parts]
         return layout

@@ -57,14 +57,6 @@ def lay_out_split(
     return layout
 
 
-def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
-    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
-    if not isinstance(layout, SplitLayout):
-        return [(part, False) for part in layout[rank]]
-    first = layout[rank - rank % layout.ranks_per_row][: layout.split]
-    return [(row, bool(len(row))) for row in first] + [(part, False) for part in layout[rank][layout.split :]]
-
-
 def _split_rows(
     order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: float
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:

@@ -17,7 +17,7 @@ import torch
 from packtrain.errors import UserError
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import Ranks
-from packtrain.packing.split_rows import parts_of_rank
+from packtrain.packing.balance import parts_of_rank
 from packtrain.plan.memory import Memory, optimizer_bytes
 from packtrain.train.engine import Engine
 from packtrain.train.library_errors import LESS_MEMORY, out_of_memory, shortly

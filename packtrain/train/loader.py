@@ -23,7 +23,7 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.processes import write_stacks_on_signal
-from packtrain.packing.balance import Layout, cost_of_attention
+from packtrain.packing.balance import Layout, cost_of_attention, parts_of_rank
 from packtrain.packing.collate import (
     RowLayout,
     collate_flat,
@@ -35,7 +35,7 @@ from packtrain.packing.collate import (
     part_of,
 )
 from packtrain.packing.schedule import Schedule
-from packtrain.packing.split_rows import lay_out_split, parts_of_rank
+from packtrain.packing.split_rows import lay_out_split
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from packtrain.packing.balance import (
     imbalance,
     lay_out,
     part_costs,
+    parts_of_rank,
 )
 from packtrain.packing.bins import best_fit
-from packtrain.packing.split_rows import lay_out_split, parts_of_rank
+from packtrain.packing.split_rows import lay_out_split
 
 MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
 
