@@ -93,7 +93,10 @@ def attend_over_ranks(
     sent = [piece.reshape(-1) for piece in output.split(tokens)]
     sizes = [tokens[segments.part] * count * each * width for count in counts]
     received = _exchange(sent, sizes, group)
-    pieces = [piece.view(tokens[segments.part], -1, width) for piece in received.split(sizes)]
+    pieces = [
+        piece.view(tokens[segments.part], count * each, width)
+        for piece, count in zip(received.split(sizes), counts, strict=True)
+    ]
     return torch.cat(pieces, dim=1)[None]
 
 
@@ -110,7 +113,7 @@ def _heads_for_tokens(
     of_parts = received.split([size * number for number in tokens for size in per_token])
     for index, piece in enumerate(of_parts):
         heads, width = shapes[index % len(tensors)]
-        pieces[index % len(tensors)].append(piece.view(heads, -1, width))
+        pieces[index % len(tensors)].append(piece.view(heads, tokens[index // len(tensors)], width))
     return [torch.cat(piece, dim=1)[None] for piece in pieces]
 
 

@@ -101,7 +101,7 @@ class Data:
     overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",
         "What is done with a document longer than data.max_length; auto splits running text, and truncates all else. "
-        "Preference pairs are never split.",
+        "Preference pairs are never cut.",
     )
     split_text: SplitText = key(
         "document",

@@ -216,9 +216,6 @@ def make_schedule(
         what = f"the longest document has {longest} tokens, a micro-batch{over} takes {most}"
         fix = f"set batch.tokens_per_device to at least {math.ceil(longest / ranks_per_row)}, or data.max_length to {most}{more}"
         raise UserError(what, where="batch.tokens_per_device", fix=fix)
-    if longest > limits.tokens and batch.examples_per_step is None:
-        what = f"a step of rows of {limits.tokens} tokens has no place for a document of {longest}, which ranks are to split"
-        raise UserError(what, where="batch.tokens_per_step", fix="set batch.examples_per_step in its place")
     schedule = Schedule(
         lengths=lengths,
         limits=limits,

@@ -133,7 +133,7 @@ class Segments:
 class SplitSegments(Segments):
     """A row whose tokens are split over `parts` ranks, of which this one has those of number `part`, `own`.
 
-    `position_ids` and all else are those of the whole row, of which there are at least as many tokens as parts.
+    `position_ids` and all else are those of the whole row.
     """
 
     part: int = 0

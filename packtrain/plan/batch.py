@@ -70,7 +70,7 @@ def plan_batch(
     step would be split though the loss needs all its pairs together.
     """
     if sequence_parallel != "auto" and processes % int(sequence_parallel):
-        what = f"{counted(processes, 'processes')} are no whole number of groups of {sequence_parallel}"
+        what = f"{counted(processes, 'processes')} cannot make groups of {sequence_parallel}"
         fix = f"Set it to auto or a divisor of {processes}, or start another number of processes."
         raise UserError(what, where="strategy.sequence_parallel", fix=fix)
     examples, tokens = batch.limits(mode)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
+from packtrain.attention.forwards import rotates_by_length
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
@@ -56,6 +57,18 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
             "set packing.mode=padding, or strategy=zero2",
         )
     return None
+
+
+def why_not_split(model: PreTrainedModel, backend: str) -> str:
+    """Why rows of `model` cannot be split over ranks, as can be told without a proof; "" where nothing speaks against it."""
+    name = type(model).__name__
+    if backend in ("", PER_DOCUMENT):
+        return f"{name} runs packed rows one document at a time"
+    if rotates_by_length(model):
+        return f"the rotary embeddings of {name} depend on the length of a document"
+    if getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
+        return f"{name} scales attention by the place in what a process has (model.config.attn_temperature_tuning)"
+    return ""
 
 
 def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None:

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from packtrain.attention.backends import PER_DOCUMENT, own_attention
-from packtrain.attention.forwards import rotates_by_length
+from packtrain.attention.backends import own_attention
 from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
 from packtrain.boundary import boundary
@@ -37,6 +36,7 @@ from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, preparing_s
 
 
@@ -146,11 +146,8 @@ def settle_split(run: Prepared) -> str:
     """How many neighbouring ranks split a document that exceeds batch.tokens_per_device, which is proved on the model as it is spread; what to
     tell of it, "" where none is. Raises UserError where ranks or heads do not allow it, CheckFailed where it is not exact.
     """
-    asked, world, limit = (
-        run.config.strategy.sequence_parallel,
-        run.ranks.world_size,
-        run.config.batch.limits("packed")[1],
-    )
+    config, world = run.config, run.ranks.world_size
+    asked, limit = config.strategy.sequence_parallel, config.batch.limits(config.packing.mode)[1]
     if asked == 1 or limit is None:
         return ""
     run.objective.ranks_per_row = world if asked == "auto" else asked
@@ -161,14 +158,15 @@ def settle_split(run: Prepared) -> str:
     base = base_model(run.model)
     if parts == 1:
         return ""
-    if run.backend is None or run.backend.backend.name == PER_DOCUMENT or rotates_by_length(base):
-        what = f"documents of {type(base).__name__} cannot be split over processes: its attention is not in one function for all tokens"
-        raise UserError(what, where=SPLIT_KEY, fix=f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1")
+    backend = run.backend.backend.name if run.backend else ""
+    if why := why_not_split(base, backend):
+        fix = f"set data.max_length to at most {limit}, and {SPLIT_KEY}=1"
+        raise UserError(f"documents cannot be split over processes: {why}", where=SPLIT_KEY, fix=fix)
     open_group(parts)
     segments = TREE if run.objective.layout == "shared" else DOCUMENTS
     with outputs_of_tokens(base):
         reason, proof = prove_backend(
-            run.backend.backend.name, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
+            backend, base, run.precision.autocast, segments, part=run.ranks.rank % parts, parts=parts
         )
     if reason:
         raise CheckFailed(

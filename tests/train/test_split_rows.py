@@ -212,12 +212,12 @@ def test_verify_proves_split_rows_with_their_gradients(tmp_path: Path, verb: str
 @pytest.mark.parametrize(
     ("processes", "options", "said"),
     [
-        (3, ["strategy.sequence_parallel=2"], "3 processes are no whole number of groups of 2"),
+        (3, ["strategy.sequence_parallel=2"], "3 processes cannot make groups of 2"),
         (2, ["batch.tokens_per_device=50"], "or start more processes"),
         (2, ["packing.mode=padding"], "padded batches are not split"),
         (2, ["model.attention=per_document"], "in one process"),
         (2, ["packing.mode=padding_free", "batch.tokens_per_device=null"], "nothing says from which length on"),
-        (2, ["batch.examples_per_step=null", "batch.tokens_per_step=208"], "set batch.examples_per_step"),
+        (2, ["batch.examples_per_step=null", "batch.tokens_per_step=208"], "Set batch.examples_per_step in place"),
         (
             4,
             ["model.config.num_attention_heads=3", "model.config.num_key_value_heads=1", "batch.tokens_per_device=50"],

@@ -97,7 +97,8 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
         thing = "documents" if each == 1 else "pairs of documents"
         what = f"{thing} of {data.max_length} tokens do not fit in rows of {row}{origin}"
-        fix = f"Set batch.tokens_per_device to at least {data.max_length * each}, or data.max_length to at most {row // each}."
+        least = -(-data.max_length * each // together)
+        fix = f"Set batch.tokens_per_device to at least {least}, or data.max_length to at most {row // each}."
         yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
 
 
@@ -258,6 +259,14 @@ def _split_rows(config: RunConfig) -> Iterator[Fault]:
     elif config.batch.limits(mode)[1] is None:
         what = "nothing says from which length on documents are split"
         yield Fault((key, "batch.tokens_per_device"), what, "Set batch.tokens_per_device.")
+    elif config.batch.tokens_per_step is not None:
+        what = "a step of rows of batch.tokens_per_device has no place for what processes split"
+        yield Fault(
+            (key, "batch.tokens_per_step"), what, "Set batch.examples_per_step in place of batch.tokens_per_step."
+        )
+    elif config.packing.strategy == "in_order":
+        what = "split documents come first in a step, which does not keep their order"
+        yield Fault((key, "packing.strategy"), what, "Choose packing.strategy=best_fit.")
 
 
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:

@@ -184,7 +184,7 @@ class KTO(ReferenceObjective):
         longest, (_, most) = self.longest_document(data), self.batch.limits(self.packing.mode)
         if most is not None and longest > (most := most * self.ranks_per_row):
             what = f"a prompt with an answer (for the KL estimate with another one's) takes {longest} token slots, a micro-batch has {most}"
-            fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most}"
+            fix = f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most}"
             raise UserError(what, where="batch.tokens_per_device", fix=fix)
         return data.lengths
 

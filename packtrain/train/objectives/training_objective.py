@@ -118,7 +118,7 @@ class PairObjective(TrainingObjective):
         return choice
 
     def slots(self, data: PairDataset) -> np.ndarray:
-        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are never split."""
+        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are not cut."""
         # padded a pair takes two rows as long as the longer of its documents
         longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
         slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
@@ -127,7 +127,7 @@ class PairObjective(TrainingObjective):
             raise UserError(
                 f"the longest pair takes {longest} token slots, a micro-batch has {most}",
                 where="batch.tokens_per_device",
-                fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
+                fix=f"set batch.tokens_per_device to at least {-(-longest // self.ranks_per_row)}, or data.max_length to {most // 2}",
             )
         return slots
 

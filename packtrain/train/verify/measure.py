@@ -39,7 +39,7 @@ from packtrain.train.objectives.loss import ReferenceLoss
 from packtrain.train.objectives.sft import SFTLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.optim.seen_updates import FEW, expected_share
-from packtrain.train.preflight import why_not_together
+from packtrain.train.preflight import why_not_split, why_not_together
 from packtrain.train.preparation import Prepared, begin, load, masters_of, settle_precision, spread_model
 from packtrain.train.sync import Peers
 from packtrain.train.verify.command import finite
@@ -203,7 +203,9 @@ def _split(
 ) -> Isolation:
     """`isolation` with the proof of rows that are split over ranks in place of that of whole ones, which was exact."""
     open_group(parts)
-    reason, proof = prove_backend(isolation.backend or "", model, autocast, part=ranks.rank % parts, parts=parts)
+    reason, proof = why_not_split(model, isolation.backend or ""), None
+    if not reason:
+        reason, proof = prove_backend(isolation.backend or "", model, autocast, part=ranks.rank % parts, parts=parts)
     problem = Problem(f"rows split over {parts} processes: {reason}", KEY, f"set {KEY}=1") if reason else None
     return replace(isolation, proof=proof or isolation.proof, problem=problem)
 

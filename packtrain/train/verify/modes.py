@@ -201,8 +201,9 @@ def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -
     for parameter in trained:
         if isinstance(parameter.grad, DTensor):  # averaged over ranks already, as if each had the whole row
             parameter.grad *= parts
-        elif parameter.grad is not None:
-            parameter.grad = sum_over_parts(parameter.grad, parts)
+        else:  # an expert may have seen tokens of another part alone
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = sum_over_parts(own.detach(), parts)
     return sum_over_parts(torch.tensor(loss, dtype=torch.float64, device=trained[0].device), parts).item()
 
 
