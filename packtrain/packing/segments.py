@@ -116,6 +116,14 @@ class Segments:
         lengths = tuple(self.prefix_lengths[leaf] + self.lengths[leaf] for leaf in self.leaves)
         return Unrolled(Segments(lengths), tokens, np.unique(tokens, return_index=True)[1])
 
+    def repeated(self, times: int) -> Segments:
+        """The same segments several times, one after the other."""
+        number = len(self.lengths)
+        prefixes = tuple(
+            prefix if prefix is None else prefix + number * copy for copy in range(times) for prefix in self.prefixes
+        )
+        return Segments(self.lengths * times, prefixes)
+
     def visible(self, window: int | None = None) -> torch.Tensor:
         """bool [T, T], True where the query (row) may see the key (column): the definition that backends are tested against.
 

@@ -126,6 +126,7 @@ def prove_isolation(
     Costs a forward pass of the row for each segment and two more (three where the model draws noise), and one of each
     document: 8 calls with DOCUMENTS. Raises CheckFailed where the model cannot run such a row at all.
     """
+    segments = segments.repeated(-(-parts // segments.tokens))  # a token for each part
     ids = random_ids(model, segments)
     with evaluating(model, autocast):
         alone = _run_each_alone(model, ids[0], segments)
