@@ -16,6 +16,7 @@ import time
 import psutil
 import torch
 import torch.distributed as dist
+from split_rows import MODEL
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -24,16 +25,7 @@ from packtrain.attention.over_ranks import open_group
 from packtrain.packing.collate import row_arguments
 from packtrain.packing.segments import Segments, own_tokens, split_row
 
-SIZES = {
-    "vocab_size": 400,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2**21,
-}
+SIZES = {**{name: value for name, value in MODEL.items() if name != "model_type"}, "vocab_size": 400}
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
 
 
 def why_not_split(model: PreTrainedModel, backend: str) -> str:
-    """Why rows of `model` cannot be split over ranks, as can be told without a proof; "" where nothing speaks against it."""
+    """The reason why rows of `model` cannot be split over ranks, by what is known of its layers before any proof; "" if there is none."""
     name = type(model).__name__
     if backend in ("", PER_DOCUMENT):
         return f"{name} runs packed rows one document at a time"
