@@ -18,6 +18,7 @@ Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
 Rounding = Literal["auto", "never", "final", "stochastic"]
+Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
@@ -109,7 +110,11 @@ class Data:
         objective="sft",
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
-    shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")
+    shuffle: Shuffle = key(
+        True,
+        "New order of the documents in every epoch, from trainer.seed. by_prefix: of families of documents that begin alike, which are "
+        "then in the same step (sft; docs/modes.md).",
+    )
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
@@ -137,7 +142,9 @@ class Packing:
         "best_fit", "Fill rows with the longest documents first (fuller rows), or with the documents in their order."
     )
     share_prefix: bool | None = key(
-        None, "Preference pairs only: compute the prompt once for both answers; none for where that proves exact."
+        None,
+        "Compute once what documents of a micro-batch begin with alike, or the prompt of a preference pair. none: of pairs, where that "
+        "proves exact; of documents it is to be asked for (docs/modes.md).",
     )
 
 
@@ -382,6 +389,11 @@ class RunConfig:
     topology: Topology = field(default_factory=Topology)
     tracking: Tracking = field(default_factory=Tracking)
     verify: Verify = field(default_factory=Verify)
+
+    @property
+    def compares_prefixes(self) -> bool:
+        """Whether it matters which documents begin alike."""
+        return self.objective.kind == "sft" and (bool(self.packing.share_prefix) or self.data.shuffle == "by_prefix")
 
 
 @cache

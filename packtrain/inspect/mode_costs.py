@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, PackingMode
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
-from packtrain.packing.balance import cost_of_attention, imbalance
+from packtrain.packing.balance import cost_of_attention
+from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
@@ -69,6 +70,7 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
         shuffle=config.data.shuffle,
         attention_cost=cost,
         ranks_per_row=together,
+        prefixes=index_prefixes(corpus.train) if config.compares_prefixes else None,
     )
 
 
@@ -98,19 +100,17 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
     for step in sample:
         layout = schedule.layout(step, processes)
         for part in (part for parts in layout for part in parts if len(part)):
-            padded = len(part) * int(lengths[part].max())
-            slots += padded if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
+            own = schedule.slots(part)
+            slots += own
             used += int(tokens[part].sum(dtype=np.int64))
-            rows += (
-                1 if mode != "packed" else math.ceil(int(lengths[part].sum()) / schedule.limits.tokens)
-            )  # one that ranks split is several
+            rows += 1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)  # one that ranks split is several
         batches.append(len(layout[0]))
-        uneven.append(imbalance(layout, lengths, cost, mode))
+        uneven.append(schedule.imbalance(layout))
     whole = int(tokens.sum(dtype=np.int64))
     figures: dict[str, Any] = {
         "rows": len(lengths) * corpus.traits.documents if mode == "padding" else round(rows * whole / used),
         "slots": round(slots * whole / used),
-        "efficiency": round(used / slots, 4),
+        "efficiency": round(used / slots, 4),  # above 1 where tokens are shared
         "steps": epoch,
         "micro_batches": [min(batches), max(batches)],
         "imbalance": round(float(np.mean(uneven)), 4),
@@ -121,4 +121,6 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
     if pairs is not None and mode != "padding" and packing.share_prefix is not False:
         both = int(pairs.lengths.sum(dtype=np.int64))
         figures["saved_by_sharing"] = round(1 - int(pairs.shared_lengths.sum(dtype=np.int64)) / both, 4)
+    if schedule.prefixes is not None:
+        figures["saved_by_sharing"] = round(1 - slots / used, 4)
     return figures

@@ -26,7 +26,7 @@ class TrainingFlops:
     by_window: dict[int | None, float]
 
     def of(self, lengths: np.ndarray, shared: np.ndarray | None = None) -> float:
-        """Of documents of `lengths` int[n] tokens; `shared` int[n / 2]: tokens that two of them in a row have in common, once."""
+        """Of documents of `lengths` int[n] tokens; `shared` int[m]: those of their beginnings that are computed with another."""
         shared = np.zeros(0, np.int64) if shared is None else shared
         tokens = int(lengths.sum(dtype=np.int64)) - int(shared.sum(dtype=np.int64))
         visible = {window: visible_keys(lengths, window) - visible_keys(shared, window) for window in self.by_window}

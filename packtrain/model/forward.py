@@ -127,19 +127,20 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
             kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
         noise = _embedding_noise(self, neftune_alpha, kwargs) if neftune_alpha and self.training else nullcontext()
         with noise:
+            places = _on_device_of(labels, label_places)  # a place may be there several times
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
             else:
-                places = _on_device_of(labels, label_places)
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
                 if head.kind == "summed" and not token_losses:
                     run = compare_gradients if head_gradients else sum_losses
                     return run(
                         hidden.flatten(0, 1)[places], labels.flatten()[places], self.get_output_embeddings(), loss
                     )
-                log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, places).log_probs)
+                once = _on_device_of(labels, None if label_places is None else np.unique(label_places))
+                log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
         losses = -token_weights(log_probs, loss) * log_probs
-        return losses if token_losses else losses.sum()
+        return losses if token_losses else losses.flatten()[places].sum()
 
     model.forward = types.MethodType(forward, model)
     return head

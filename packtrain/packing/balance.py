@@ -14,6 +14,7 @@ fit where that needs fewer parts. With padding or kept order, consecutive docume
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Any, cast
@@ -68,8 +69,10 @@ def lay_out(
     limits: MicroBatchLimits,
     attention_cost: float,
     keep_order: bool = False,
+    cost: np.ndarray | None = None,
 ) -> Layout:
-    """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
+    """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n]. `cost` float[n] is their work, by
+    default that of documents which share nothing; without order and padding only.
 
     Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
     empty. In packed mode `limits.examples` is ignored; in padding mode a document counts as many tokens as the longest of its
@@ -84,7 +87,9 @@ def lay_out(
     if keep_order or mode == "padding":
         parts = _cut_evenly(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
     else:
-        parts = _fill_evenly(lengths, world_size, limits, attention_cost)
+        cost = costs(lengths, attention_cost) if cost is None else cost
+        parts = _fill_evenly(lengths, cost, world_size, limits)
+        return deal(parts, np.array([cost[part].sum() for part in parts]), world_size)
     return deal(parts, part_costs(parts, lengths, mode, attention_cost), world_size, keep_order)
 
 
@@ -114,12 +119,17 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
 def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
     """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1. Ranks that split a row have equal
     shares of its cost."""
-    cost = np.array([part_costs(parts, np.asarray(lengths), mode, attention_cost) for parts in layout])
+    ranks = work_of_ranks(layout, lambda part: part_costs([part], np.asarray(lengths), mode, attention_cost)[0])
+    return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
+
+
+def work_of_ranks(layout: Layout, cost_of: Callable[[np.ndarray], float]) -> np.ndarray:
+    """float64 [ranks]: the work of each, its micro-batches having `cost_of` their documents."""
+    cost = np.array([[cost_of(part) for part in parts] for parts in layout])
     if isinstance(layout, SplitLayout):
         split = cost[:, : layout.split].reshape(-1, layout.ranks_per_row, layout.split).mean(axis=1)
         cost[:, : layout.split] = np.repeat(split, layout.ranks_per_row, axis=0)
-    ranks = cost.sum(axis=1)
-    return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
+    return cost.sum(axis=1)
 
 
 def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:
@@ -131,11 +141,11 @@ def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, 
 
 
 def _fill_evenly(
-    lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float
+    lengths: np.ndarray, work: np.ndarray, world_size: int, limits: MicroBatchLimits
 ) -> list[np.ndarray]:
     """Parts of similar cost within `limits`: the smallest multiple of `world_size` that holds the documents."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
-    cost = costs(lengths, attention_cost).tolist()
+    cost = work.tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
     part_count = math.ceil(fewest / world_size) * world_size
     while (parts := fill_cheapest_first(order, sizes, cost, part_count, limits)) is None:

@@ -19,10 +19,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from packtrain.data.dataset import Document, Preference
+from packtrain.packing.prefixes import SharedRow
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 RowLayout = Literal["padding", "flat", "shared"]
-"""What the model runs on: the padded batch, a flattened row, or one in which prompts are shared."""
+"""What the model runs on: the padded batch, a flattened row, or one in which prompts (of documents: prefixes) are shared."""
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
@@ -62,6 +63,23 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
     }
 
 
+def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, Any]:
+    """As `collate_flat`, of the documents of `row` (in their order), in which what they begin with alike is once. `label_places` int64 [n]
+    has a token's place as often as documents train it.
+    """
+    ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
+    labels = torch.full((row.segments.tokens,), IGNORE)
+    trained = []
+    for document, places in zip(documents, row.places, strict=True):
+        own = shifted_labels(document)
+        labelled = label_positions(own)
+        labels[places[labelled]] = own[labelled]
+        trained.append(places[labelled])
+    places = np.sort(np.concatenate(trained))
+    named = {"input_ids": torch.from_numpy(ids)[None], "shift_labels": labels[None], "label_places": places}
+    return {**named, **row_arguments(row.segments)}
+
+
 def row_arguments(segments: Segments) -> dict[str, Any]:
     """What a model needs of a flattened row, or of a part of one, beside its tokens: `segments`, `position_ids`, and, unless it shares
     prefixes or is split, what flash kernels take."""
@@ -79,8 +97,12 @@ def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
     if (layout := batch.get("layout")) is not None:
         return {**batch, "layout": replace(layout, segments=split_row(layout.segments, part, parts))}
     segments = split_row(batch["segments"], part, parts)
-    own = {name: batch[name][:, own_tokens(segments)] for name in ("input_ids", "shift_labels")}
-    return {**own, **row_arguments(segments), "label_places": label_positions(own["shift_labels"])}
+    here = own_tokens(segments)
+    own = {name: batch[name][:, here] for name in ("input_ids", "shift_labels")}
+    places = batch["label_places"] if "label_places" in batch else label_positions(batch["shift_labels"])
+    first, end, _ = here.indices(segments.tokens)
+    own_places = places[(places >= first) & (places < end)] - first
+    return {**own, **row_arguments(segments), "label_places": own_places}
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:

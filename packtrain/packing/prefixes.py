@@ -51,28 +51,33 @@ def rows_of(
     >>> [place.tolist() for place in row.places]
     [[0, 1, 2], [5], [0, 1, 3, 4]]
     """
-    segments, ends = _build_forest(documents, share, least)
-    parts = _divide_trees(segments, ends, tokens_per_row)
-    sizes = np.array([size for size, _ in parts])
+    lengths = np.array([len(document) for document in documents])
+    segments, ends = Segments(tuple(lengths.tolist())), list(range(len(documents)))
+    if share:
+        # as bytes, the highest first, tokens compare like their sequence
+        order = sorted(ends, key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
+        common = [count_common(documents[one], documents[next]) for one, next in pairwise(order)]
+        segments, ends = build_forest(lengths, np.array(order), np.array(common, dtype=np.int64), least)
+    parts = divide_trees(segments, ends, np.array([segments.lengths]), [tokens_per_row])
+    sizes = np.array([size for (size,), _ in parts])
     small = np.flatnonzero(sizes <= tokens_per_row)
     fitted = best_fit(sizes[small], tokens_per_row, np.random.default_rng(0))
     rows = [[number] for number in np.flatnonzero(sizes > tokens_per_row)]
     rows += [small[fitted[row]].tolist() for row in range(len(fitted))]
     together = sorted(sorted(document for part in row for document in parts[part][1]) for row in rows)
-    return [_join_row(segments, ends, documents, numbers) for numbers in together]
+    return [join_row(segments, ends, lengths, numbers) for numbers in together]
 
 
-def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[Segments, list[int]]:
-    """The segments of all documents, in depth-first order, and for each the leaf on whose path it is."""
-    count = len(documents)
-    if not share:
-        return Segments(tuple(map(len, documents))), list(range(count))
-    # as bytes, the highest first, tokens compare like their sequence
-    order = sorted(range(count), key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
-    sorted_ = [documents[number] for number in order]
-    common = [_count_common(*neighbours) for neighbours in pairwise(sorted_)]
+def build_forest(
+    lengths: np.ndarray, order: np.ndarray, common: np.ndarray, least: int = MIN_SHARED
+) -> tuple[Segments, list[int]]:
+    """The segments of documents of `lengths` int[n], in depth-first order, and for each document the leaf on whose path it is.
+
+    `order` int[n] sorts the documents by their tokens; each has `common` int[n - 1] tokens in common with the one after it there.
+    """
+    count, sorted_lengths = len(lengths), lengths[order].tolist()
     # a document that is the beginning of any other is that of the next in this order
-    ends = [at for at in range(count) if at == count - 1 or common[at] < len(sorted_[at])]
+    ends = [at for at in range(count) if at == count - 1 or common[at] < sorted_lengths[at]]
     leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document
     branching = np.array([common[at] for at in ends[:-1]], dtype=np.int64)  # tokens that a leaf shares with the next
     first_seen = np.full(len(ends), count)
@@ -84,7 +89,7 @@ def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> t
     while todo:  # leaves `first` to `last` - 1, whose tokens up to `start` are in segments, the last of them `prefix`
         first, last, start, prefix = todo.pop()
         leaf = last - first == 1
-        depth = len(sorted_[ends[first]]) if leaf else int(branching[first : last - 1].min())
+        depth = sorted_lengths[ends[first]] if leaf else int(branching[first : last - 1].min())
         if leaf:
             segment_of[first] = len(lengths)
         if leaf or depth - start >= max(least, 1):
@@ -97,41 +102,44 @@ def _build_forest(documents: Sequence[np.ndarray], share: bool, least: int) -> t
             latest_first = sorted(branches, key=lambda branch: -first_seen[slice(*branch)].min())
             todo += [(*branch, start, prefix) for branch in latest_first]
     leaves = [0] * count
-    for number, leaf in zip(order, leaf_of, strict=True):
+    for number, leaf in zip(order.tolist(), leaf_of, strict=True):
         leaves[number] = segment_of[leaf]
     return Segments(tuple(lengths), tuple(prefixes)), leaves
 
 
-def _count_common(first: np.ndarray, second: np.ndarray) -> int:
+def count_common(first: np.ndarray, second: np.ndarray) -> int:
     """How many tokens two documents have in common at their beginning."""
     shorter = min(len(first), len(second))
     return int(np.append(first[:shorter] != second[:shorter], True).argmax())
 
 
-def _divide_trees(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """The trees of a row, those above `most` tokens divided: for each part its tokens and its documents."""
+def divide_trees(
+    segments: Segments, ends: Sequence[int], sizes: np.ndarray, most: Sequence[float]
+) -> list[tuple[np.ndarray, list[int]]]:
+    """The trees of `segments`, divided where they exceed `most` float[k]: for each part its sizes [k] and its documents.
+
+    `sizes` [k, segments] are those of the segments, of one or several kinds. What documents share is repeated in each part.
+    """
     ending: dict[int, list[int]] = {}
     for document, leaf in enumerate(ends):
         ending.setdefault(leaf, []).append(document)
-    parts: list[tuple[int, list[int]]] = []
+    parts: list[tuple[np.ndarray, list[int]]] = []
     inside: set[int] = set()  # the segments of the last part
     for leaf in segments.leaves:
         path = segments.paths[leaf]
-        size, documents = parts[-1] if path[0] in inside else (0, [])
-        more = sum(segments.lengths[number] for number in path if number not in inside)
-        if not documents or size + more > most:
+        size, documents = parts[-1] if path[0] in inside else (np.zeros(len(sizes)), [])
+        larger = size + sizes[:, [number for number in path if number not in inside]].sum(axis=1)
+        if not documents or (larger > most).any():
             inside = set()
-            parts.append((sum(segments.lengths[number] for number in path), ending[leaf]))
+            parts.append((sizes[:, list(path)].sum(axis=1), ending[leaf]))
         else:
-            parts[-1] = (size + more, documents + ending[leaf])
+            parts[-1] = (larger, documents + ending[leaf])
         inside.update(path)
     return parts
 
 
-def _join_row(
-    segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]
-) -> SharedRow:
-    """The row of the documents `numbers`: of all `segments` those on their paths, joined where nothing branches."""
+def join_row(segments: Segments, ends: Sequence[int], tokens: np.ndarray, numbers: Sequence[int]) -> SharedRow:
+    """The row of the documents `numbers`, of `tokens` int[n] each: of all `segments` those on their paths, joined where nothing branches."""
     taken = sorted({segment for number in numbers for segment in segments.paths[ends[number]]})
     branches = Counter(segments.shared[old] for old in taken)
     lengths: list[int] = []
@@ -150,5 +158,5 @@ def _join_row(
     leaves = [new[ends[number]] for number in numbers]
     whole = np.array([row.prefix_lengths[leaf] + row.lengths[leaf] for leaf in leaves])
     paths = np.split(row.tokens_along(leaves), whole.cumsum()[:-1])
-    places = tuple(path[: len(documents[number])] for path, number in zip(paths, numbers, strict=True))
+    places = tuple(path[: int(tokens[number])] for path, number in zip(paths, numbers, strict=True))
     return SharedRow(row, tuple(numbers), places)

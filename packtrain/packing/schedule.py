@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
-from packtrain.config.schema import Batch, Packing
+from packtrain.config.schema import Batch, Packing, Shuffle
 from packtrain.errors import UserError
 from packtrain.packing.balance import (
     Layout,
@@ -26,8 +27,10 @@ from packtrain.packing.balance import (
     lay_out,
     part_costs,
     parts_of_rank,
+    work_of_ranks,
 )
 from packtrain.packing.bins import Rows, best_fit, in_order
+from packtrain.packing.prefix_index import PrefixIndex, lay_out_shared, work_of
 from packtrain.packing.split_rows import lay_out_split
 
 KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
@@ -36,11 +39,12 @@ KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when
 @dataclass(frozen=True, slots=True)
 class Utilisation:
     """How well steps fill the devices, over a sample of steps; `imbalance`: cost of the busiest rank / mean - 1, `micro_batches_*` are
-    those of a rank in a step."""
+    those of a rank in a step. `shared_fraction` of the tokens are in another document's place."""
 
     documents_per_step: float
     tokens_per_step: float
     padding_fraction: float
+    shared_fraction: float
     imbalance: float
     micro_batches_min: int
     micro_batches_max: int
@@ -58,11 +62,15 @@ class Schedule:
     examples_per_step: int | None
     rows_per_step: int
     seed: int
-    shuffle: bool
+    shuffle: Shuffle
     attention_cost: float
     total_steps: int
     ranks_per_row: int = 1
     """How many neighbouring ranks may split a row (split_rows.py)."""
+    prefixes: PrefixIndex | None = None
+    """What documents begin with alike (prefix_index.py), which is in each micro-batch once; None: rows share nothing."""
+    families: np.ndarray | None = None
+    """int64[n]: of each document the family that is drawn into a step together; None: each is drawn by itself."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
@@ -97,6 +105,16 @@ class Schedule:
             cost = part_costs(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
+        if self.prefixes is not None:
+            layout = lay_out_shared(
+                self.prefixes,
+                documents,
+                world_size=world_size,
+                limits=self.limits,
+                attention_cost=self.attention_cost,
+                ranks_per_row=self.ranks_per_row,
+            )
+            return _of(documents, layout)
         how: Any = {
             "mode": self.packing.mode,
             "world_size": world_size,
@@ -106,9 +124,22 @@ class Schedule:
         }
         lengths, together = self.lengths[documents], self.ranks_per_row
         layout = lay_out(lengths, **how) if together == 1 else lay_out_split(lengths, **how, ranks_per_row=together)
-        for parts in layout:
-            parts[:] = [documents[part] for part in parts]
-        return layout
+        return _of(documents, layout)
+
+    def slots(self, part: np.ndarray) -> int:
+        """Token slots of a micro-batch of these documents."""
+        if self.packing.mode == "padding":
+            return len(part) * int(self.lengths[part].max(initial=0))
+        if self.prefixes is not None and len(part):
+            return self.prefixes.forest(part)[0].tokens
+        return int(self.lengths[part].sum(dtype=np.int64))
+
+    def imbalance(self, layout: Layout) -> float:
+        """How much longer than the average rank the busiest one works in a step; what rows share counts once."""
+        if self.prefixes is None:
+            return imbalance(layout, self.lengths, self.attention_cost, self.packing.mode)
+        work = work_of_ranks(layout, partial(work_of, self.prefixes, attention_cost=self.attention_cost))
+        return float(work.max() / work.mean() - 1)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[np.ndarray, bool]]:
         """The documents of each micro-batch of one rank, int64[documents], of length 0 where there is nothing to do; and whether it is a
@@ -134,14 +165,15 @@ class Schedule:
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
         layouts = [self.layout(step, world_size) for step in sample]
-        parts = [self.lengths[part] for layout in layouts for rank in layout for part in rank if len(part)]
-        tokens = sum(int(part.sum(dtype=np.int64)) for part in parts)
-        slots = sum(len(part) * int(part.max()) for part in parts) if self.packing.mode == "padding" else tokens
-        uneven = [imbalance(layout, self.lengths, self.attention_cost, self.packing.mode) for layout in layouts]
+        parts = [part for layout in layouts for rank in layout for part in rank if len(part)]
+        tokens = int(self.lengths[np.concatenate(parts)].sum(dtype=np.int64))
+        slots = sum(map(self.slots, parts))
+        uneven = [self.imbalance(layout) for layout in layouts]
         return Utilisation(
             documents_per_step=sum(map(len, parts)) / len(sample),
             tokens_per_step=tokens / len(sample),
-            padding_fraction=1 - tokens / slots,
+            padding_fraction=max(1 - tokens / slots, 0.0),
+            shared_fraction=max(1 - slots / tokens, 0.0),
             imbalance=float(np.mean(uneven)),
             micro_batches_min=min(len(layout[0]) for layout in layouts),
             micro_batches_max=max(len(layout[0]) for layout in layouts),
@@ -183,10 +215,19 @@ class Schedule:
         if self.examples_per_step is None and self.packing.strategy == "best_fit":
             return best_fit(self.lengths, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
+        if self.families is not None:
+            order = np.argsort(rng.permutation(count)[self.families], kind="stable")
         if self.examples_per_step is not None:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
         rows = in_order(self.lengths[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
+
+
+def _of(documents: np.ndarray, layout: Layout) -> Layout:
+    """`layout`, of places in `documents`, of these documents."""
+    for parts in layout:
+        parts[:] = [documents[part] for part in parts]
+    return layout
 
 
 def make_schedule(
@@ -197,14 +238,15 @@ def make_schedule(
     max_steps: int | None = None,
     epochs: float = 1.0,
     seed: int = 0,
-    shuffle: bool = False,
+    shuffle: Shuffle = False,
     attention_cost: float = 0.0,
     ranks_per_row: int = 1,
+    prefixes: PrefixIndex | None = None,
 ) -> Schedule:
     """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
 
     `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
-    Without `shuffle` every epoch is the same. Documents longer than a row take `ranks_per_row` of them. Raises UserError if one is longer.
+    Without `shuffle` every epoch is the same. `prefixes` are given where documents share rows by them, or are drawn by them. Documents longer than a row take `ranks_per_row` of them. Raises UserError if one is longer.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
@@ -227,6 +269,10 @@ def make_schedule(
         attention_cost=attention_cost,
         total_steps=max_steps or 0,
         ranks_per_row=ranks_per_row,
+        prefixes=prefixes if packing.share_prefix and packing.mode == "packed" else None,
+        families=prefixes.families(cast(int, batch.examples_per_step))
+        if prefixes is not None and shuffle == "by_prefix"
+        else None,
     )
     if max_steps is not None:
         return schedule

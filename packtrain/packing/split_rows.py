@@ -32,16 +32,19 @@ def lay_out_split(
     limits: MicroBatchLimits,
     attention_cost: float,
     ranks_per_row: int,
+    cost: np.ndarray | None = None,
     **how: Any,
 ) -> Layout:
     """As `lay_out`, whose arguments these are; `ranks_per_row` neighbours may split a row. ValueError where a document is too long for that."""
     lengths = np.asarray(lengths, dtype=np.int64)
-    cost = costs(lengths, attention_cost)
+    given, cost = cost, costs(lengths, attention_cost) if cost is None else cost
     long = lengths > limits.tokens
     if ranks_per_row > 1:  # of a short document the exchanges would take longer than the work
         long |= (cost > cost.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
     if not long.any():
-        return lay_out(lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, **how)
+        return lay_out(
+            lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, cost=given, **how
+        )
     wide, groups = limits.tokens * ranks_per_row, world_size // ranks_per_row
     if ranks_per_row == 1 or lengths.max() > wide:
         raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks together take {wide}")

@@ -36,14 +36,12 @@ _NAMED = 3  # examples
 def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
     """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass; and whether ranks
     split it."""
-    schedule, padded = steps.schedule, steps.layout == "padding"
+    schedule = steps.schedule
     end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
     lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
 
     def slots(row: tuple[np.ndarray, bool]) -> float:
-        own, is_split = schedule.lengths[row[0]], row[1]
-        tokens = len(own) * int(own.max(initial=0)) if padded else int(own.sum())
-        return tokens / schedule.ranks_per_row if is_split else tokens
+        return schedule.slots(row[0]) / (schedule.ranks_per_row if row[1] else 1)
 
     longest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].max(initial=0))
     fullest = nlargest(_CANDIDATES, lengths, key=lambda step: lengths[step].sum())

@@ -30,6 +30,7 @@ from packtrain.packing.collate import (
     collate_padded,
     collate_pairs,
     collate_scored,
+    collate_shared,
     collate_unpaired,
     label_positions,
     part_of,
@@ -111,8 +112,9 @@ class Steps(Dataset):
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens of every document of a step over all ranks, int [n], and how many each two consecutive ones share, int [n / 2] (None: none)."""
-        return self.data.lengths[self.schedule.documents(step)], None
+        """Tokens of every document of a step over all ranks, int [n], and of the beginnings that are computed with another, int [m] (None: none)."""
+        documents, index = self.schedule.documents(step), self.schedule.prefixes
+        return self.data.lengths[documents], None if index is None else index.repeated(documents)
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, even if the run is shorter."""
@@ -145,16 +147,16 @@ class Steps(Dataset):
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
         documents: Any = [self.data[int(number)] for number in numbers]
-        padded = self.layout == "padding"
-        inputs = collate_padded(documents, self.pad_token_id) if padded else collate_flat(documents)
-        places = label_positions(inputs["shift_labels"])
-        return MicroBatch(
-            inputs={**inputs, "label_places": places},
-            trained=len(places),
-            tokens=sum(len(document.input_ids) for document in documents),
-            slots=inputs["input_ids"].numel(),
-            examples=len(documents),
-        )
+        tokens = sum(len(document.input_ids) for document in documents)
+        if self.layout == "padding":
+            inputs = collate_padded(documents, self.pad_token_id)
+        elif self.layout == "shared" and documents:
+            inputs = collate_shared(documents, self.schedule.prefixes.row(np.asarray(numbers)))
+        else:
+            inputs = collate_flat(documents)
+        inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))
+        slots = max(inputs["input_ids"].numel(), tokens)
+        return MicroBatch(inputs, len(inputs["label_places"]), tokens, slots, examples=len(documents))
 
 
 @dataclass(frozen=True)

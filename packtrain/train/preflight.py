@@ -111,12 +111,13 @@ class FirstStepWatch:
         trained = _sums(row["shift_labels"] != IGNORE, row)
         both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
         count = trained.clamp(min=1)
+        thing = "segment" if row["segments"].prefixes else "document"
         packed, alone = (sums.masked_fill(both_diverged, 0.0) / count for sums in (packed, alone))
         return check_equal(
             packed,
             alone,
             self.tolerance,
-            f"document {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
+            f"{thing} {{number}} of the first row of step {step} has loss {{candidate:.6g}} packed and {{definition:.6g}} alone",
             fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
             "packing.mode=padding, and please report this model",
             scale=alone.maximum(trained / count).maximum(_FEWEST / count),

@@ -27,6 +27,7 @@ from packtrain.model.load import base_model, check_before_loading, check_positio
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import reference_of
@@ -77,6 +78,7 @@ class Prepared:
             seed=config.trainer.seed,
             attention_cost=attention_cost(self.model),
             ranks_per_row=self.objective.ranks_per_row,
+            prefixes=index_prefixes(part) if config.compares_prefixes else None,
             **length,
         )
         return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)

@@ -21,9 +21,7 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             other = key.objectives[0]
             fix = f"Remove it, or use packtrain {other} (objective.kind={other})."
             yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
-    if config.packing.share_prefix is not None and not traits.pairs:
-        what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
-        yield Fault(("packing.share_prefix",), what, "Remove the key.")
+    yield from _prefixes(config)
     if traits.scores and config.trainer.samples:
         yield Fault(("trainer.samples",), "a reward model scores answers, and gives none", "Remove the key.")
     yield from _losses(objective)
@@ -36,6 +34,34 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = "the KL estimate of a step is made of two answers or more"
         fix = "Set it to 2 or more (e.g. 32), or objective.loss=apo_zero_unpaired."
         yield Fault(("batch.examples_per_step",), what, fix)
+
+
+def _prefixes(config: RunConfig) -> Iterator[Fault]:
+    """Faults of packing.share_prefix and data.shuffle=by_prefix, but for pairs, which `_answers` checks."""
+    kind, packing, batch = config.objective.kind, config.packing, config.batch
+    by_prefix = config.data.shuffle == "by_prefix"
+    if by_prefix and kind != "sft":
+        yield Fault(("data.shuffle",), f"packtrain {kind} draws its examples one by one", "Set it to true.")
+    if packing.share_prefix is not None and kind == "kto":
+        yield Fault(("packing.share_prefix",), "answers with labels do not share prompts", "Remove the key.")
+    if kind != "sft":
+        return
+    if by_prefix and batch.examples_per_step is None:
+        what = "families of documents are drawn into steps of so many documents, not of so many tokens"
+        yield Fault(("data.shuffle", "batch.examples_per_step"), what, "Set batch.examples_per_step.")
+    if not packing.share_prefix:
+        return
+    if packing.mode != "packed":
+        yield Fault(("packing.share_prefix", "packing.mode"), "only packed rows share", "Choose packing.mode=packed.")
+    if packing.strategy == "in_order":
+        what = "documents that begin alike are neighbours in a row, whatever their order in the data"
+        yield Fault(("packing.share_prefix", "packing.strategy"), what, "Choose packing.strategy=best_fit.")
+    if batch.examples_per_step is None:
+        what = "rows of so many tokens a step are filled before it is known what they share"
+        yield Fault(("packing.share_prefix", "batch.examples_per_step"), what, "Set batch.examples_per_step.")
+    if config.objective.option("neftune_noise_alpha"):
+        what = "the noise on embeddings depends on the length of a document, and shared tokens are in several"
+        yield Fault(("packing.share_prefix", "objective.options.neftune_noise_alpha"), what, "Remove one of them.")
 
 
 def _losses(objective: Objective) -> Iterator[Fault]:

@@ -142,12 +142,13 @@ def log_steps(
             for remark in part.report.decisions():
                 log.fact("", remark)
     figures = steps.schedule.summary(ranks.world_size)
+    shared = f" {figures.shared_fraction:.1%} computed with another document," if steps.schedule.prefixes else ""
     low, high = figures.micro_batches_min, figures.micro_batches_max
     log.fact(
         "packing",
         f"{packing.mode}: {figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
-        f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes",
+        f" {figures.padding_fraction:.1%} padding,{shared} {figures.imbalance:.1%} imbalance over processes",
     )
     examples = batch.examples_per_step or 0
     each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"

@@ -17,11 +17,15 @@ from trl import SFTConfig, SFTTrainer
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import Document, TokenDataset
+from packtrain.errors import UserError
 from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
+from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
+from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_flat, collate_padded, on_device
+from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
@@ -113,6 +117,16 @@ class SFT(TrainingObjective):
         """The loss of documents on `model`."""
         args = arguments_on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
         return SFTLoss(model, args, tokenizer, settings, self.objective)
+
+    def decide_attention(
+        self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> AttentionChoice:
+        """See TrainingObjective. Raises UserError if rows would share tokens that a loss of routers counts by document."""
+        if self.packing.share_prefix and router_loss(base_model(model)) is not None:
+            what = "the load-balancing loss of routers counts a token in every document that has it"
+            fix = "set it to false, or model.config.output_router_logits"
+            raise UserError(what, where="packing.share_prefix", fix=fix)
+        return super().decide_attention(wanted, model, ranks, precision, prove=prove)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""

@@ -42,7 +42,9 @@ class TrainingObjective:
     """The parts of a run that depend on the objective, in the order of use; the base class is for documents without a reference."""
 
     why_not_shared = ""
-    """Why prompts of pairs are not computed once, where they are not."""
+    """Why prompts of pairs and prefixes of documents are not computed once, where they are not."""
+    shares_unless_told = False
+    """Whether what can be shared is, if packing.share_prefix is not set."""
     ranks_per_row = 1
     """The most ranks that split a row."""
 
@@ -63,8 +65,24 @@ class TrainingObjective:
     def decide_attention(
         self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
     ) -> AttentionChoice:
-        """The backend for packed rows of `model`; `wanted` is model.attention."""
-        return choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove)
+        """The backend for packed rows of `model`, and whether what documents or pairs begin with alike is computed once; `wanted` is
+        model.attention. Raises CheckFailed if packing.share_prefix is true and the backend cannot share.
+        """
+        share = self.packing.share_prefix
+        share = self.shares_unless_told if share is None else share
+        choice = choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove, pairs=share)
+        if not share:
+            self.why_not_shared = "packing.share_prefix=false"
+            return choice
+        reason = choice.why_not_shared
+        if reason is None:  # not tried yet, since nothing was proved
+            reason, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
+        self.layout, self.why_not_shared = "flat" if reason else "shared", reason
+        same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
+        if reason and self.packing.share_prefix:
+            what = f"prompts cannot be shared: {reason}"
+            raise CheckFailed(what, where="packing.share_prefix", fix="set it to false")
+        return choice
 
     def slots(self, data: Any) -> np.ndarray:
         """int [examples]: token slots that each example takes in a row. Raises UserError if one exceeds a micro-batch."""
@@ -90,32 +108,11 @@ class TrainingObjective:
 class PairObjective(TrainingObjective):
     """The parts of preference pairs: how a pair is laid out in a row is decided once, by proof."""
 
+    shares_unless_told = True
+
     def longest_document(self, data: PairDataset) -> int:
         """Tokens of the longest prompt with an answer."""
         return int(data.documents.lengths.max())
-
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
-
-        Raises CheckFailed if packing.share_prefix is true and the backend cannot share prompts.
-        """
-        share = self.packing.share_prefix
-        choice = choose_on_all_ranks(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
-        if share is False:
-            self.layout, self.why_not_shared = "flat", "packing.share_prefix=false"
-            return choice
-        reason = choice.why_not_shared
-        if reason is None:  # not tried yet, since nothing was proved
-            reason, _ = prove_backend(choice.backend.name, model, precision.autocast, TREE)
-        self.layout, self.why_not_shared = "flat" if reason else "shared", reason
-        same_everywhere(self.layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
-        if reason and share:
-            raise CheckFailed(
-                f"prompts cannot be shared: {reason}", where="packing.share_prefix", fix="set it to false"
-            )
-        return choice
 
     def slots(self, data: PairDataset) -> np.ndarray:
         """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are not cut."""

@@ -126,7 +126,10 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if report["pairs"]:
         why = report["pairs"]["why"]
-        yield "prompts", f"computed for each answer ({why})" if why else "computed once for both answers"
+        documents = report["objective"] == "sft"
+        once = "computed once in a micro-batch" if documents else "computed once for both answers"
+        each = "document" if documents else "answer"
+        yield "prefixes" if documents else "prompts", f"computed for each {each} ({why})" if why else once
     if report["strategy"] in SHARDED_WEIGHTS:
         whole = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
         yield "strategy", f"on the model as {report['strategy']} spreads it over processes{whole}"
@@ -157,7 +160,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         off, right = abs(start["loss"] - start["zero_margin"]), _number(start["zero_margin"], 7)
         yield f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"]
     tolerances = report["tolerances"]
-    more = {"packed with shared prompts": report["prefix_shared"], "packed, split over processes": report["split"]}
+    more = {"packed with shared prefixes" if report["objective"] == "sft" else "packed with shared prompts": report["prefix_shared"], "packed, split over processes": report["split"]}
     for mode, figures in {**report["modes"], **{mode: figures for mode, figures in more.items() if figures}}.items():
         yield f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"]
         yield f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"]

@@ -111,7 +111,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         isolation = isolation_of(config, ranks, base, autocast)
         packs = config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
         pairs = None  # why prompts are not shared, and the proof
-        if config.objective.traits.pairs and share is not False and packs:
+        shares = share is not False if config.objective.traits.pairs else share
+        if shares and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
     run.close_proofs()
     # without masters updates are rounded by chance, right in the mean

@@ -30,6 +30,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import IGNORE, row_arguments, shifted_labels
+from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import (
@@ -51,6 +52,7 @@ from packtrain.train.settings import LoopSettings, StopRequest, training_argumen
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
 _LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
+_ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # two of these documents, and with how many tokens both begin
 _LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
 _TRAINED = 0.7  # of the tokens
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
@@ -241,7 +243,10 @@ class RandomExamples(list[Any]):
             return random.integers(0, vocabulary, count, dtype=np.int32)
 
         if kind == "sft":
-            super().__init__(Document(tokens(length), random.random(length) < _TRAINED) for length in lengths)
+            ids = [tokens(length) for length in lengths]
+            for one, other, alike in _ALIKE:
+                ids[other][:alike] = ids[one][:alike]
+            super().__init__(Document(own, random.random(len(own)) < _TRAINED) for own in ids)
             self.documents: list[Document] = list(self)
         else:
             for prompt, *answers in [*_PAIRS, (lengths[-1] - 20, 20, 9)] if lengths[-1] > 40 else _PAIRS:
@@ -272,7 +277,9 @@ def loss_on_random_examples(
     """
     data = RandomExamples(base_model(model), objective.objective.kind)
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
+    prefixes = index_prefixes(data) if objective.objective.kind == "sft" else None
     schedule = make_schedule(data.lengths, Packing(mode="padding_free"), batch, max_steps=1)
+    schedule = replace(schedule, prefixes=prefixes)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     if isinstance(steps, UnpairedSteps):

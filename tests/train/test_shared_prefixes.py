@@ -1,0 +1,168 @@
+"""What documents of a step begin with alike is computed once: the training is that of documents each by itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import LLAMA, WORDS, Run, base_config, packtrain, write_jsonl
+from test_strategies import NEEDS_DEEPSPEED
+
+from tests.train import forked
+
+GEMMA2 = {
+    **LLAMA,
+    **{"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+LIMIT = 220  # tokens of a device
+SHARED = ("packing.share_prefix=true", "data.shuffle=by_prefix")
+
+
+def unrolled(count: int) -> list[dict[str, Any]]:
+    """Conversations with one system prompt, a row for each turn; every second one has two answers to its last question."""
+    rng = random.Random(3)
+
+    def said(role: str, most: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(1, most)))}
+
+    rows = []
+    for number in range(count):
+        messages = [{"role": "system", "content": "Answer in a few words of the garden."}]
+        for _ in range(rng.randint(1, 3)):
+            messages = [*messages, said("user", 9), said("assistant", 9)]
+            rows.append({"messages": messages})
+        if number % 2:
+            rows.append({"messages": [*messages[:-1], said("assistant", 9)]})
+    rng.shuffle(rows)
+    return rows
+
+
+def config_of(folder: Path, model: dict[str, Any] | None = None, **groups: dict[str, Any]) -> Path:
+    config = base_config(folder, trainer={"max_steps": 4, "eval_every": 2}, **groups)
+    rows = unrolled(12)
+    config["data"] |= {
+        "train": str(write_jsonl(folder / "turns.jsonl", rows)),
+        "eval": str(write_jsonl(folder / "eval.jsonl", rows[:7])),
+    }
+    config["model"]["config"] = model or LLAMA
+    config["optim"] |= {"max_grad_norm": 0.5}
+    config["batch"] = {"examples_per_step": 9, "tokens_per_device": LIMIT}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def trained(folder: Path, path: Path, *options: str, processes: int = 1) -> Run:
+    done = forked.joined(processes, "sft", str(path), f"trainer.output_dir={folder}", *options)
+    assert [one.returncode for one in done] == [0] * processes, done[0].stderr
+    return Run(folder)
+
+
+def assert_same_training(run: Run, expected: Run, losses: float = 2e-6, weights: float = 1e-5) -> None:
+    assert "computed with another document" in run.log and "computed with another" not in expected.log
+    assert run.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    assert run.losses == pytest.approx(expected.losses, rel=losses)
+    for name in ("grad_norm", "examples"):
+        assert [line[name] for line in run.steps] == pytest.approx([line[name] for line in expected.steps], rel=1e-5)
+    assert [line["eval_loss"] for line in run.evals] == pytest.approx([line["eval_loss"] for line in expected.evals], rel=1e-6)
+    for name in ("tokens", "examples"):
+        assert run.summary[name] == expected.summary[name]
+    theirs = expected.weights()
+    assert all((value - theirs[name]).abs().max() <= weights for name, value in run.weights().items())
+
+
+CASES: dict[str, tuple[int, dict[str, Any] | None, list[str]]] = {
+    "one process": (1, None, []),
+    "all tokens trained": (1, None, ["data.loss_on=all"]),
+    "dft": (1, None, ["objective.loss=dft"]),
+    "windows, soft-caps, full logits": (1, GEMMA2, []),
+    "three processes": (3, None, []),
+    "fsdp2": (2, None, ["strategy=fsdp2"]),
+    "zero3": (2, None, ["strategy=zero3"]),
+    "split rows": (2, None, ["strategy.sequence_parallel=auto", "batch.tokens_per_device=70"]),
+    "adapters": (2, None, ["peft=lora", "peft.r=4"]),
+}
+SAMPLED = ("one process", "three processes", "split rows", "windows, soft-caps, full logits")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([NEEDS_DEEPSPEED] if name == "zero3" else []),
+                *([] if name in SAMPLED else [pytest.mark.exhaustive]),
+            ],
+        )
+        for name in CASES
+    ],
+)
+def test_documents_that_begin_alike_are_trained_as_each_by_itself(tmp_path: Path, name: str) -> None:
+    processes, model, options = CASES[name]
+    path = config_of(tmp_path, model)
+    own = [one for one in options if one.split(".")[0] not in ("strategy", "batch") and "strategy" not in one]
+    expected = trained(tmp_path / "each", path, "data.shuffle=by_prefix", *own)
+    run = trained(tmp_path / "shared", path, *SHARED, *options, processes=processes)
+    if name == "adapters":
+        assert run.losses == pytest.approx(expected.losses, rel=2e-6)
+        return
+    assert_same_training(run, expected)
+
+
+def test_the_model_runs_on_fewer_tokens(tmp_path: Path) -> None:
+    path = config_of(tmp_path)
+    seen: dict[str, Any] = {}
+    for share in ("true", "false"):
+        told = packtrain("inspect", str(path), "--json", "data.shuffle=by_prefix", f"packing.share_prefix={share}")
+        seen[share] = json.loads(told.stdout)["modes"]["packed"]
+    assert seen["true"]["slots"] < 0.62 * seen["false"]["slots"]
+    assert seen["true"]["saved_by_sharing"] == pytest.approx(1 - seen["true"]["slots"] / seen["false"]["slots"], abs=0.05)
+    assert "saved_by_sharing" not in seen["false"]
+
+
+def test_verify_compares_shared_rows_with_their_gradients(tmp_path: Path) -> None:
+    path = config_of(tmp_path)
+    report = json.loads(packtrain("verify", str(path), "--json", "packing.share_prefix=true").stdout)
+    assert report["verdict"] == "exact" and report["pairs"]["prompts_shared"]
+    assert report["prefix_shared"]["grad_rel_diff"] < 1e-5 and report["prefix_shared"]["loss_rel_diff"] < 1e-6
+    shown = packtrain("verify", str(path), "packing.share_prefix=true").stdout
+    assert "prefixes" in shown and "shared prefixes" in shown and "prompts" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows share"),
+        (["packing.share_prefix=true", "packing.strategy=in_order"], "neighbours in a row"),
+        (
+            ["packing.share_prefix=true", "~batch.examples_per_step", "+batch.tokens_per_step=440"],
+            "filled before it is known",
+        ),
+        (["data.shuffle=by_prefix", "~batch.examples_per_step", "+batch.tokens_per_step=440"], "not of so many tokens"),
+        (["packing.share_prefix=true", "objective.options.neftune_noise_alpha=5"], "shared tokens are in several"),
+        (["packing.share_prefix=true", "model.attention=per_document"], "runs every document by itself"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    refused = packtrain("sft", str(config_of(tmp_path)), *options, expect=None)
+    assert refused.returncode in (2, 3) and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_loss_of_routers_counts_tokens_by_document(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+    path = config_of(tmp_path, {**LLAMA, "model_type": "qwen3_moe", "head_dim": 12, **experts})
+    refused = packtrain("sft", str(path), "packing.share_prefix=true", expect=2)
+    assert "counts a token in every document that has it" in refused.stderr
+
+
+def test_other_verbs_refuse_families(tmp_path: Path) -> None:
+    rows = [{"prompt": "river stone", "chosen": "apple", "rejected": "cloud"}] * 4
+    path = config_of(tmp_path, data={"train": str(write_jsonl(tmp_path / "pairs.jsonl", rows)), "eval": None})
+    refused = packtrain("dpo", str(path), "data.shuffle=by_prefix", expect=2)
+    assert "data.shuffle" in refused.stderr and "one by one" in refused.stderr
