@@ -103,7 +103,9 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
             own = schedule.slots(part)
             slots += own
             used += int(tokens[part].sum(dtype=np.int64))
-            rows += 1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)  # one that ranks split is several
+            rows += (
+                1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)
+            )  # one that ranks split is several
         batches.append(len(layout[0]))
         uneven.append(schedule.imbalance(layout))
     whole = int(tokens.sum(dtype=np.int64))

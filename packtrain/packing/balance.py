@@ -140,9 +140,7 @@ def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, 
     return np.array([costs(lengths[part], attention_cost).sum() for part in parts])
 
 
-def _fill_evenly(
-    lengths: np.ndarray, work: np.ndarray, world_size: int, limits: MicroBatchLimits
-) -> list[np.ndarray]:
+def _fill_evenly(lengths: np.ndarray, work: np.ndarray, world_size: int, limits: MicroBatchLimits) -> list[np.ndarray]:
     """Parts of similar cost within `limits`: the smallest multiple of `world_size` that holds the documents."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
     cost = work.tolist()

@@ -9,7 +9,6 @@ what neighbours between them have, and a step is planned without reading a token
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -142,7 +141,9 @@ def lay_out_shared(
         )
         done.append(float(work_of_ranks(layout, lambda part, cost=cost: cost[part].sum()).max()))
         for parts in layout:
-            parts[:] = [np.array([number for tree in part for number in trees[tree][1]], dtype=np.int64) for part in parts]
+            parts[:] = [
+                np.array([number for tree in part for number in trees[tree][1]], dtype=np.int64) for part in parts
+            ]
         layouts.append(layout)
     return next(layout for layout, end in zip(layouts, done, strict=True) if end <= min(done) * (1 + _GAIN))
 

@@ -42,9 +42,7 @@ def lay_out_split(
     if ranks_per_row > 1:  # of a short document the exchanges would take longer than the work
         long |= (cost > cost.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
     if not long.any():
-        return lay_out(
-            lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, cost=given, **how
-        )
+        return lay_out(lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, cost=given, **how)
     wide, groups = limits.tokens * ranks_per_row, world_size // ranks_per_row
     if ranks_per_row == 1 or lengths.max() > wide:
         raise ValueError(f"a document has {lengths.max()} tokens, {ranks_per_row} ranks together take {wide}")

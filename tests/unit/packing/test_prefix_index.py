@@ -63,7 +63,9 @@ def test_a_row_of_any_documents_has_their_tokens_and_one_label_for_each_place(ba
     expected = []
     for document, places in zip(chosen, row.places, strict=True):
         assert ids[places].tolist() == document.input_ids.tolist()
-        assert all(sorted(places[: at + 1]) == np.flatnonzero(visible[place]).tolist() for at, place in enumerate(places))
+        assert all(
+            sorted(places[: at + 1]) == np.flatnonzero(visible[place]).tolist() for at, place in enumerate(places)
+        )
         own = shifted_labels(document).numpy()
         trained = np.flatnonzero(own != IGNORE)
         assert labels[places[trained]].tolist() == own[trained].tolist()
@@ -107,7 +109,9 @@ def test_every_document_is_laid_out_once_within_the_limit_and_ranks_work_alike(w
     work = work_of_ranks(layout, lambda part: work_of(index, numbers[part], attention_cost=1e-3))
     assert work.max() / work.mean() < 1.1
     tokens = sum(index.forest(numbers[part])[0].tokens for part in parts if len(part))
-    assert tokens < 0.36 * documents.lengths.sum()  # a document for each of 6 turns has 3.5 times the tokens of the last
+    assert (
+        tokens < 0.36 * documents.lengths.sum()
+    )  # a document for each of 6 turns has 3.5 times the tokens of the last
 
 
 def test_many_questions_about_one_text_are_divided_where_ranks_would_wait() -> None:
@@ -127,7 +131,8 @@ def test_many_questions_about_one_text_are_divided_where_ranks_would_wait() -> N
 def test_families_are_conversations_and_a_common_system_prompt_makes_none() -> None:
     plain, system = conversations(30, 4), np.arange(200, dtype=np.int32)
     prompted = Documents(
-        Document(np.concatenate([system, d.input_ids]), np.concatenate([np.zeros(200, bool), d.loss_mask])) for d in plain
+        Document(np.concatenate([system, d.input_ids]), np.concatenate([np.zeros(200, bool), d.loss_mask]))
+        for d in plain
     )
     families = index_prefixes(plain).families(16)
     assert np.bincount(families).tolist() == [4] * 30
