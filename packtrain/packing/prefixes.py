@@ -69,13 +69,13 @@ def rows_of(
 
 
 def build_forest(
-    lengths: np.ndarray, order: np.ndarray, common: np.ndarray, least: int = MIN_SHARED
+    tokens: np.ndarray, order: np.ndarray, common: np.ndarray, least: int = MIN_SHARED
 ) -> tuple[Segments, list[int]]:
-    """The segments of documents of `lengths` int[n], in depth-first order, and for each document the leaf on whose path it is.
+    """The segments of documents of `tokens` int[n], in depth-first order, and for each document the leaf on whose path it is.
 
     `order` int[n] sorts the documents by their tokens; each has `common` int[n - 1] tokens in common with the one after it there.
     """
-    count, sorted_lengths = len(lengths), lengths[order].tolist()
+    count, sorted_lengths = len(tokens), tokens[order].tolist()
     # a document that is the beginning of any other is that of the next in this order
     ends = [at for at in range(count) if at == count - 1 or common[at] < sorted_lengths[at]]
     leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document

@@ -150,8 +150,8 @@ class Steps(Dataset):
         tokens = sum(len(document.input_ids) for document in documents)
         if self.layout == "padding":
             inputs = collate_padded(documents, self.pad_token_id)
-        elif self.layout == "shared" and documents:
-            inputs = collate_shared(documents, self.schedule.prefixes.row(np.asarray(numbers)))
+        elif self.layout == "shared" and (index := self.schedule.prefixes) is not None and documents:
+            inputs = collate_shared(documents, index.row(np.asarray(numbers)))
         else:
             inputs = collate_flat(documents)
         inputs.setdefault("label_places", label_positions(inputs["shift_labels"]))

@@ -286,7 +286,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["model.path=null", "model.init=random"], "model.path", "neither a model"),
         (["model.path=null", "model.init=random", "+model.config.model_type=llama"], "model.tokenizer", "no tokenizer"),
         (["peft.r=4"], "peft.r", "does nothing without adapters"),
-        (["packing.share_prefix=true"], "packing.share_prefix", "only preference pairs"),
+        (["packing.share_prefix=true", "objective=kto"], "packing.share_prefix", "do not share prompts"),
         (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
         (["strategy=zero3_offload", "optim=sgd"], "optim.name", "would take the place of sgd"),
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
