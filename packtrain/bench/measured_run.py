@@ -35,6 +35,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     # of whole documents, even where a prompt was computed once for two of them
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
+    may_share = run.config.objective.traits.pairs or run.config.packing.share_prefix
     figures: dict[str, Any] = {
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
@@ -43,7 +44,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
         "padding": rest["padding_fraction"],
         "micro_batches": sum(micro_batches) / len(micro_batches),
         "mfu": rest["mfu"],
-        "shared": steps.layout == "shared" if run.config.objective.traits.pairs and steps.layout != "padding" else None,
+        "shared": steps.layout == "shared" if may_share and steps.layout != "padding" else None,
     }
     precision, on_gpu = run.prepared.precision, device.type == "cuda"
     weights, computed = (str(dtype).removeprefix("torch.") for dtype in (precision.weights, precision.autocast))

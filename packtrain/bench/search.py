@@ -201,13 +201,17 @@ class _Search:
 
 
 def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tuple[PackingMode, bool | None]]:
-    """All modes but the configured one; of pairs, those of flat rows with share_prefix as configured and without it (or with it)."""
+    """All modes but the configured one; of pairs, those of flat rows with share_prefix as configured and without it (or with it); of
+    documents that share, packed rows without it."""
     other = configured.shared is False
     unshared = any(run.shared is False for run in first.rounds.values()) and not other  # sharing is not possible
     shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
     flat: tuple[PackingMode, ...] = ("padding_free", "packed")
     kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
-    kinds.extend((mode, shared) for mode in flat for shared in shares)
+    if pairs or not configured.shared:
+        kinds.extend((mode, shared) for mode in flat for shared in shares)
+    else:  # only packed rows share
+        kinds += [("padding_free", None), ("packed", False)]
     own = (configured.mode, None if configured.mode == "padding" else configured.shared)
     return [kind for kind in kinds if kind != own]
 
