@@ -181,8 +181,10 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         memory = _choose_checkpointing(config, model, processes, device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
-    advice = _advice(config, processes)
-    return replace(memory, advice=advice) if memory.fits is False else memory
+    if memory.fits is not False:
+        return memory
+    split = _advise_split(config, model, processes, device_bytes)
+    return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
 def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, device_bytes: int | None) -> Memory:
@@ -402,6 +404,20 @@ def _advice(config: RunConfig, processes: int) -> str:
         "larger GPUs": True,
     }
     return f"try {', '.join(what for what, helps in tries.items() if helps)}"
+
+
+def _advise_split(config: RunConfig, model: _Model, processes: int, device_bytes: int | None) -> str:
+    """The fewest neighbours over which documents that fit no device alone would fit, and their part of them; "" if that is not what lacks."""
+    if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
+        return ""
+    longest = config.data.max_length * config.objective.traits.documents
+    for parts in (number for number in range(1, processes + 1) if processes % number == 0):
+        part = math.ceil(longest / parts)
+        batch = replace(config.batch, tokens_per_device=part, examples_per_device=None)
+        if _choose_checkpointing(replace(config, batch=batch), model, processes, device_bytes).fits:
+            over = f"strategy.sequence_parallel={parts} batch.tokens_per_device={part}"
+            return f"{over}, which splits documents of {longest:,} tokens over {parts} processes" if parts > 1 else ""
+    return ""
 
 
 def in_gib(size: int) -> str:

@@ -399,3 +399,17 @@ def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
     assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
     needed = found.total + found.outside
     assert replace(found, device=needed).fits and not replace(found, device=needed - 1).fits
+
+
+def test_documents_that_fit_no_device_are_split_over_as_few_as_are_enough() -> None:
+    model = [*sized("qwen3", **QWEN3_8B), "model.dtype=float32", "data.max_length=262144"]
+    model += ["batch.examples_per_step=8", "strategy.sequence_parallel=auto"]
+
+    def planned(tokens: int, processes: int) -> Memory:
+        return known([*model, AUTO, f"batch.tokens_per_device={tokens}"], processes, 80 * GIB, "fsdp2")
+
+    advice = planned(262144, 8).advice
+    over = "strategy.sequence_parallel=4 batch.tokens_per_device=65536"
+    assert advice == f"try {over}, which splits documents of 262,144 tokens over 4 processes"
+    assert planned(65536, 8).fits and planned(131072, 8).fits is False  # what it advises fits, and no fewer do
+    assert "sequence_parallel" not in planned(262144, 1).advice
