@@ -28,6 +28,11 @@ def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool)
         "attention": report["attention"] or "the model's own",
         "a step": f"{step['size']}, about {step['tokens']:,.0f} tokens{cut}",
     }
+    if cost := report["attention_cost"]:
+        head[""] = (
+            f"{cost['token_seconds'] * 1e6:.3g} µs · (l + {cost['attention_cost']:.2g} · l²) for l tokens; planned with "
+            f"packing.attention_cost={cost['planned']:.2g}"
+        )
     for name, text in head.items():
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
     console.print(_table(report["trials"], best))

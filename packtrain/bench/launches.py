@@ -165,8 +165,9 @@ class ShortRuns:
             process.kill()
         if process.exitcode:
             return _failure_of(process.exitcode, (root / "output").read_text(errors="replace"))
-        before, self.last_summary = self.last_summary.get("attention"), object_of(RunFolder.of(config.trainer).summary)
-        self.last_summary["attention"] = self.last_summary["attention"] or before  # padded batches have none
+        before, self.last_summary = self.last_summary, object_of(RunFolder.of(config.trainer).summary)
+        for name in ("attention", "attention_cost"):  # padded batches have none
+            self.last_summary[name] = self.last_summary[name] or before.get(name)
         return RunFigures(**self.last_summary["figures"])
 
     def why_not_larger(self, measured: RunFigures) -> str:
@@ -189,6 +190,7 @@ class ShortRuns:
             "strategy": config.strategy.name,
             "precision": about["precision"],
             "attention": about["attention"],
+            "attention_cost": about["attention_cost"],
             "step": {
                 "size": f"{batch.tokens_per_step} tokens" if batch.tokens_per_step else f"{number} {unit}",
                 "tokens": float(batch.tokens_per_step or number * about["mean_tokens"]),

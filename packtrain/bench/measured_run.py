@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from packtrain.bench.attention_cost import measure_attention_cost
 from packtrain.config.schema import RunConfig
 from packtrain.model.spread import Ranks, max_over_ranks
 from packtrain.run_folder import write_json
@@ -27,6 +29,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process; KiB on Linux
     own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
     peak = max_over_ranks(own, device)
+    cost = measure_attention_cost(trainer) if run.config.objective.kind == "sft" else None
     if not run.ranks.main:
         return
     first, rest = (line for line in trainer.state.log_history if "loss" in line)
@@ -50,6 +53,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     weights, computed = (str(dtype).removeprefix("torch.") for dtype in (precision.weights, precision.autocast))
     report = {
         "figures": figures,
+        "attention_cost": cost and asdict(cost),
         "step_seconds": seconds / len(measured),
         "documents": len(data),
         "mean_tokens": float(data.lengths.mean()),

@@ -146,6 +146,12 @@ class Packing:
         "Compute once what documents of a micro-batch begin with alike, or the prompt of a preference pair. none: of pairs, where that "
         "proves exact; of documents it is to be asked for (docs/modes.md).",
     )
+    attention_cost: float | None = key(
+        None,
+        "Work is spread over devices as if a document of l tokens took l + attention_cost · l²; none: by counting operations "
+        "(packtrain bench measures it).",
+        minimum=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

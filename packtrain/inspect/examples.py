@@ -82,15 +82,16 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
 
     def show(part: np.ndarray) -> dict[str, Any]:
         """One forward pass: the examples with the first token of each of their parts in the row (0 in each row of padding)."""
-        padded, slots = packing.mode == "padding", schedule.lengths[part]
+        padded = packing.mode == "padding"
         examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
         at = 0
-        for piece in (piece for example in examples for piece in example["parts"]):
+        pieces = [piece for example in examples for piece in example["parts"]]
+        for piece in pieces if schedule.prefixes is None else ():  # what begins alike is in several places
             piece["start"] = 0 if padded else at
             at += piece["tokens"]
         return {
             "examples": len(part),
-            "slots": len(part) * int(slots.max(initial=0)) if padded else int(slots.sum(dtype=np.int64)),
+            "slots": schedule.slots(part),
             "shown": examples,
         }
 

@@ -25,6 +25,8 @@ SAMPLED_STEPS = 48
 def estimate_attention_cost(corpus: Corpus) -> float | None:
     """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
     config, model = corpus.config, corpus.config.model
+    if config.packing.attention_cost is not None:
+        return config.packing.attention_cost
     if model.init == "random":
         model = replace(model, config={"vocab_size": corpus.tokenizer.vocabulary, **model.config})
     try:
@@ -112,7 +114,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
     figures: dict[str, Any] = {
         "rows": len(lengths) * corpus.traits.documents if mode == "padding" else round(rows * whole / used),
         "slots": round(slots * whole / used),
-        "efficiency": round(used / slots, 4),  # above 1 where tokens are shared
+        "efficiency": round(min(used / slots, 1.0), 4),
         "steps": epoch,
         "micro_batches": [min(batches), max(batches)],
         "imbalance": round(float(np.mean(uneven)), 4),

@@ -78,7 +78,9 @@ def remark_on_modes(data: dict[str, Any]) -> list[str]:
     if (fill := modes["packed"].get("fill")) is not None:
         remarks.append(f"packed rows hold {percent(fill)} of batch.tokens_per_device; what is empty is not computed")
     if (share := modes["packed"].get("saved_by_sharing")) is not None:
-        remarks.append(f"prompts that both answers share save {percent(share)} of the tokens")
+        pairs = data["unit"] == "pairs"
+        what = "prompts that both answers share save" if pairs else "what documents of a micro-batch begin with alike saves"
+        remarks.append(f"{what} {percent(share)} of the tokens")
     return remarks
 
 

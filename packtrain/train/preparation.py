@@ -71,12 +71,13 @@ class Prepared:
     def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
         """The steps over a data set: one pass in order, unless `length` (max_steps, epochs, shuffle) says otherwise."""
         config, pad = self.config, int(self.tokenizer.pad_token_id or 0)
+        known = config.packing.attention_cost
         schedule = make_schedule(
             self.objective.slots(part),
             config.packing,
             config.batch,
             seed=config.trainer.seed,
-            attention_cost=attention_cost(self.model),
+            attention_cost=attention_cost(self.model) if known is None else known,
             ranks_per_row=self.objective.ranks_per_row,
             prefixes=index_prefixes(part) if config.compares_prefixes else None,
             **length,

@@ -23,6 +23,7 @@ from tests.cluster.small_launch import instead_of_torchrun
 from tests.train import forked, running
 
 HEAD = {"model", "objective", "device", "processes", "strategy", "precision", "attention", "step", "trials", "best"}
+HEAD.add("attention_cost")
 TRIAL = {"mode", "share_prefix", "tokens_per_device", "examples_per_device", "overrides", "configured", "why", "ratio"}
 TRIAL |= {"tokens_per_second", "spread", "rounds", "mfu", "peak_memory", "padding", "micro_batches"}
 TRIAL.add("first_step_seconds")
@@ -83,10 +84,23 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
     assert report["step"] == {"size": "7 documents", "tokens": pytest.approx(829.5), "part": 1}
     assert report["best"]["overrides"][0].startswith("packing.mode=")
     assert report["attention"].startswith("segmented") and report["processes"] == 1
+    assert report["attention_cost"]["token_seconds"] > 0 and report["attention_cost"]["attention_cost"] >= 0
     print_report(report, ["run.yaml", "a b=1"], as_json=False)
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table[:-1])) <= 100 and sum("config" in line for line in table) >= 1
     assert table[-1].startswith("run       packtrain sft run.yaml 'a b=1'")
+
+
+def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path) -> None:
+    rows = [{"messages": one["messages"][:2]} for one in running.conversations(10) for _ in range(2)]
+    config = base_config(
+        tmp_path,
+        data={"train": str(running.write_jsonl(tmp_path / "twice.jsonl", rows)), "shuffle": "by_prefix"},
+        packing={"share_prefix": True},
+    )
+    report = benched(tmp_path, config)
+    tried = {(trial["mode"], trial["share_prefix"]) for trial in report["trials"] if trial["tokens_per_second"]}
+    assert tried >= {("packed", True), ("packed", None), ("padding", None), ("padding_free", None)}
 
 
 def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> None:

@@ -130,3 +130,12 @@ def test_options_that_cannot_be_are_refused(folder: Path, options: list[str], sa
     assert done.returncode == 2
     assert [text for text in said if text not in done.stderr] == []
     assert "chosen" in (folder / "pairs.jsonl").read_text()
+
+
+def test_the_work_of_attention_is_what_the_config_says(folder: Path) -> None:
+    def spread(*more: str) -> tuple[float, float]:
+        data = report(folder, TRAIN, "topology=local", "topology.gpus_per_node=3", *more)
+        return data["attention_cost"], data["modes"]["packed"]["imbalance"]
+
+    (light, even), (heavy, uneven) = spread("packing.attention_cost=0"), spread("packing.attention_cost=100")
+    assert (light, heavy) == (0, 100) and even != uneven

@@ -1,0 +1,73 @@
+"""What attention costs beside all else, measured: a document of l tokens takes `token_seconds · (l + attention_cost · l²)`.
+
+The planner counts operations (packing/balance.py), but a device makes those of attention at another speed than products of matrices.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from packtrain.data.dataset import Document
+from packtrain.model.load import base_model
+from packtrain.packing.collate import collate_flat, label_positions
+from packtrain.proof.isolation import max_positions, vocabulary_size
+from packtrain.train.loader import MicroBatch
+from packtrain.train.loop import StepTrainer
+
+_CUTS = (1, 4, 16)  # documents of equal length in a row
+_ROUNDS = 3  # of which the first warms up
+_FEWEST = 256  # tokens of a row that show anything
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """The measured cost, and the one that is planned with."""
+
+    token_seconds: float
+    attention_cost: float
+    planned: float
+
+
+def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
+    """Of flat rows as long as the fullest micro-batch that was trained, in one, 4 and 16 documents, forwards and backwards; called by all ranks together.
+
+    None where rows are too short for it, and under DeepSpeed, whose engine counts passes. The gradients are dropped.
+    """
+    schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
+    layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.global_step)]
+    tokens = max(schedule.slots(part) for layout in layouts for parts in layout for part in parts)  # there was memory for these
+    tokens = min(tokens, schedule.limits.tokens, max_positions(model) or tokens)  # a row that ranks split is longer
+    tokens = int(tokens) // _CUTS[-1] * _CUTS[-1]
+    if tokens < _FEWEST or engine.deepspeed or trainer.steps.layout == "padding":
+        return None
+    ids = np.random.default_rng(0).integers(0, vocabulary_size(model), tokens, dtype=np.int32)
+    taken = np.full(len(_CUTS), np.inf)
+    for warm in range(_ROUNDS):
+        for number, cut in enumerate(_CUTS):
+            documents = [Document(part, np.ones(len(part), bool)) for part in np.split(ids, cut)]
+            inputs = collate_flat(documents)
+            places = label_positions(inputs["shift_labels"])
+            batch = MicroBatch({**inputs, "label_places": places}, len(places), tokens, tokens, cut)
+            counts = torch.tensor(batch.counts, device=trainer.loss.device)
+            _wait(trainer.loss.device)
+            started = time.perf_counter()
+            with trainer.loss.keeping_metrics(), engine.exchanging_gradients(last=False):
+                engine.accelerator.backward(trainer.loss.compute(engine.wrapped, batch, counts))
+            _wait(trainer.loss.device)
+            if warm:
+                taken[number] = min(taken[number], time.perf_counter() - started)
+    engine.wrapped.zero_grad()
+    squares = [tokens**2 / cut for cut in _CUTS]
+    slope, rest = np.polyfit(squares, taken, 1)
+    cost = max(float(slope * tokens / rest), 0.0) if rest > 0 else 0.0
+    return AttentionCost(max(float(rest), 0.0) / tokens, cost, schedule.attention_cost)
+
+
+def _wait(device: torch.device) -> None:
+    """Until all that was given to a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
