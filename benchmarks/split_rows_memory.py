@@ -1,6 +1,6 @@
 """What a process keeps of a document that is split over N processes, beside one process.
 
-    torchrun --nproc-per-node N benchmarks/split_rows_memory.py [--tokens 131072] [--window 1024]      # and plainly, for one process
+    torchrun --nproc-per-node N benchmarks/split_rows_memory.py [--tokens 131072] [--window 1024] [--recompute]      # and plainly, for one process
 
 A tiny model (2 layers, 4 heads of 16, hidden 64) on CPUs, forward and backward. Prints, of rank 0: what autograd keeps, each storage once; the
 most resident memory above that before the forward pass; and the seconds of both passes.
@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attending_by
 from packtrain.attention.over_ranks import open_group
+from packtrain.model.recomputation import recompute
 from packtrain.packing.collate import row_arguments
 from packtrain.packing.segments import Segments, own_tokens, split_row
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--window", type=int, default=0, help="sliding window of all layers; 0: full attention")
+    parser.add_argument("--recompute", action="store_true", help="layers keep their inputs alone")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(1)
@@ -42,6 +44,8 @@ def main() -> None:
     torch.manual_seed(0)
     config = CONFIG_MAPPING["mistral" if window else "llama"](**SIZES, **window)
     model = AutoModelForCausalLM.from_config(config).train()
+    if options.recompute:
+        recompute(model, "full")
     row = split_row(Segments((options.tokens,)), rank, world)
     ids = torch.randint(0, 400, (1, options.tokens))[:, own_tokens(row)]
     storages: dict[int, int] = {}
