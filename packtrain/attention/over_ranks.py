@@ -4,7 +4,7 @@ arXiv 2309.14509).
 Each rank has some tokens of the row for all heads. For attention they exchange: each gets all tokens of the row for some heads, so that any
 backend attends to the whole row as in one process, prefixes, windows, sinks and soft-caps included; then the outputs go back. What a rank keeps
 of all else is its share of the tokens. Heads need not divide by the ranks. Where there are fewer key/value heads than ranks, each is sent to
-several, as often as needed.
+several, as often as needed. Beyond one query head a rank, the others rest while these attend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from packtrain.errors import UserError
 from packtrain.packing.segments import SplitSegments
 
 KEY = "strategy.sequence_parallel"
@@ -38,16 +37,12 @@ def open_group(parts: int) -> dist.ProcessGroup:
 @cache
 def heads_of_parts(query: int, key: int, parts: int) -> tuple[int, tuple[int, ...]]:
     """How `query` heads over `key` key/value heads are shared out: (how often a key/value head is repeated, the first of the repeated
-    ones of each part and the end). As few query heads as possible are the most of a part; then as few repetitions.
-
-    Raises UserError where there are fewer query heads than parts.
+    ones of each part and the end). As few query heads as possible are the most of a part; then as few repetitions. Where there are
+    fewer query heads than parts, some parts get none.
     """
-    if query < parts:
-        raise UserError(
-            f"{query} attention heads cannot be split over {parts} ranks", where=KEY, fix=f"set it to at most {query}"
-        )
     group = query // key
-    fits = [times for times in range(1, group + 1) if group % times == 0 and key * times >= parts]
+    least = min(parts, query)
+    fits = [times for times in range(1, group + 1) if group % times == 0 and key * times >= least]
     repeat = min(fits, key=lambda times: (-(-key * times // parts) * (group // times), times))
     return repeat, tuple(key * repeat * part // parts for part in range(parts + 1))
 
@@ -81,6 +76,8 @@ def attend_over_ranks(
     q, k, v = _heads_for_tokens(
         [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
     )
+    if first == end:  # nothing to attend to, but the gradients' exchange is one of all ranks
+        return _outputs_for_heads(v[0].transpose(0, 1), tokens, [each * count for count in counts], segments.part, group)
     own: Any = copy.copy(module)
     own.num_key_value_groups = each
     if sinks is not None:
@@ -89,13 +86,19 @@ def attend_over_ranks(
             own._parameters = {name: weight for name, weight in own._parameters.items() if name != "sinks"}
             own.__dict__["sinks"] = sinks
     output = attend(own, q, k, v, sinks)[0]  # [T, own heads, d_v]
+    return _outputs_for_heads(output, tokens, [each * count for count in counts], segments.part, group)
+
+
+def _outputs_for_heads(
+    output: torch.Tensor, tokens: list[int], counts: list[int], part: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """[1, own tokens, heads, d_v] of `output` [T, own heads, d_v]; the parts have `tokens` tokens and `counts` heads."""
     width = output.shape[-1]
     sent = [piece.reshape(-1) for piece in output.split(tokens)]
-    sizes = [tokens[segments.part] * count * each * width for count in counts]
+    sizes = [tokens[part] * count * width for count in counts]
     received = _exchange(sent, sizes, group)
     pieces = [
-        piece.view(tokens[segments.part], count * each, width)
-        for piece, count in zip(received.split(sizes), counts, strict=True)
+        piece.view(tokens[part], count, width) for piece, count in zip(received.split(sizes), counts, strict=True)
     ]
     return torch.cat(pieces, dim=1)[None]
 

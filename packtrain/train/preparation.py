@@ -147,7 +147,7 @@ def settle_attention(run: Prepared) -> None:
 
 def settle_split(run: Prepared) -> str:
     """How many neighbouring ranks split a document that exceeds batch.tokens_per_device, which is proved on the model as it is spread; what to
-    tell of it, "" where none is. Raises UserError where ranks or heads do not allow it, CheckFailed where it is not exact.
+    tell of it, "" where none is. Raises UserError where its attention does not allow it, CheckFailed where it is not exact.
     """
     config, world = run.config, run.ranks.world_size
     asked, limit = config.strategy.sequence_parallel, config.batch.limits(config.packing.mode)[1]
