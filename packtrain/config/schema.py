@@ -53,6 +53,11 @@ class Model:
         "Fused norms, rotation and activations by liger-kernel; auto takes them on a GPU where they are installed and prove exact "
         "on the loaded model (docs/speed.md).",
     )
+    experts: Literal["auto", "grouped", "loop"] = key(
+        "auto",
+        "Experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped where it proves to train the "
+        "same (docs/speed.md).",
+    )
 
     @property
     def is_base_for_adapters(self) -> bool:

@@ -30,6 +30,7 @@ from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, lo
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.model.layers.experts import loop_over_experts
 from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
 
@@ -55,6 +56,7 @@ def check_before_loading(
         _check_keys(named, model_config, {*config.config, *_ROTARY_KEYS}, "trainer.resume_despite")
         with torch.device("meta"):
             model = _auto_class(scores).from_config(model_config)
+    loop_over_experts(model, config.experts)
     if peft.kind == "lora" and config is adapted:
         check_layer_names(model, peft)
 
@@ -76,6 +78,7 @@ def load_model(
             model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
         else:
             model = _load_pretrained(config, tokenizer, seed, scores=scores)
+    loop_over_experts(model, config.experts)
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:

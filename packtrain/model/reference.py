@@ -46,7 +46,7 @@ def load_reference(
     """
     if reference.kind not in ("model", "path"):
         return None, ""
-    source = model if reference.kind == "model" else replace(model, path=named, init="pretrained")
+    source = model if reference.kind == "model" else replace(model, path=named, init="pretrained", experts="auto")
     try:
         loaded = load_model(source, Peft(), tokenizer, seed=seed)
     except UserError as error:

@@ -151,7 +151,7 @@ class Memory:
 class _Model:
     """A model in numbers, computed once for all configs that are tried.
 
-    `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers of its blocks, in the largest
+    `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
     `block`, outside of blocks (`rest`), of it in an `embedding` that is not tied, in the `largest` tensor, and `trained`.
     `sizes` are the known values of its own config.
     """
@@ -218,7 +218,7 @@ def _measure(config: RunConfig) -> _Model:
     for name, shape in shapes.items():
         block = re.match(r".*?\.\d+(?=\.)", name)
         blocks[block.group() if block else ""] += math.prod(shape)
-        linear += math.prod(shape) if block and len(shape) == 2 else 0
+        linear += math.prod(shape) if block and len(shape) >= 2 else 0
     rest = blocks.pop("", 0)
     return _Model(
         width=BYTES.get(config.model.dtype, weights.stored),

@@ -22,6 +22,8 @@ from packtrain.model.float8 import KEY as FP8_KEY
 from packtrain.model.float8 import TOLERANCE as FP8_TOLERANCE
 from packtrain.model.float8 import multiply_in_float8
 from packtrain.model.kernels import fuse_by_liger, why_no_liger
+from packtrain.model.layers.experts import KEY as EXPERTS_KEY
+from packtrain.model.layers.experts import can_group, group_experts
 from packtrain.model.load import base_model
 from packtrain.model.precision import carry_in
 from packtrain.model.recomputation import recompute_in_eval
@@ -42,7 +44,8 @@ class ModelChange:
     """A change: its `name` in the log, `what` computes after it, how to `make` it; or what it `lacks` ("": nothing).
 
     `key` is the config key that asked for it by name, which is then refused where it is not exact; None: where auto tries it.
-    `tolerance`: None for what rounding explains in the format that the model computes in.
+    `tolerance`: None for what rounding explains in the format that the model computes in. `trusted`: it is made without a proof where
+    none is possible, being what transformers does by itself.
     """
 
     name: str
@@ -51,12 +54,17 @@ class ModelChange:
     lacks: str = ""
     key: str | None = None
     tolerance: Tolerance | None = None
+    trusted: bool = False
 
 
 def changes_of(model: Model, trainer: StepTrainer, *, fp8: bool = False) -> list[ModelChange]:
-    """The changes to try, by the config's group `model` and to products in `fp8`; on a CPU none but what is asked for by name."""
+    """The changes to try, by the config's group `model` and to products in `fp8`; on a CPU none but for experts and what is asked for by name."""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
+    if model.experts != "loop" and can_group(base_model(trainer.model)):
+        asked = EXPERTS_KEY if model.experts == "grouped" else None
+        what, make = "all of a layer in one grouped product", _on_all(trainer, group_experts)
+        changes.append(ModelChange("experts", what, make, key=asked, trusted=True))
     embeddings: Any = base_model(trainer.model).get_input_embeddings()
     # under FSDP2 weights are gathered in that format already
     if on_gpu and dtype is not None and not trainer.settings.sharded and embeddings.weight.dtype == torch.float32:
@@ -97,20 +105,24 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
     Called by all ranks together. Raises UserError for one asked for by name that is not available, CheckFailed if it is not exact.
     """
     for candidate in candidates:
-        lacks, proof = candidate.lacks, None
+        lacks, proof, unproved = candidate.lacks, None, ""
         if not lacks and ranks.gathers_by_engine:
-            lacks = f"{ranks.strategy} computes no gradients before step 1, by which it would be proved"
+            unproved = f"{ranks.strategy} computes no gradients before step 1, by which it would be proved"
+            lacks = "" if candidate.trusted else unproved
         if lacks and candidate.key:
             what, fix = f"{candidate.what}: not available, {lacks}", "set it to auto"
             raise UserError(what, where=candidate.key, fix=fix)
-        if not lacks:
+        if unproved and not lacks:
+            candidate.make()
+        elif not lacks:
             proof = prove(trainer, candidate)
             lacks = proof.refusal
         if proof and lacks and candidate.key:
             what, fix = f"{candidate.what} would not train as the model itself does: {lacks}", "set it to auto"
             raise CheckFailed(what, where=candidate.key, fix=fix)
         said = f"as the model comes; {candidate.what}: {lacks}" if lacks else candidate.what
-        trainer.changes[candidate.name] = f"{said} ({proof.figures()})" if proof and not lacks else said
+        figures = "" if lacks else f" ({proof.figures() if proof else unproved})"
+        trainer.changes[candidate.name] = said + figures
         if not lacks:
             trainer.loss.changes.append(candidate.name)
         log.fact(candidate.name, trainer.changes[candidate.name])
