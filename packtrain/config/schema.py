@@ -273,6 +273,12 @@ class Trainer:
         "Which layers compute their activations again in the backward pass, to save memory: none, every fourth to every second, "
         "all (full), or all but their costliest results (selective). auto: the fewest that the plan says fit the GPU (docs/planning.md).",
     )
+    mlp_tile_tokens: int | None = key(
+        None,
+        "MLPs run on so many tokens at a time, and again in the backward pass, so that no row's inner activations exist as a whole "
+        "(docs/long-documents.md); none for all at once.",
+        minimum=1,
+    )
     torch_compile: bool = key(
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",

@@ -466,8 +466,12 @@ def _fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    layer = batch.tokens * _count_layer(config, layers, batch)
-    gradients = batch.tokens * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    tile = config.trainer.mlp_tile_tokens or batch.tokens
+    layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
+    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
+    if tile < batch.tokens:  # MLPs keep their input alone, and of one tile at a time all
+        layer -= batch.tokens * (inside - layers.hidden * batch.compute)
+        gradients += tile * inside
     last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
     checkpointing = config.trainer.gradient_checkpointing
     every = _period(checkpointing)
@@ -490,11 +494,17 @@ def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
     scores = batch.scores if layers.key < layers.query else 0
     keys = layers.query if batch.masked or scores else layers.key  # a mask makes sdpa repeat them for every head
     attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
-    return norms + attention + 3 * layers.inner * compute + _count_inputs(config, layers, batch)
+    return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
 
 
-def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that the linear layers of one layer keep of their inputs, if their weights or adapters are trained.
+def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
+    """Bytes per token that the MLP of one layer keeps."""
+    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
+
+
+def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
+    """Bytes per token that the linear layers of one layer's `mlp`, or of the rest, keep of their inputs, if their weights or adapters
+    are trained.
 
     Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
     o_proj's input is already kept by attention, down_proj's is always new.
@@ -507,7 +517,8 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch) -> int
 
     copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
     width = batch.compute if full else 2 if autocast else 4
-    shared = (reading("self_attn", "q_proj", "k_proj", "v_proj"), reading("mlp", "gate_proj", "up_proj"))
-    hidden = sum(number if copied else min(number, 1) for number in shared)
-    query = layers.query if copied and not full and reading("self_attn", "o_proj") else 0
-    return width * (hidden * layers.hidden + query + layers.inner * reading("mlp", "down_proj"))
+    readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
+    hidden = layers.hidden * (readers if copied else min(readers, 1))
+    if mlp:
+        return width * (hidden + layers.inner * reading("mlp", "down_proj"))
+    return width * (hidden + (layers.query if copied and not full and reading("self_attn", "o_proj") else 0))

@@ -23,6 +23,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
 from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, spread
@@ -112,6 +113,8 @@ def load(run: Prepared) -> None:
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
     agree_on_model(run.peers, run.model, timeout_s=preparing_s(config.topology.step_timeout))
     run.attention = own_attention(base_model(run.model))
+    if config.trainer.mlp_tile_tokens:
+        check_tiles(run.model)
 
 
 def check_model(run: Prepared, *, padded: bool) -> None:

@@ -287,9 +287,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    make_changes(trainer, ranks, changes_of(config.model, trainer, fp8=prepared.precision.fp8), log)
+    given: Any = {"fp8": prepared.precision.fp8, "mlp_tokens": config.trainer.mlp_tile_tokens}
+    make_changes(trainer, ranks, changes_of(config.model, trainer, **given), log)
     trainer.engine.dither = _dither_of(run, trainer)
-    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
+    given = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
 

@@ -204,6 +204,9 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         against_fp8["objective.kind"] = "losses that compare with a reference have not been tried in 8 bits"
     for key, what in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
         yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
+    if trainer.torch_compile and trainer.mlp_tile_tokens:
+        what = "a compiled MLP runs all tokens in one program"
+        yield Fault(("trainer.mlp_tile_tokens", "trainer.torch_compile"), what, "Keep one of them.")
     if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
         what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
         yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")
@@ -271,10 +274,14 @@ def _split_rows(config: RunConfig) -> Iterator[Fault]:
 
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
     """The impossible combinations of trainer.gradient_checkpointing with other keys."""
-    if config.trainer.gradient_checkpointing == "selective" and config.trainer.torch_compile:
+    trainer, key = config.trainer, "trainer.gradient_checkpointing"
+    if trainer.gradient_checkpointing == "selective" and trainer.torch_compile:
         what = "the products inside compiled parts are not seen one by one, so none would be kept"
-        fix = "Set trainer.gradient_checkpointing=full or every_2, or trainer.torch_compile=false."
-        yield Fault(("trainer.gradient_checkpointing", "trainer.torch_compile"), what, fix)
+        fix = f"Set {key}=full or every_2, or trainer.torch_compile=false."
+        yield Fault((key, "trainer.torch_compile"), what, fix)
+    if trainer.gradient_checkpointing == "selective" and trainer.mlp_tile_tokens:
+        what = "it keeps a product of the MLP for all tokens, of which tiles are to keep none"
+        yield Fault((key, "trainer.mlp_tile_tokens"), what, f"Set {key}=full or every_2, or leave the tiles out.")
 
 
 def _topology(topology: Topology) -> Iterator[Fault]:

@@ -38,7 +38,9 @@ def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
         model.set_experts_implementation(LOOP)
     elif asked != "auto":
         what = "its experts are code of its own" if has_routers(model) else "it has no experts"
-        raise UserError(f"{type(model).__name__} cannot do that: {what}", where=f"{KEY} ({asked})", fix="set it to auto")
+        raise UserError(
+            f"{type(model).__name__} cannot do that: {what}", where=f"{KEY} ({asked})", fix="set it to auto"
+        )
 
 
 def group_experts(model: PreTrainedModel) -> Callable[[], None]:
@@ -48,7 +50,9 @@ def group_experts(model: PreTrainedModel) -> Callable[[], None]:
     return lambda: model.set_experts_implementation(LOOP)
 
 
-def _by_grouped_products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _by_grouped_products(
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """The outputs [T, h] of `hidden` [T, h] by the experts `chosen` [T, k], with these `weights` [T, k]."""
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):

@@ -24,6 +24,7 @@ from packtrain.model.float8 import multiply_in_float8
 from packtrain.model.kernels import fuse_by_liger, why_no_liger
 from packtrain.model.layers.experts import KEY as EXPERTS_KEY
 from packtrain.model.layers.experts import can_group, group_experts
+from packtrain.model.layers.tiled_mlp import mlps_of, tile_mlps
 from packtrain.model.load import base_model
 from packtrain.model.precision import carry_in
 from packtrain.model.recomputation import recompute_in_eval
@@ -34,9 +35,11 @@ from packtrain.proof.comparison import Tolerance, evaluating, has_routers, toler
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
+from packtrain.wording import counted
 
 _TOKENS = 2048
 """Of the documents that a change is proved with, if they are not longer each."""
+_NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class ModelChange:
     """A change: its `name` in the log, `what` computes after it, how to `make` it; or what it `lacks` ("": nothing).
 
     `key` is the config key that asked for it by name, which is then refused where it is not exact; None: where auto tries it.
-    `tolerance`: None for what rounding explains in the format that the model computes in. `trusted`: it is made without a proof where
-    none is possible, being what transformers does by itself.
+    `tolerance`: None for what rounding explains in the format that the model computes in. `unproved`: why it is made
+    without this proof; "" where it is not.
     """
 
     name: str
@@ -54,17 +57,22 @@ class ModelChange:
     lacks: str = ""
     key: str | None = None
     tolerance: Tolerance | None = None
-    trusted: bool = False
+    unproved: str = ""
 
 
-def changes_of(model: Model, trainer: StepTrainer, *, fp8: bool = False) -> list[ModelChange]:
-    """The changes to try, by the config's group `model` and to products in `fp8`; on a CPU none but for experts and what is asked for by name."""
+def changes_of(
+    model: Model, trainer: StepTrainer, *, fp8: bool = False, mlp_tokens: int | None = None
+) -> list[ModelChange]:
+    """The changes to try, by the config's group `model`, to products in `fp8` and to MLPs on tiles of `mlp_tokens`; on a CPU none but for experts and what is asked for by name."""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
     if model.experts != "loop" and can_group(base_model(trainer.model)):
         asked = EXPERTS_KEY if model.experts == "grouped" else None
         what, make = "all of a layer in one grouped product", _on_all(trainer, group_experts)
-        changes.append(ModelChange("experts", what, make, key=asked, trusted=True))
+        # transformers takes them by itself, so they are taken without a proof, too
+        gathers = trainer.settings.sharded and trainer.engine.deepspeed
+        unproved = f"{trainer.settings.strategy} {_NO_GRADIENTS}" if gathers else ""
+        changes.append(ModelChange("experts", what, make, key=asked, unproved=unproved))
     embeddings: Any = base_model(trainer.model).get_input_embeddings()
     # under FSDP2 weights are gathered in that format already
     if on_gpu and dtype is not None and not trainer.settings.sharded and embeddings.weight.dtype == torch.float32:
@@ -83,6 +91,15 @@ def changes_of(model: Model, trainer: StepTrainer, *, fp8: bool = False) -> list
     if fp8:
         what, make = "products of layers in 8 bits (torchao, rowwise)", _on_all(trainer, multiply_in_float8)
         changes.append(ModelChange("fp8", what, make, key=FP8_KEY, tolerance=FP8_TOLERANCE))
+    if (
+        mlp_tokens
+    ):  # the last one, of what is inside then; the first documents may be those that only tiles have room for
+        what = f"{counted(len(mlps_of(base_model(trainer.model))), 'MLPs')} run on {mlp_tokens:,} tokens at a time"
+        make, checked = (
+            _on_all(trainer, lambda model: tile_mlps(model, mlp_tokens)),
+            "compared when the model was loaded",
+        )
+        changes.append(ModelChange("tiles", what, make, unproved=checked))
     return changes
 
 
@@ -105,14 +122,13 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
     Called by all ranks together. Raises UserError for one asked for by name that is not available, CheckFailed if it is not exact.
     """
     for candidate in candidates:
-        lacks, proof, unproved = candidate.lacks, None, ""
-        if not lacks and ranks.gathers_by_engine:
-            unproved = f"{ranks.strategy} computes no gradients before step 1, by which it would be proved"
-            lacks = "" if candidate.trusted else unproved
+        lacks, proof = candidate.lacks, None
+        if not lacks and ranks.gathers_by_engine and not candidate.unproved:
+            lacks = f"{ranks.strategy} {_NO_GRADIENTS}"
         if lacks and candidate.key:
             what, fix = f"{candidate.what}: not available, {lacks}", "set it to auto"
             raise UserError(what, where=candidate.key, fix=fix)
-        if unproved and not lacks:
+        if candidate.unproved:
             candidate.make()
         elif not lacks:
             proof = prove(trainer, candidate)
@@ -121,7 +137,7 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
             what, fix = f"{candidate.what} would not train as the model itself does: {lacks}", "set it to auto"
             raise CheckFailed(what, where=candidate.key, fix=fix)
         said = f"as the model comes; {candidate.what}: {lacks}" if lacks else candidate.what
-        figures = "" if lacks else f" ({proof.figures() if proof else unproved})"
+        figures = "" if lacks else f" ({proof.figures() if proof else candidate.unproved})"
         trainer.changes[candidate.name] = said + figures
         if not lacks:
             trainer.loss.changes.append(candidate.name)

@@ -1,0 +1,74 @@
+"""`trainer.mlp_tile_tokens`: the MLP of a layer runs on so many tokens at a time, and again for each tile in the backward pass.
+
+An MLP sees one token at a time, so tiles compute what all tokens at once do; of what is inside, 3 × intermediate size for each token, only
+one tile's exists at any moment (Arctic Long Sequence Training, arXiv 2506.13996). DeepSpeed's TiledMLP runs backward passes of its own
+inside one, past the hooks of DDP and FSDP2; torch's checkpoint for each tile adds gradients up within the graph, so hooks run once a weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.load import base_model
+from packtrain.model.spread import layers_of
+from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
+
+KEY = "trainer.mlp_tile_tokens"
+_NAMES = ("mlp", "feed_forward", "ffn")
+_ROUTED = ("expert", "router")
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    """The MLPs of the layers that are modules of their own, take hidden states alone, and have no experts to choose among."""
+    found = [getattr(layer, name) for layer in layers_of(model) for name in _NAMES if hasattr(layer, name)]
+    return [mlp for mlp in found if _takes_tokens(mlp)]
+
+
+def _takes_tokens(mlp: nn.Module) -> bool:
+    routed = any(part in name for name, _ in mlp.named_modules() for part in _ROUTED)
+    return not routed and len(inspect.signature(mlp.forward).parameters) == 1
+
+
+@torch.no_grad()
+def check_tiles(model: nn.Module) -> None:
+    """Raises UserError if `model` has no such MLPs, CheckFailed if one mixes tokens. Called where each process has all weights."""
+    base = base_model(model)
+    name, kinds = type(base).__name__, {type(mlp): mlp for mlp in mlps_of(base)}
+    if not kinds:
+        what = f"no layer of {name} has an MLP that is a module of its own and no mixture of experts"
+        raise UserError(what, where=KEY, fix=f"set {KEY}=null")
+    with evaluating(base), model_refusals(f"the MLPs of {name} cannot run on tiles", fix=f"set {KEY}=null"):
+        hidden = torch.randn(1, 7, base.config.get_text_config().hidden_size).to(base.device, base.dtype)
+        for mlp in kinds.values():
+            whole, tiled = mlp(hidden), _by_tiles(mlp.forward, 3, hidden)
+            if not (off := difference(tiled[0], whole[0])) <= tolerance_of(base.dtype).outputs:
+                what = f"tokens see each other in the MLPs of {name}: on tiles outputs are off by {off:.2g}"
+                raise CheckFailed(what, where=KEY, fix=f"set {KEY}=null")
+
+
+def tile_mlps(model: nn.Module, tokens: int) -> Callable[[], None]:
+    """Has the MLPs of `model` run on `tokens` at a time; returns the undo function."""
+    before = {mlp: mlp.forward for mlp in mlps_of(model)}
+    for mlp, run in before.items():
+        mlp.forward = partial(_by_tiles, run, tokens)
+
+    def undo() -> None:
+        for mlp, run in before.items():
+            mlp.forward = run
+
+    return undo
+
+
+def _by_tiles(run: Callable[[torch.Tensor], torch.Tensor], tokens: int, hidden: torch.Tensor) -> torch.Tensor:
+    """The outputs of an MLP for `hidden` [..., h]; what is no longer than a tile runs as it is."""
+    tiles = hidden.flatten(0, -2).split(tokens)
+    if len(tiles) == 1:
+        return run(hidden)
+    return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles]).view(hidden.shape)
