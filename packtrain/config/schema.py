@@ -273,6 +273,11 @@ class Trainer:
         "Which layers compute their activations again in the backward pass, to save memory: none, every fourth to every second, "
         "all (full), or all but their costliest results (selective). auto: the fewest that the plan says fit the GPU (docs/planning.md).",
     )
+    activation_offload: bool = key(
+        False,
+        "Keep the inputs of layers in the host's memory until the backward pass (docs/long-documents.md); needs a GPU, and "
+        "trainer.gradient_checkpointing=full.",
+    )
     mlp_tile_tokens: int | None = key(
         None,
         "MLPs run on so many tokens at a time, and again in the backward pass, so that no row's inner activations exist as a whole "

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packtrain.errors import UserError
+from packtrain.model.layers.offloading import offloading
 
 KEY = "trainer.gradient_checkpointing"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
@@ -31,8 +32,9 @@ _THIN = 8
 """Products whose inner dimension is so many times smaller than their result is wide are made again, the reverse are kept."""
 
 
-def recompute(model: PreTrainedModel, policy: str) -> None:
-    """Has the layers of `model` (without adapters around it) work by `policy`: full, every_2 … or selective.
+def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
+    """Has the layers of `model` (without adapters around it) work by `policy`: full, every_2 … or selective; with `offload` what they keep
+    is in the host's memory meanwhile.
 
     Raises UserError where the model has no layers that can.
     """
@@ -49,9 +51,12 @@ def recompute(model: PreTrainedModel, policy: str) -> None:
     if policy == "selective":
         context["context_fn"] = lambda: create_selective_checkpoint_contexts(_keep_every_second(kept))
 
+    rerun: Callable[..., Any] = partial(checkpoint, use_reentrant=False, **context)
+    if offload:
+        rerun = offloading(rerun)
+
     def switch(self: Any, enable: bool = True, **_: Any) -> None:
         """In place of transformers' own: TRL switches off for a pass of the reference, and on again without our choices."""
-        rerun = partial(checkpoint, use_reentrant=False, **context)
         type(self)._set_gradient_checkpointing(self, enable, rerun)
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = enable and number % every == 0

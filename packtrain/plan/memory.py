@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from packtrain.config.rules import check_checkpointing, check_strategy
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig
+from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
+from packtrain.plan.activations import FullestBatch, count_layers, fullest, offloaded, period
 from packtrain.plan.known_model import (
     SCORE,
     Layers,
     Shapes,
     adapter_shapes,
-    is_adapted,
     plan_precision,
     read_layers,
     reference_of,
@@ -255,7 +255,8 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
-    activations, unknown = _activations(config, model, gpu=gpu)
+    activations, moved, unknown = _activations(config, model, gpu=gpu)
+    host = max(host, moved + (host if name == "zero3_offload" else 0))
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
     # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
@@ -282,17 +283,17 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
     )
 
 
-def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, str]:
-    """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
-    batch = _fullest(config, model.width, gpu=gpu)
+def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, int, str]:
+    """(bytes at the fullest moment of the fullest micro-batch, bytes in the host's memory, "") or (None, 0, why they are not known)."""
+    batch = fullest(config, model.width, gpu=gpu)
     try:
         layers = read_layers(model.sizes)
     except UserError as error:
-        return None, f"not known: {error}"
+        return None, 0, f"not known: {error}"
     if batch is None:
-        return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
+        return None, 0, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = count_layers(config, layers, batch)
-    return waiting + max(working, _head(config, layers, batch)), ""
+    return waiting + max(working, _head(config, layers, batch)), offloaded(config, layers, batch), ""
 
 
 def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
@@ -316,7 +317,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
-    batch = _fullest(config, model.width, gpu=gpu)
+    batch = fullest(config, model.width, gpu=gpu)
     tokens = [item for item in (batch and batch.tokens, longest and 2 * COMPARED_PAIRS * longest) if item]
     every = min(tokens) * vocabulary if tokens and vocabulary else CHECKED_LOGITS
     return min(every, CHECKED_LOGITS) * (compute + 8)
@@ -324,7 +325,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
 
 def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
     """Bytes that TRL's head takes where the first steps of documents are watched, without gradients: a tile of logits."""
-    batch = _fullest(config, model.width, gpu=gpu)
+    batch = fullest(config, model.width, gpu=gpu)
     if config.objective.kind != "sft" or not config.verify.preflight or batch is None:
         return 0
     return min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
@@ -336,7 +337,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
     if mixed and width == 4:
         # autocast keeps those of trained weights until the step ends, others as long as activations
-        every = _period(config.trainer.gradient_checkpointing)
+        every = period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
@@ -380,13 +381,6 @@ def _reference(config: RunConfig, model: _Model) -> int:
     return model.all * model.width if kind in ("model", "path") else 0
 
 
-def _period(checkpointing: str) -> int:
-    """n, if each nth layer computes activations again, from the first on; 0 if none does."""
-    if checkpointing in ("none", "auto"):
-        return 0
-    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
-
-
 def _advice(config: RunConfig, processes: int) -> str:
     """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
@@ -424,101 +418,3 @@ def in_gib(size: int) -> str:
     """Bytes in GiB, as plans show them."""
     value = size / GIB
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 10**6 else f"{value:.1e}"
-
-
-@dataclass(frozen=True, slots=True)
-class FullestBatch:
-    """The fullest micro-batch of a device: its token slots, and the keys per query of its mask (None: no mask).
-
-    `weight`, `compute` and `stream` are the bytes of a weight as layers see it, of a number in their computation (2 under autocast)
-    and of one that flows from layer to layer. `scores` are the keys per query whose scores are kept where torch has no kernel for fewer
-    heads of keys than of queries: for float32 on GPUs.
-    """
-
-    tokens: int
-    masked: int | None
-    weight: int
-    compute: int
-    stream: int
-    scores: int = 0
-
-
-def _fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
-    """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
-    examples, tokens = config.batch.limits(config.packing.mode)
-    longest, bounds = config.data.max_length, [tokens]
-    if longest is not None:
-        each = config.objective.traits.documents * longest
-        bounds += [item and item * each for item in (examples, config.batch.examples_per_step)]
-    most = min((item for item in bounds if item is not None), default=None)
-    if most is None:
-        return None
-    masked = most if config.model.attention == "sdpa_mask" else None
-    if config.packing.mode == "padding":
-        masked = min(longest or most, most)
-    mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name
-    width = 2 if mixed and strategy == "fsdp2" else width  # which gathers bfloat16
-    narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # where it proves exact: train/verify/changes.py
-    compute = 2 if mixed else width
-    scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
-    return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
-
-
-def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
-    """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    tile = config.trainer.mlp_tile_tokens or batch.tokens
-    layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
-    gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
-    if tile < batch.tokens:  # MLPs keep their input alone, and of one tile at a time all
-        layer -= batch.tokens * (inside - layers.hidden * batch.compute)
-        gradients += tile * inside
-    last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
-    checkpointing = config.trainer.gradient_checkpointing
-    every = _period(checkpointing)
-    again = math.ceil(layers.number / every) if every else 0
-    held, made = batch.tokens * layers.hidden * batch.stream, layer  # by one of these: its input at first, then all
-    if checkpointing == "selective":  # besides the keys, the results of attention, of o_proj and of up_proj
-        results = layers.key + layers.query + layers.hidden + layers.inner
-        kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
-        held, made = held + kept, layer - kept
-    waiting = again * held + (layers.number - again) * layer + last_norm
-    return waiting, gradients + (made if every and (layers.number - 1) % every == 0 else 0)
-
-
-def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that a layer keeps for its backward pass."""
-    full, compute = config.peft.kind == "none", batch.compute
-    norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
-    if layers.kind == "qwen3":
-        norms += (layers.query + layers.key) * (4 + (compute if full else 0))
-    scores = batch.scores if layers.key < layers.query else 0
-    keys = layers.query if batch.masked or scores else layers.key  # a mask makes sdpa repeat them for every head
-    attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
-    return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
-
-
-def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that the MLP of one layer keeps."""
-    return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
-
-
-def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
-    """Bytes per token that the linear layers of one layer's `mlp`, or of the rest, keep of their inputs, if their weights or adapters
-    are trained.
-
-    Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
-    o_proj's input is already kept by attention, down_proj's is always new.
-    """
-    full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
-
-    def reading(part: str, *names: str) -> int:
-        targets = config.peft.target_modules
-        return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
-
-    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
-    width = batch.compute if full else 2 if autocast else 4
-    readers = reading("mlp", "gate_proj", "up_proj") if mlp else reading("self_attn", "q_proj", "k_proj", "v_proj")
-    hidden = layers.hidden * (readers if copied else min(readers, 1))
-    if mlp:
-        return width * (hidden + layers.inner * reading("mlp", "down_proj"))
-    return width * (hidden + (layers.query if copied and not full and reading("self_attn", "o_proj") else 0))

@@ -35,9 +35,17 @@ class Engine:
     optimizer: Any
     lr_schedule: Any
 
-    def __init__(self, loss: Loss, strategy: str, checkpointing: str = "none", *, exchange_once: bool = False) -> None:
-        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py);
-        `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
+    def __init__(
+        self,
+        loss: Loss,
+        strategy: str,
+        checkpointing: str = "none",
+        *,
+        offload: bool = False,
+        exchange_once: bool = False,
+    ) -> None:
+        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py) and whether they
+        `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
         self._trl, self._changes, self.strategy = loss.trl, loss.changes, strategy
         self.exchanges_once = exchange_once
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
@@ -47,7 +55,7 @@ class Engine:
         """The names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
         if checkpointing != "none":
-            recompute(base_model(self.model), checkpointing)
+            recompute(base_model(self.model), checkpointing, offload=offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
         """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""

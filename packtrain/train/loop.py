@@ -88,7 +88,8 @@ class StepTrainer:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, settings.evaluation
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
-        self.engine = Engine(loss, settings.strategy, settings.checkpointing, exchange_once=settings.exchange_once)
+        how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once}
+        self.engine = Engine(loss, settings.strategy, settings.checkpointing, **how)
         self.checkpoints = Checkpoints(self.engine, settings, loss.trl)
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)

@@ -23,6 +23,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
+from packtrain.model.layers.offloading import check_offload
 from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
@@ -89,6 +90,8 @@ class Prepared:
 def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
     """The objective and the tokenizer. Raises UserError for what can be seen to fail before anything large is loaded."""
     own_heartbeat().enter("prepare")
+    if config.trainer.activation_offload:
+        check_offload(ranks.device)
     tokenizer, scores = load_tokenizer(config.model), config.objective.traits.scores
     check_before_loading(config.model, config.peft, tokenizer, config.trainer.resume_despite, scores=scores)
     return Prepared(config, ranks, peers, objective_of(config), tokenizer)

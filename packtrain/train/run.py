@@ -258,7 +258,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     memory = plan_memory(prepared)
     checkpointing, why = choose_checkpointing(config.trainer.gradient_checkpointing, memory)
     if checkpointing != "none" or ranks.device.type == "cuda":
-        log.fact("recompute", f"{checkpointing} ({why})")
+        moved = ", from inputs of layers in the host's memory" if config.trainer.activation_offload else ""
+        log.fact("recompute", f"{checkpointing} ({why}){moved}")
     exchange = memory.exchange() if isinstance(memory, Memory) else ""
     if exchange and ranks.device.type == "cuda":
         log.fact("gradients", exchange)
@@ -280,6 +281,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         spikes=_spike_rules(run, data),
         largest_first=tries_largest(config.trainer, ranks),
         checkpointing=checkpointing,
+        offload=config.trainer.activation_offload,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.model.recomputation import recompute
+from packtrain.plan.activations import FullestBatch, count_layers
 from packtrain.plan.known_model import Layers, read_layers
-from packtrain.plan.memory import FullestBatch, Memory, count_layers, estimate
+from packtrain.plan.memory import Memory, estimate
 from packtrain.train.loop import StepTrainer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 64}

@@ -204,6 +204,10 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         against_fp8["objective.kind"] = "losses that compare with a reference have not been tried in 8 bits"
     for key, what in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
         yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
+    if trainer.activation_offload and trainer.gradient_checkpointing != "full":
+        what = "what layers keep, if they do not compute it again, has weights among it, which would be moved as well"
+        keys = ("trainer.activation_offload", "trainer.gradient_checkpointing")
+        yield Fault(keys, what, "Set trainer.gradient_checkpointing=full.")
     if trainer.torch_compile and trainer.mlp_tile_tokens:
         what = "a compiled MLP runs all tokens in one program"
         yield Fault(("trainer.mlp_tile_tokens", "trainer.torch_compile"), what, "Keep one of them.")
