@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 
 from packtrain.attention.backends import attending_by
+from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.layers.experts import can_group, group_experts, loop_over_experts
 from packtrain.packing.segments import Segments
@@ -117,6 +118,12 @@ def test_a_model_without_such_experts_is_refused_by_name(tmp_path: Path, shape: 
     with pytest.raises(UserError, match=said) as refused:
         run_here(tmp_path, config, f"model.experts={asked}")
     assert refused.value.problems[0].where == f"model.experts ({asked})"
+
+
+def test_a_loop_over_parts_of_rows_is_refused() -> None:
+    given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "model.experts=loop"]
+    with pytest.raises(UserError, match="a part of a row may be empty"):
+        load_config(None, [*given, "strategy.sequence_parallel=2", "batch.tokens_per_device=2048"])
 
 
 @pytest.mark.exhaustive

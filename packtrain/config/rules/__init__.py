@@ -274,6 +274,9 @@ def _split_rows(config: RunConfig) -> Iterator[Fault]:
     elif config.packing.strategy == "in_order":
         what = "split documents come first in a step, which does not keep their order"
         yield Fault((key, "packing.strategy"), what, "Choose packing.strategy=best_fit.")
+    elif config.model.experts == "loop":
+        what = "a part of a row may be empty, and a loop over experts without tokens gives their weights no gradient"
+        yield Fault((key, "model.experts"), what, "Choose model.experts=auto.")
 
 
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
