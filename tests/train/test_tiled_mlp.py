@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from here import run_here
-from running import base_config, train
+from running import LLAMA, base_config, train
 from test_experts import SPARSE, loss_and_gradients
 from tiny_models import tiny_model
 
@@ -110,7 +110,7 @@ def test_a_run_says_so_and_trains_the_same(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 4})
     plain = run_here(tmp_path, config, name="plain")
     tiled = run_here(tmp_path, config, "trainer.mlp_tile_tokens=33", name="tiled")
-    assert tiled.summary["changes"]["tiles"].startswith("2 MLPs run on 33 tokens at a time")
+    assert tiled.summary["changes"]["tiles"].startswith("2 MLPs on tiles of 33 tokens")
     assert tiled.losses == pytest.approx(plain.losses, rel=1e-6)
     norms = [[line["grad_norm"] for line in run.steps] for run in (plain, tiled)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
@@ -140,7 +140,7 @@ def test_three_processes_train_the_same(tmp_path: Path, verb: str, strategy: str
     given = (f"strategy={strategy}", *changes)
     plain = train(tmp_path, config, *given, name="plain", processes=3)
     run = train(tmp_path, config, *given, "trainer.mlp_tile_tokens=33", name="tiled", processes=3)
-    assert "2 MLPs run on 33 tokens at a time" in run.log
+    assert "2 MLPs on tiles of 33 tokens" in run.log
     assert run.losses == pytest.approx(plain.losses, rel=1e-3 if "trainer.mixed_precision=bf16" in changes else 1e-6)
 
 
@@ -151,4 +151,19 @@ def test_of_a_mixture_the_dense_layers_are_tiled(tmp_path: Path) -> None:
     plain = run_here(tmp_path, config, name="plain")
     run = run_here(tmp_path, config, "trainer.mlp_tile_tokens=20", name="tiled")
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert run.summary["changes"]["tiles"].startswith("1 MLP runs on") or "1 MLP run" in run.summary["changes"]["tiles"]
+    assert "1 MLP on tiles of 20 tokens" in run.summary["changes"]["tiles"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experts", [False, True])
+def test_rows_that_three_processes_split_train_as_one_process_does(tmp_path: Path, experts: bool) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 3}, batch={"tokens_per_device": 512})
+    shape = {**SPARSE, "mlp_only_layers": [0]} if experts else LLAMA
+    config["model"]["config"] = {**shape, "num_attention_heads": 6, "num_key_value_heads": 2}
+    alone = run_here(tmp_path, config, name="alone")
+    given = ("strategy.sequence_parallel=3", "batch.tokens_per_device=104", "trainer.mlp_tile_tokens=25")
+    split = train(tmp_path, config, *given, name="split", processes=3)
+    assert "over 3 processes each; proved" in split.log
+    assert split.losses == pytest.approx(alone.losses, rel=2e-6)
+    norms = [[line["grad_norm"] for line in run.steps] for run in (alone, split)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)

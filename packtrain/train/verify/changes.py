@@ -94,7 +94,7 @@ def changes_of(
     if (
         mlp_tokens
     ):  # the last one, of what is inside then; the first documents may be those that only tiles have room for
-        what = f"{counted(len(mlps_of(base_model(trainer.model))), 'MLPs')} run on {mlp_tokens:,} tokens at a time"
+        what = f"{counted(len(mlps_of(base_model(trainer.model))), 'MLPs')} on tiles of {mlp_tokens:,} tokens"
         make, checked = (
             _on_all(trainer, lambda model: tile_mlps(model, mlp_tokens)),
             "compared when the model was loaded",
