@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
+from packtrain.model.layers.tiled_mlp import tile_mlps
 from packtrain.model.recomputation import recompute
 from packtrain.plan.activations import FullestBatch, count_layers
 from packtrain.plan.known_model import Layers, read_layers
@@ -109,6 +110,8 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
     if (policy := config.trainer.gradient_checkpointing) != "none":
         recompute(base, policy)
         base.enable_input_require_grads()
+    if config.trainer.mlp_tile_tokens:
+        tile_mlps(base, config.trainer.mlp_tile_tokens)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     ids = torch.zeros(4 if padded else 1, TOKENS // 4 if padded else TOKENS, dtype=torch.int64)
@@ -153,6 +156,19 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], pol
     copies = kept_copies(config, layers)
     assert waiting + copies == pytest.approx(kept, rel=0.3)
     assert waiting + working + copies == pytest.approx(most, rel=0.3)
+
+
+@pytest.mark.parametrize("policy", ["none", "every_2", "full"])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("qwen3", []),
+        ("qwen2", ["model.dtype=bfloat16"]),
+        ("llama", ["model.dtype=bfloat16", "peft=lora", "peft.target_modules=[q_proj,v_proj]"]),
+    ],
+)
+def test_layers_whose_mlps_run_on_tiles_keep_what_was_estimated(kind: str, overrides: list[str], policy: str) -> None:
+    test_the_layers_keep_what_was_estimated(kind, [*overrides, "trainer.mlp_tile_tokens=128"], policy)
 
 
 def kept_copies(config: RunConfig, layers: Layers) -> int:
