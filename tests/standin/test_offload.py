@@ -24,23 +24,19 @@ def test_inputs_of_layers_leave_the_device_and_loss_and_gradients_stay_the_same_
     gpus.call(offloaded_layers.keep_their_inputs_on_the_host)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("verb", "strategy", "changes"),
     [
         ("sft", "ddp", ()),
-        *(
-            pytest.param(*values, marks=pytest.mark.exhaustive)
-            for values in [
-                ("dpo", "ddp", ()),
-                ("kto", "ddp", ()),
-                ("sft", "ddp", ("peft=lora",)),
-                ("sft", "ddp", ("trainer.mlp_tile_tokens=50",)),
-                ("sft", "ddp", ("batch.tokens_per_device=100",)),  # several micro-batches
-                ("sft", "fsdp2", ()),
-                ("sft", "zero2", ()),
-                ("sft", "zero3", ()),
-            ]
-        ),
+        ("dpo", "ddp", ()),
+        ("kto", "ddp", ()),
+        ("sft", "ddp", ("peft=lora",)),
+        ("sft", "ddp", ("trainer.mlp_tile_tokens=50",)),
+        ("sft", "ddp", ("batch.tokens_per_device=100",)),  # several micro-batches
+        ("sft", "fsdp2", ()),
+        ("sft", "zero2", ()),
+        ("sft", "zero3", ()),
     ],
 )
 def test_runs_train_the_same_bits(gpus, tmp_path: Path, verb: str, strategy: str, changes: tuple[str, ...]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from answer_runs import preferences
 from here import run_here
-from running import LLAMA, base_config, train
+from running import LLAMA, base_config, train, write_jsonl
 from test_routers import EXPERTS
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +94,14 @@ def test_a_run_proves_them_and_trains_as_by_the_loop(tmp_path: Path) -> None:
     assert grouped.losses == pytest.approx(loop.losses, rel=1e-5)
     norms = [[line["grad_norm"] for line in run.steps] for run in (loop, grouped)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_preferences_begin_with_a_zero_margin_as_the_reference_groups_its_experts_too(tmp_path: Path) -> None:
+    config = base_config(tmp_path, objective={"kind": "dpo"}, trainer={"max_steps": 1}, data={"max_length": 92})
+    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", preferences(8, seed=0)))
+    config["model"]["config"] = {**SPARSE, "output_router_logits": False}
+    run = run_here(tmp_path, config)
+    assert run.losses[0] == pytest.approx(0.6931472, abs=1e-6) and "loss off by" in run.summary["changes"]["experts"]
 
 
 def test_products_that_are_not_exact_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from answer_runs import preferences
 from here import run_here
-from running import LLAMA, base_config, train
+from running import LLAMA, base_config, train, write_jsonl
 from test_experts import SPARSE, loss_and_gradients
 from tiny_models import tiny_model
 
@@ -116,30 +117,32 @@ def test_a_run_says_so_and_trains_the_same(tmp_path: Path) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("verb", "strategy", "changes"),
     [
         ("sft", "ddp", ()),
-        *(
-            pytest.param(*values, marks=pytest.mark.exhaustive)
-            for values in [
-                ("sft", "fsdp2", ()),
-                ("sft", "zero2", ()),
-                ("sft", "zero3", ()),
-                ("sft", "zero3", ("trainer.gradient_checkpointing=full",)),
-                ("sft", "fsdp2", ("trainer.gradient_checkpointing=full", "packing.mode=padding")),
-                ("sft", "ddp", ("peft=lora",)),
-                ("sft", "zero3", ("peft=lora",)),
-                ("sft", "ddp", ("trainer.mixed_precision=bf16",)),
-            ]
-        ),
+        ("dpo", "fsdp2", ()),
+        ("dpo", "ddp", ("trainer.mixed_precision=bf16",)),
+        ("sft", "fsdp2", ()),
+        ("sft", "zero2", ()),
+        ("sft", "zero3", ()),
+        ("sft", "zero3", ("trainer.gradient_checkpointing=full",)),
+        ("sft", "fsdp2", ("trainer.gradient_checkpointing=full", "packing.mode=padding")),
+        ("sft", "ddp", ("peft=lora",)),
+        ("sft", "zero3", ("peft=lora",)),
+        ("sft", "ddp", ("trainer.mixed_precision=bf16",)),
     ],
 )
 def test_three_processes_train_the_same(tmp_path: Path, verb: str, strategy: str, changes: tuple[str, ...]) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 3})
+    if verb != "sft":
+        rows = write_jsonl(tmp_path / "pairs.jsonl", preferences(14, seed=0))
+        config["data"] |= {"train": str(rows), "max_length": 92}
     given = (f"strategy={strategy}", *changes)
-    plain = train(tmp_path, config, *given, name="plain", processes=3)
-    run = train(tmp_path, config, *given, "trainer.mlp_tile_tokens=33", name="tiled", processes=3)
+    how: Any = {"processes": 3, "command": verb}
+    plain = train(tmp_path, config, *given, name="plain", **how)
+    run = train(tmp_path, config, *given, "trainer.mlp_tile_tokens=33", name="tiled", **how)
     assert "2 MLPs on tiles of 33 tokens" in run.log
     assert run.losses == pytest.approx(plain.losses, rel=1e-3 if "trainer.mixed_precision=bf16" in changes else 1e-6)
 
