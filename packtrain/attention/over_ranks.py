@@ -77,7 +77,9 @@ def attend_over_ranks(
         [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
     )
     if first == end:  # nothing to attend to, but the gradients' exchange is one of all ranks
-        return _outputs_for_heads(v[0].transpose(0, 1), tokens, [each * count for count in counts], segments.part, group)
+        return _outputs_for_heads(
+            v[0].transpose(0, 1), tokens, [each * count for count in counts], segments.part, group
+        )
     own: Any = copy.copy(module)
     own.num_key_value_groups = each
     if sinks is not None:

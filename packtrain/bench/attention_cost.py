@@ -39,7 +39,9 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     """
     schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
     layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.global_step)]
-    tokens = max(schedule.slots(part) for layout in layouts for parts in layout for part in parts)  # there was memory for these
+    tokens = max(
+        schedule.slots(part) for layout in layouts for parts in layout for part in parts
+    )  # there was memory for these
     tokens = min(tokens, schedule.limits.tokens, max_positions(model) or tokens)  # a row that ranks split is longer
     tokens = int(tokens) // _CUTS[-1] * _CUTS[-1]
     if tokens < _FEWEST or engine.deepspeed or trainer.steps.layout == "padding":

