@@ -1,6 +1,6 @@
 """What it saves to compute once what documents begin with alike: token slots and seconds of a step, with and without.
 
-    python benchmarks/prefix_trees.py MODEL INSTRUCTIONS DOCUMENTS [--steps 4] [--examples 32] [--threads 1]
+    python benchmarks/prefix_trees.py MODEL INSTRUCTIONS DOCUMENTS [--steps 4] [--examples 32] [--threads 1] [--sets turns tools text]
 
 MODEL is a folder, INSTRUCTIONS a file of conversations, DOCUMENTS one of texts. Three data sets are made of them:
 
@@ -62,12 +62,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--examples", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sets", nargs="+", default=["turns", "tools", "text"], choices=["turns", "tools", "text"])
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.instructions.read_text().splitlines()]
     texts = [json.loads(line)["text"] for line in options.documents.read_text().splitlines()]
     print("| data | documents | tokens | slots | shared | s a step | shared |\n|---|---|---|---|---|---|---|")
     with TemporaryDirectory() as folder:
-        for name, made in make_sets(rows, texts).items():
+        for name, made in ((name, made) for name, made in make_sets(rows, texts).items() if name in options.sets):
             file = Path(folder, f"{name}.jsonl")
             file.write_text("".join(json.dumps(row) + "\n" for row in made))
             common = [
