@@ -1,7 +1,8 @@
 """`model.experts`: the experts of a layer compute one after the other (the loop), or all of them in one grouped product.
 
 Both are transformers' own (transformers.integrations.moe): the loop is the code of the model, `grouped_mm` sorts tokens by expert and hands all to
-torch's grouped product. That knows no autocast (pytorch/pytorch#174763): over float32 weights it would compute in float32. So it is given weights and tokens in autocast's format here, as autocast gives them to the linear layers of the loop.
+torch's grouped product. That knows no autocast (pytorch/pytorch#174763): over float32 weights it would compute in float32. So it is given
+weights and tokens in autocast's format here, as autocast gives them to the linear layers of the loop.
 """
 
 from __future__ import annotations
