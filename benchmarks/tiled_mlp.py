@@ -1,4 +1,4 @@
-"""The most memory of a pass forward and backward over one long row, with and without trainer.mlp_tile_tokens.
+"""The most memory of a pass forward and backward over one long row, with and without trainer.tokens_per_mlp_tile.
 
     python benchmarks/tiled_mlp.py [--tokens 32768] [--tile 2048] [--policy none]      # --tile 0: all tokens at once
 

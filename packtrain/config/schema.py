@@ -278,7 +278,7 @@ class Trainer:
         "Keep the inputs of layers in the host's memory until the backward pass (docs/long-documents.md); needs a GPU, and "
         "trainer.gradient_checkpointing=full.",
     )
-    mlp_tile_tokens: int | None = key(
+    tokens_per_mlp_tile: int | None = key(
         None,
         "MLPs run on so many tokens at a time, and again in the backward pass, so that no row's inner activations exist as a whole "
         "(docs/long-documents.md); none for all at once.",

@@ -56,7 +56,7 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    tile = config.trainer.mlp_tile_tokens or batch.tokens
+    tile = config.trainer.tokens_per_mlp_tile or batch.tokens
     layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
     gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
     if tile < batch.tokens:  # MLPs keep their input alone, and of one tile at a time all

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from packtrain.boundary import boundary
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan.known_model import precision_in_words
@@ -121,7 +122,9 @@ def _data(data: Data) -> str:
 
 def _folder(config: RunConfig) -> str:
     folder, resume = RunFolder.of(config.trainer), config.trainer.resume
-    if folder.gives_way(resume):
+    with boundary("cannot look into the run folder", "trainer.output_dir", "Name another place."):
+        gives_way = folder.gives_way(resume)
+    if gives_way:
         return f"{folder.root}: holds an earlier run, which is moved aside"
     if resume not in ("auto", "never"):
         return f"{folder.root}: goes on from {resume}"

@@ -116,7 +116,7 @@ def load(run: Prepared) -> None:
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
     agree_on_model(run.peers, run.model, timeout_s=preparing_s(config.topology.step_timeout))
     run.attention = own_attention(base_model(run.model))
-    if config.trainer.mlp_tile_tokens:
+    if config.trainer.tokens_per_mlp_tile:
         check_tiles(run.model)
 
 

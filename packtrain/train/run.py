@@ -289,7 +289,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         trainer = StepTrainer(loss, settings, _listeners(run))
     if peak := trainer.step_metrics.peak:
         log.fact("mfu", f"of {peak / 1e12:,.0f} TFLOP/s a device, without sparsity")
-    given: Any = {"fp8": prepared.precision.fp8, "mlp_tokens": config.trainer.mlp_tile_tokens}
+    given: Any = {"fp8": prepared.precision.fp8, "mlp_tokens": config.trainer.tokens_per_mlp_tile}
     make_changes(trainer, ranks, changes_of(config.model, trainer, **given), log)
     trainer.engine.dither = _dither_of(run, trainer)
     given = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}

@@ -137,6 +137,7 @@ def test_no_exception_outlives_its_type() -> None:
         assert quirk.reason and (quirk.small or quirk.full), model_type
 
 
+@pytest.mark.exhaustive  # tests/train/test_routers.py has two of them
 @pytest.mark.slow
 def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_family() -> None:
     """Losses, router losses and gradients of a step in three micro-batches, one of them empty, padded and packed."""

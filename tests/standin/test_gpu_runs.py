@@ -101,6 +101,7 @@ def test_in_float32_losses_and_weights_are_those_of_the_cpu(
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive  # tests/train/test_resume.py does so on the CPU
 def test_a_resumed_run_has_the_same_weights_bit_for_bit(
     gpus, folder: Path, config: dict[str, Any], on_gpu: Run
 ) -> None:
@@ -127,6 +128,7 @@ def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any]
     assert all(run.weights()[name].equal(weight) for name, weight in whole.weights().items())
 
 
+@pytest.mark.exhaustive  # tests/train/test_elastic.py does so on the CPU
 @pytest.mark.parametrize(
     "worlds",
     [
@@ -158,6 +160,7 @@ def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: di
     assert run.losses == on_gpu.losses and set(gpus.touched()[0]) == {0}
 
 
+@pytest.mark.exhaustive
 def test_where_memory_cannot_be_pinned_checkpoints_are_written_all_the_same(
     gpus, folder: Path, config: dict[str, Any], on_gpu: Run
 ) -> None:

@@ -32,7 +32,7 @@ def test_inputs_of_layers_leave_the_device_and_loss_and_gradients_stay_the_same_
         ("dpo", "ddp", ()),
         ("kto", "ddp", ()),
         ("sft", "ddp", ("peft=lora",)),
-        ("sft", "ddp", ("trainer.mlp_tile_tokens=50",)),
+        ("sft", "ddp", ("trainer.tokens_per_mlp_tile=50",)),
         ("sft", "ddp", ("batch.tokens_per_device=100",)),  # several micro-batches
         ("sft", "fsdp2", ()),
         ("sft", "zero2", ()),

@@ -194,7 +194,7 @@ def test_killed_and_resumed_gives_bitwise_the_same_weights(runs: AnswerRuns, pac
         pytest.param("kto", "zero3", {}, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
         pytest.param("reward", "zero3", {}, marks=NEEDS_DEEPSPEED),
         pytest.param("reward", "fsdp2", {}, marks=pytest.mark.exhaustive),
-        ("reward", "fsdp2", {"peft": LORA["peft"]}),
+        pytest.param("reward", "fsdp2", {"peft": LORA["peft"]}, marks=pytest.mark.exhaustive),
     ],
     indirect=["runs"],
 )
@@ -243,7 +243,7 @@ def test_verify_proves_modes_and_the_first_loss(runs: AnswerRuns, reference: str
     "objective",
     [
         {"loss": ["sigmoid", "sft"], "options": {"loss_weights": [0.7, 0.3]}},
-        {"options": {"use_weighting": True, "ld_alpha": 0.5}},
+        pytest.param({"options": {"use_weighting": True, "ld_alpha": 0.5}}, marks=pytest.mark.exhaustive),
     ],
     ids=["two-losses", "weighted"],
 )

@@ -70,7 +70,7 @@ def train_by(strategy: str, environment: dict[str, str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=[pytest.mark.exhaustive] * name.startswith("zero")) for name in STRATEGIES]
+    "strategy", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "fsdp2")) for name in STRATEGIES]
 )
 def test_two_processes(strategy: str, tmp_path: Path) -> None:
     if strategy.startswith("zero") and not importlib.util.find_spec("deepspeed"):

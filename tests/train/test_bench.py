@@ -91,6 +91,7 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
     assert table[-1].startswith("run       packtrain sft run.yaml 'a b=1'")
 
 
+@pytest.mark.exhaustive
 def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path) -> None:
     rows = [{"messages": one["messages"][:2]} for one in running.conversations(10) for _ in range(2)]
     config = base_config(
@@ -103,6 +104,7 @@ def test_documents_that_share_are_compared_with_rows_that_do_not(tmp_path: Path)
     assert tried >= {("packed", True), ("packed", None), ("padding", None), ("padding_free", None)}
 
 
+@pytest.mark.exhaustive
 def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> None:
     running.write_jsonl(tmp_path / "pairs.jsonl", pairs(20))
     config = base_config(

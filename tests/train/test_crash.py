@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "crash.py"
 
 
+@pytest.mark.exhaustive  # tests/train/test_resume.py kills three processes
 @pytest.mark.skipif(
     not shutil.which("cc") or sys.platform != "linux", reason="what counts system calls is compiled with cc"
 )

@@ -64,6 +64,7 @@ def against(reference: str) -> Objective:
     return Objective(kind="dpo", reference=reference)
 
 
+@pytest.mark.exhaustive
 def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_reference(
     start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
         trained(start, "stale", objective=against("precomputed"))
 
 
+@pytest.mark.exhaustive
 def test_in_16_bits_the_kept_log_probabilities_are_those_of_the_rows_that_are_trained(
     start: RunConfig, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def measured(folder: Path, gpus: int, *only: str) -> tuple[dict[str, Any], str]:
     return found["results"], text.split("## On GPUs")[1].split("## After")[0]
 
 
+@pytest.mark.exhaustive
 def test_a_sample_of_the_run_goes_through_the_code_for_gpus(tmp_path: Path) -> None:
     results, section = measured(tmp_path, 1, *SAMPLE)
     assert "stand-in" in results["versions"]["devices"][0] and "of 80 GiB" in section and "Nothing failed." in section

@@ -110,8 +110,8 @@ def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
     if (policy := config.trainer.gradient_checkpointing) != "none":
         recompute(base, policy)
         base.enable_input_require_grads()
-    if config.trainer.mlp_tile_tokens:
-        tile_mlps(base, config.trainer.mlp_tile_tokens)
+    if config.trainer.tokens_per_mlp_tile:
+        tile_mlps(base, config.trainer.tokens_per_mlp_tile)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     ids = torch.zeros(4 if padded else 1, TOKENS // 4 if padded else TOKENS, dtype=torch.int64)
@@ -168,7 +168,7 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], pol
     ],
 )
 def test_layers_whose_mlps_run_on_tiles_keep_what_was_estimated(kind: str, overrides: list[str], policy: str) -> None:
-    test_the_layers_keep_what_was_estimated(kind, [*overrides, "trainer.mlp_tile_tokens=128"], policy)
+    test_the_layers_keep_what_was_estimated(kind, [*overrides, "trainer.tokens_per_mlp_tile=128"], policy)
 
 
 def kept_copies(config: RunConfig, layers: Layers) -> int:

@@ -206,6 +206,7 @@ def test_killed_after_a_rollback_a_run_ends_the_same(tmp_path: Path) -> None:
     assert len(spikes(killed)) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(tmp_path: Path) -> None:
     """And takes what was decided along."""
     start = Run(tmp_path / "run")
@@ -223,6 +224,7 @@ def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(
     assert Run(tmp_path / "d").losses == Run(tmp_path / "b").losses
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "verb", [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("kto", "reward")), "dpo"]
 )

@@ -36,8 +36,8 @@ from tests.train import forked, host_adam
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero2", "zero3"))
-ZERO1, ALSO_ZERO2 = (
-    pytest.param(name, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]) for name in ("zero1", "zero2")
+ZERO1, ALSO_ZERO2, ALSO_ZERO3 = (
+    pytest.param(name, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]) for name in ("zero1", "zero2", "zero3")
 )  # of the first tests/train/test_elastic.py has one, too
 OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive])
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
@@ -166,6 +166,7 @@ def exchanging_once(*given: Any) -> None:
     counting(*given)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mixed", ["no", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_under_fsdp2_gradients_are_exchanged_once_a_step_where_they_fit(folder: Path, mixed: str) -> None:
     config = config_of(folder, packing={"mode": "padding"}, batch={"tokens_per_device": None, "examples_per_device": 1})
@@ -186,7 +187,7 @@ def test_under_fsdp2_gradients_are_exchanged_once_a_step_where_they_fit(folder: 
     assert [line["grad_norm"] for line in found[1].steps] == pytest.approx(norms, rel=near)
 
 
-@pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])  # ddp: test_resume.py
+@pytest.mark.parametrize("name", [ALSO_ZERO2, ALSO_ZERO3, "fsdp2"])  # ddp: test_resume.py
 def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Path, name: str) -> None:
     expected = run_of(runs, folder, name)
     run = train(folder, config_of(folder), f"strategy={name}", name=cut(expected, f"{name}-resumed"), processes=2)
@@ -210,7 +211,7 @@ def adapted(folder: Path) -> Run:
     return train(folder, config_of(folder), "peft=lora", name="adapted")
 
 
-@pytest.mark.parametrize("name", [pytest.param(*ZERO3.values, marks=[*ZERO3.marks, pytest.mark.exhaustive]), "fsdp2"])
+@pytest.mark.parametrize("name", [ALSO_ZERO3, "fsdp2"])
 def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
     overrides = [
         f"strategy={name}",

@@ -1,4 +1,4 @@
-"""trainer.mlp_tile_tokens: MLPs on tiles train as on all tokens, keep no more than a tile, and are left alone where they choose experts."""
+"""trainer.tokens_per_mlp_tile: MLPs on tiles train as on all tokens, keep no more than a tile, and are left alone where they choose experts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_mlps_that_mix_tokens_are_refused() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(changes: list[str], said: str) -> None:
-    given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "trainer.mlp_tile_tokens=64"]
+    given = ["model.path=owner/model", "data.train=x", "batch.examples_per_step=4", "trainer.tokens_per_mlp_tile=64"]
     with pytest.raises(UserError, match=said):
         load_config(None, [*given, *changes])
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused(changes: list[str], said: str) -> None:
 def test_a_run_says_so_and_trains_the_same(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 4})
     plain = run_here(tmp_path, config, name="plain")
-    tiled = run_here(tmp_path, config, "trainer.mlp_tile_tokens=33", name="tiled")
+    tiled = run_here(tmp_path, config, "trainer.tokens_per_mlp_tile=33", name="tiled")
     assert tiled.summary["changes"]["tiles"].startswith("2 MLPs on tiles of 33 tokens")
     assert tiled.losses == pytest.approx(plain.losses, rel=1e-6)
     norms = [[line["grad_norm"] for line in run.steps] for run in (plain, tiled)]
@@ -142,7 +142,7 @@ def test_three_processes_train_the_same(tmp_path: Path, verb: str, strategy: str
     given = (f"strategy={strategy}", *changes)
     how: Any = {"processes": 3, "command": verb}
     plain = train(tmp_path, config, *given, name="plain", **how)
-    run = train(tmp_path, config, *given, "trainer.mlp_tile_tokens=33", name="tiled", **how)
+    run = train(tmp_path, config, *given, "trainer.tokens_per_mlp_tile=33", name="tiled", **how)
     assert "2 MLPs on tiles of 33 tokens" in run.log
     assert run.losses == pytest.approx(plain.losses, rel=1e-3 if "trainer.mixed_precision=bf16" in changes else 1e-6)
 
@@ -152,7 +152,7 @@ def test_of_a_mixture_the_dense_layers_are_tiled(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 2})
     config["model"]["config"] = {**SPARSE, "mlp_only_layers": [0]}
     plain = run_here(tmp_path, config, name="plain")
-    run = run_here(tmp_path, config, "trainer.mlp_tile_tokens=20", name="tiled")
+    run = run_here(tmp_path, config, "trainer.tokens_per_mlp_tile=20", name="tiled")
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert "1 MLP on tiles of 20 tokens" in run.summary["changes"]["tiles"]
 
@@ -164,7 +164,7 @@ def test_rows_that_three_processes_split_train_as_one_process_does(tmp_path: Pat
     shape = {**SPARSE, "mlp_only_layers": [0]} if experts else LLAMA
     config["model"]["config"] = {**shape, "num_attention_heads": 6, "num_key_value_heads": 2}
     alone = run_here(tmp_path, config, name="alone")
-    given = ("strategy.sequence_parallel=3", "batch.tokens_per_device=104", "trainer.mlp_tile_tokens=25")
+    given = ("strategy.sequence_parallel=3", "batch.tokens_per_device=104", "trainer.tokens_per_mlp_tile=25")
     split = train(tmp_path, config, *given, name="split", processes=3)
     assert "over 3 processes each; proved" in split.log
     assert split.losses == pytest.approx(alone.losses, rel=2e-6)

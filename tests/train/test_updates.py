@@ -132,7 +132,9 @@ def test_a_stochastic_rounding_is_right_in_the_mean_and_takes_a_neighbour() -> N
 # Runs.
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", EXACT)])
+@pytest.mark.parametrize(
+    ("strategy", "how"), [pytest.param("ddp", CHANCE, marks=pytest.mark.exhaustive), ("fsdp2", EXACT)]
+)
 def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
     overrides = [f"strategy={strategy}", how]
     unbroken = train(tmp_path, config_of(tmp_path), *overrides, name="unbroken", processes=2)

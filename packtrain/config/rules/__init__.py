@@ -208,9 +208,9 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = "what layers keep, if they do not compute it again, has weights among it, which would be moved as well"
         keys = ("trainer.activation_offload", "trainer.gradient_checkpointing")
         yield Fault(keys, what, "Set trainer.gradient_checkpointing=full.")
-    if trainer.torch_compile and trainer.mlp_tile_tokens:
+    if trainer.torch_compile and trainer.tokens_per_mlp_tile:
         what = "a compiled MLP runs all tokens in one program"
-        yield Fault(("trainer.mlp_tile_tokens", "trainer.torch_compile"), what, "Keep one of them.")
+        yield Fault(("trainer.tokens_per_mlp_tile", "trainer.torch_compile"), what, "Keep one of them.")
     if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
         what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
         yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")
@@ -286,9 +286,9 @@ def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
         what = "the products inside compiled parts are not seen one by one, so none would be kept"
         fix = f"Set {key}=full or every_2, or trainer.torch_compile=false."
         yield Fault((key, "trainer.torch_compile"), what, fix)
-    if trainer.gradient_checkpointing == "selective" and trainer.mlp_tile_tokens:
+    if trainer.gradient_checkpointing == "selective" and trainer.tokens_per_mlp_tile:
         what = "it keeps a product of the MLP for all tokens, of which tiles are to keep none"
-        yield Fault((key, "trainer.mlp_tile_tokens"), what, f"Set {key}=full or every_2, or leave the tiles out.")
+        yield Fault((key, "trainer.tokens_per_mlp_tile"), what, f"Set {key}=full or every_2, or leave the tiles out.")
 
 
 def _topology(topology: Topology) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""`trainer.mlp_tile_tokens`: the MLP of a layer runs on so many tokens at a time, and again for each tile in the backward pass.
+"""`trainer.tokens_per_mlp_tile`: the MLP of a layer runs on so many tokens at a time, and again for each tile in the backward pass.
 
 An MLP sees one token at a time, so tiles compute what all tokens at once do; of what is inside, 3 × intermediate size for each token, only
 one tile's exists at any moment (Arctic Long Sequence Training, arXiv 2506.13996). DeepSpeed's TiledMLP runs backward passes of its own
@@ -20,7 +20,7 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import layers_of
 from packtrain.proof.comparison import difference, evaluating, model_refusals, tolerance_of
 
-KEY = "trainer.mlp_tile_tokens"
+KEY = "trainer.tokens_per_mlp_tile"
 _NAMES = ("mlp", "feed_forward", "ffn")
 _ROUTED = ("expert", "router")
 
