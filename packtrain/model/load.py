@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import xxhash
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +31,7 @@ from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.model.layers.experts import loop_over_experts
+from packtrain.model.weights.slices import reading_slices
 from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
 
@@ -62,11 +63,19 @@ def check_before_loading(
 
 
 def load_model(
-    config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int, scores: bool = False
+    config: Model,
+    peft: Peft,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    scores: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> PreTrainedModel:
     """The model to train, on the CPU, in `model.dtype`, with adapters where asked for; with `scores` a reward model.
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
+    On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
+    merged into them, whole ones.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -77,7 +86,9 @@ def load_model(
             dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
             model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
         else:
-            model = _load_pretrained(config, tokenizer, seed, scores=scores)
+            merges = config is not adapted and peft.kind != "lora"
+            with reading_slices(None if merges else mesh):
+                model = _load_pretrained(config, tokenizer, seed, scores=scores)
     loop_over_experts(model, config.experts)
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
@@ -121,20 +132,6 @@ def _auto_class(scores: bool) -> Any:
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside adapters, or the model itself."""
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
-
-
-def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
-    """Hash of names, types, shapes and bytes of weights and saved buffers, adapters included; `trained=False` leaves out trained
-    ones. (xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.)"""
-    digest, seen = xxhash.xxh3_128(), set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor) or id(tensor) in seen or (tensor.requires_grad and not trained):
-            continue
-        seen.add(id(tensor))
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.device.type != "meta":
-            digest.update(cast(Any, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def check_trainable(model: PreTrainedModel) -> None:

@@ -24,8 +24,9 @@ from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
 from packtrain.durable import aside, publish
 from packtrain.errors import UserError
-from packtrain.model.load import load_model, weights_hash
-from packtrain.model.spread import Ranks, spread
+from packtrain.model.load import load_model
+from packtrain.model.spread import Ranks, reading_mesh, spread
+from packtrain.model.weights.hashes import weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.known_model import ReferenceChoice
 
@@ -48,7 +49,7 @@ def load_reference(
         return None, ""
     source = model if reference.kind == "model" else replace(model, path=named, init="pretrained", experts="auto")
     try:
-        loaded = load_model(source, Peft(), tokenizer, seed=seed)
+        loaded = load_model(source, Peft(), tokenizer, seed=seed, mesh=reading_mesh(ranks))
     except UserError as error:
         if reference.kind == "model":
             raise

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
@@ -45,11 +47,14 @@ from packtrain.boundary import holding
 from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
+from packtrain.model.weights.slices import put_slices, take_slices
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 
 SHARDS = "shards"
 """The folder of a checkpoint with FSDP2's weights and optimizer states."""
+FSDP = "fsdp"
+"""The dimension of a mesh over which models are sharded; peft knows it by this name."""
 _OPTIONS = StateDictOptions(ignore_frozen_params=True)
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -62,6 +67,8 @@ class Ranks:
     world_size: int
     device: torch.device
     strategy: str = "ddp"
+    copies: int = 1
+    """Groups of neighbouring ranks that each have the whole model between them, where no process has it."""
 
     @property
     def main(self) -> bool:
@@ -105,7 +112,7 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
     if ranks.gathers_by_engine:
         _partition(model, ranks)
     elif ranks.sharded:
-        _fully_shard(model, ranks.device, autocast)
+        _fully_shard(model, cast(Any, mesh_of(ranks)), autocast)
     else:
         cast(Any, model).to(ranks.device)
 
@@ -150,20 +157,36 @@ def embedding_apart(base: PreTrainedModel) -> Any:
     return embedding if sum(weight is embedding.weight for weight in held) == 1 else None
 
 
-def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+@cache
+def mesh_of(ranks: Ranks) -> DeviceMesh | None:
+    """The processes as FSDP2 spreads a model over them: sharded over the last dimension, copied over the first of two. None for other
+    strategies. Called by all ranks together the first time."""
+    if ranks.strategy != "fsdp2":
+        return None
+    shape = (ranks.copies, ranks.world_size // ranks.copies) if ranks.copies > 1 else (ranks.world_size,)
+    with waiting("the other ranks to form groups"):
+        return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copies", FSDP)[-len(shape) :])
+
+
+def reading_mesh(ranks: Ranks) -> DeviceMesh | None:
+    """The processes that share the reading of a model's weights between them; None if each reads all."""
+    mesh = mesh_of(ranks)
+    return None if mesh is None else mesh[FSDP]
+
+
+def _fully_shard(model: PreTrainedModel, mesh: DeviceMesh, autocast: torch.dtype | None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # inputs are autocast's matter; gradients of bfloat16 weights, too, are added up in float32
     policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     base: Any = base_model(model)
-    layers, embedding = layers_of(model), embedding_apart(base)
+    layers, embedding, slices = layers_of(model), embedding_apart(base), take_slices(model)
     for part in (*reversed(layers), *filter(None, [embedding]), base):  # inner ones first
         own = type(part)
         # torch's default keeps the last group gathered
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
+    put_slices(model, slices)
     if embedding is not None:
         embedding.set_unshard_in_backward(False)
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together

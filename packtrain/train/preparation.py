@@ -27,7 +27,7 @@ from packtrain.model.layers.offloading import check_offload
 from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
-from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, spread
+from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
@@ -40,7 +40,7 @@ from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, choose_dither
 from packtrain.train.preflight import why_not_split
-from packtrain.train.sync import Peers, agree_on_data, agree_on_model, preparing_s
+from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
 
 @dataclass(slots=True)
@@ -113,8 +113,13 @@ def load(run: Prepared) -> None:
     """The model, the same on all ranks."""
     own_heartbeat().enter("load")
     config, scores = run.config, run.config.objective.traits.scores
-    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
-    agree_on_model(run.peers, run.model, timeout_s=preparing_s(config.topology.step_timeout))
+    limit_s, mesh = preparing_s(config.topology.step_timeout), reading_mesh(run.ranks)
+
+    def read() -> Any:
+        return load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores, mesh=mesh)
+
+    run.model = on_all_or_none(run.peers if mesh else None, "loaded", read, timeout_s=limit_s)
+    agree_on_model(run.peers, run.model, timeout_s=limit_s)
     run.attention = own_attention(base_model(run.model))
     if config.trainer.tokens_per_mlp_tile:
         check_tiles(run.model)

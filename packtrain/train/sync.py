@@ -21,17 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import DistError, PrefixStore, Store, TCPStore, distributed_c10d
 
-from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
+from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem, UserError
 from packtrain.exit_code import leave
 from packtrain.launch.worker import LOG_DIR
-from packtrain.model.load import base_model, weights_hash
+from packtrain.model.load import base_model
+from packtrain.model.weights.hashes import weights_hash
 from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, digest_of, list_differences, shared_versions
 from packtrain.plan.network_settings import SOCKETS
@@ -40,6 +41,7 @@ from packtrain.time_limit import start
 from packtrain.train.library_errors import shortly
 from packtrain.wording import counted, listed, ranks_in_words
 
+T = TypeVar("T")
 BACKGROUND = "checkpoints in the background"
 """The description of the group whose collectives are not those of a step (train/checkpoint/writer.py)."""
 _FIRST_STAGE = "start"
@@ -193,6 +195,22 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
     }
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
     peers.settle("model", facts, dict.fromkeys(facts, fix), timeout_s=timeout_s)
+
+
+def on_all_or_none(peers: Peers | None, stage: str, read: Callable[[], T], *, timeout_s: float) -> T:
+    """What `read` returns. A UserError of any rank is raised on all: of a weight in another shape, one that has no part of it sees nothing."""
+    if peers is None:
+        return read()
+    result, refusal = cast(T, None), None
+    try:
+        result = read()
+    except UserError as error:
+        refusal = error
+    peers.settle(stage, {}, {}, timeout_s=timeout_s)
+    with waiting("the errors of all ranks"):
+        if first := next(filter(None, gather_object([refusal])), None):
+            raise refusal or first
+    return result
 
 
 def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:

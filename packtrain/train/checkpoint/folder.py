@@ -22,8 +22,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.durable import aside, hash_of, publish, remove, sync
 from packtrain.errors import UserError
-from packtrain.model.load import base_model, weights_hash
+from packtrain.model.load import base_model
 from packtrain.model.spread import elements
+from packtrain.model.weights.hashes import weights_hash
 from packtrain.plan.agreement import digest_of, shared_versions
 from packtrain.plan.origin import (
     MANIFEST,

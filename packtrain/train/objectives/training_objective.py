@@ -18,10 +18,11 @@ from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
-from packtrain.model.load import base_model, weights_hash
+from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
+from packtrain.model.weights.hashes import weights_hash
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.known_model import ReferenceChoice

@@ -1,0 +1,115 @@
+"""Weights that every process reads only its own rows of, as FSDP2 will keep them.
+
+transformers reads safetensors by slices into parameters that are DTensors, also where experts are stacked as they are read
+(core_model_loading.DtensorShardOperation). So inside `reading_slices` a model, which is made on the meta device, gets such
+parameters before its files are read: `Shard(0)` on the mesh, which is what fully_shard makes. model/spread.py then hands them to it.
+
+Whole in every process until then: weights that are in no file (a new head), buffers, what the library makes of whole weights
+(a fused projection that is cut into three), and all of files of another kind (.bin, .gguf) and of quantised models.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, apply_converters
+
+from packtrain.boundary import holding
+
+
+def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
+    """Inside the block `from_pretrained` reads the rows that this process has on `mesh`, of one dimension; None: whole weights."""
+    if mesh is None:
+        return nullcontext()
+    read = PreTrainedModel._load_pretrained_model
+
+    def read_slices(model: Any, state_dict: Any, files: list[str] | None, settings: Any, *more: Any) -> Any:
+        by_slices = state_dict is None and settings.hf_quantizer is None
+        if not (by_slices and files and all(file.endswith(".safetensors") for file in files)):
+            return read(model, state_dict, files, settings, *more)
+        _place(model, mesh, settings.weight_mapping or [])
+        loaded, rest = read(model, state_dict, files, settings, *more)
+        for names, weight in _sliced(model).items():
+            # the converter of experts fails where a process has none of them
+            if not weight.to_local().numel() and (broken := loaded.conversion_errors.keys() & names):
+                loaded.conversion_errors.pop(broken.pop())
+                loaded.missing_keys -= {*names}
+                _put(
+                    model, names, _like(weight, torch.empty_like(weight.to_local(), device="cpu"))
+                )._is_hf_initialized = True
+            elif (
+                weight.to_local().is_meta
+            ):  # to be tied, or initialised: whole, since random numbers depend on the shape
+                _put(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+        return loaded, rest
+
+    return holding(PreTrainedModel, _load_pretrained_model=staticmethod(read_slices))
+
+
+def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
+    """Makes the meta parameters of `model` DTensors of which each process has the rows that fully_shard would give it."""
+    whole = [
+        made.reverse_transform() for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
+    ]
+    for names, weight in _named(model).items():
+        if weight.dim() and not any(apply_converters(name, whole)[1] for name in names):
+            shape, _ = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])
+            part = torch.empty(shape, dtype=weight.dtype, device="meta")
+            made = DTensor.from_local(part, mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
+            _put(model, names, made, weight.requires_grad)
+
+
+def _by_rows(made: WeightConverter) -> bool:
+    """Whether rows of the converted weight are made of the same rows, or experts, of those in the files."""
+    return all(
+        (isinstance(step, MergeModulelist) and step.dim == 0) or (isinstance(step, Concatenate) and step.dim > 0)
+        for step in made.operations
+    )
+
+
+def take_slices(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
+    """The parameters of which `model` has slices, by their names (several if tied); whole ones on the meta device are in their place."""
+    taken = _sliced(model)
+    for names, weight in taken.items():
+        _put(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
+    return taken
+
+
+def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
+    """Puts what `take_slices` took into the parameters that fully_shard has made of those on the meta device."""
+    for names, weight in taken.items():
+        _put(model, names, _like(cast(DTensor, model.get_parameter(names[0])), weight.to_local()), weight.requires_grad)
+
+
+def _sliced(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
+    return {names: weight for names, weight in _named(model).items() if isinstance(weight, DTensor)}
+
+
+def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
+    """Each parameter by all its names."""
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names[weight] = (*names.get(weight, ()), name)
+    return {all_of_it: weight for weight, all_of_it in names.items()}
+
+
+def _put(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> Any:
+    """Makes `value` the parameter of these `names`, and returns it."""
+    made = nn.Parameter(value, requires_grad=trained and value.is_floating_point())
+    for name in names:
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, made)
+    return made
+
+
+def _like(weight: DTensor, part: torch.Tensor) -> DTensor:
+    """`part` as this process's rows of a tensor that is spread as `weight` is."""
+    part = part.detach()
+    return DTensor.from_local(part, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())
