@@ -311,6 +311,11 @@ class Strategy:
     name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
         "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
     )
+    shard_within: Literal["all", "machine"] = key(
+        "all",
+        "fsdp2: what one copy of the model is spread over, all processes or those of each machine, which then keep copies of each other's "
+        "shares: more memory, and between machines only gradients travel (docs/strategies.md).",
+    )
     sequence_parallel: int | Literal["auto"] = key(
         1,
         "Neighbouring processes that split a document which exceeds batch.tokens_per_device, or is more work than a process' share of the "

@@ -86,6 +86,15 @@ class Ranks:
         return self.sharded and self.strategy in STAGES
 
 
+def machines_of(processes: int) -> int:
+    """The number of machines of a launch, all of as many processes. Raises UserError where that cannot be."""
+    machines, left = divmod(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    if left:
+        what = f"{processes} processes are not as many on each machine (LOCAL_WORLD_SIZE)"
+        raise UserError(what, where="strategy.shard_within", fix="start as many on each, or set it to all")
+    return machines
+
+
 def open_strategy(strategy: str) -> None:
     """Called before the processes join: removes a launcher's strategy settings from the environment, and makes a single process
     a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing."""

@@ -76,7 +76,8 @@ class Memory:
     `activations` is None if they are not known, for the reason `unknown`. `host` is for each process, `device` the memory of a
     GPU if it is known, `outside` what is allowed for there beside torch's allocator. `checkpointing` is what
     trainer.gradient_checkpointing comes to, and `chosen` says why. `accumulated` are the whole float32 gradients that stay on each
-    GPU between the micro-batches of a step where FSDP2 exchanges them with the last one only.
+    GPU between the micro-batches of a step where FSDP2 exchanges them with the last one only; `leaving` what leaves each machine with
+    one that exchanges them.
     """
 
     parameters: int
@@ -95,6 +96,7 @@ class Memory:
     checkpointing: str = "none"
     chosen: str = ""
     accumulated: int | None = None
+    leaving: int | None = None
 
     @property
     def total(self) -> int:
@@ -139,7 +141,8 @@ class Memory:
             text += "; no GPU to compare with (packtrain plan --gpu-memory 80 names one)"
         elif self.fits is not None:
             text += ": fits" if self.fits else f": DOES NOT FIT, {self.advice}"
-        return text + (f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else "")
+        text += f"; and {in_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
+        return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
     def to_json(self) -> dict[str, Any]:
         """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
@@ -167,8 +170,8 @@ class _Model:
     sizes: Mapping[str, Any]
 
 
-def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
-    """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to estimate it.
+def estimate(config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1) -> Memory | str:
+    """The memory of a run on `processes` devices of `device_bytes` each, on so many machines, or a sentence on what is missing to estimate it.
 
     Without `device_bytes` the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
     """
@@ -178,22 +181,24 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         # products in 8 bits keep what those in bfloat16 do, but for autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
-        memory = _choose_checkpointing(config, model, processes, device_bytes)
+        memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"
     if memory.fits is not False:
         return memory
-    split = _advise_split(config, model, processes, device_bytes)
+    split = _advise_split(config, model, (processes, machines), device_bytes)
     return replace(memory, advice=f"try {split}" if split else _advice(config, processes))
 
 
-def _choose_checkpointing(config: RunConfig, model: _Model, processes: int, device_bytes: int | None) -> Memory:
+def _choose_checkpointing(
+    config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None
+) -> Memory:
     """The memory with what trainer.gradient_checkpointing comes to: `auto` computes as little again as leaves SPARE of the device."""
     counts: dict[str, Memory] = {}
     for policy in CHECKPOINTING:
         tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
         if not any(check_checkpointing(tried)):
-            counts[policy] = _count(tried, model, processes, gpu=device_bytes is not None)
+            counts[policy] = _count(tried, model, *spread, gpu=device_bytes is not None)
             counts[policy] = replace(counts[policy], device=device_bytes, checkpointing=policy)
     asked, kept = config.trainer.gradient_checkpointing, counts["none"]
     if asked != "auto":
@@ -239,8 +244,9 @@ def _embedding(shapes: Shapes) -> int:
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
 
-def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Memory:
-    name, full = config.strategy.name, config.peft.kind == "none"
+def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, gpu: bool) -> Memory:
+    name, full, copied = config.strategy.name, config.peft.kind == "none", config.strategy.shard_within == "machine"
+    shards = processes // machines if copied else processes
     rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 is for all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
     parts = {
@@ -249,8 +255,10 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
         "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
         "reference": _reference(config, model),
     }
-    split = {item: math.ceil(size / processes) if item in SHARDED[name] else size for item, size in parts.items()}
+    split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}
     host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
+    if name == "fsdp2" and config.model.is_base_for_adapters:  # it reads its own slices (model/weights/slices.py)
+        host = math.ceil(host / shards)
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))
@@ -258,10 +266,10 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
     activations, moved, unknown = _activations(config, model, gpu=gpu)
     host = max(host, moved + (host if name == "zero3_offload" else 0))
     buffers = _buffers(config, model, processes, trained_width)
-    stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
+    stepped = math.ceil(model.trained / (shards if "optimizer" in SHARDED[name] else 1))
     # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
-    copied = 4 if rounded and name != "zero1" else 0
-    stepping = stepped * (copied + (trained_width if config.optim.name == "adamw_torch" else 0))
+    in_float32 = 4 if rounded and name != "zero1" else 0
+    stepping = stepped * (in_float32 + (trained_width if config.optim.name == "adamw_torch" else 0))
     if trained_width == 2 and not rounded:
         stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
     if rounded and name == "zero1" and processes > 1:
@@ -280,7 +288,16 @@ def _count(config: RunConfig, model: _Model, processes: int, *, gpu: bool) -> Me
         unknown=unknown,
         outside=OUTSIDE + communicators * NCCL,
         accumulated=4 * model.trained if name == "fsdp2" and processes > 1 else None,
+        leaving=_leaving(config, model, machines) if name == "fsdp2" and machines > 1 else None,
     )
+
+
+def _leaving(config: RunConfig, model: _Model, machines: int) -> int:
+    """Bytes that leave each machine with a micro-batch that exchanges gradients, by rings over all processes, or over machines alone."""
+    if config.strategy.shard_within == "machine":
+        return 2 * 4 * model.trained * (machines - 1) // machines  # gradients, to be summed and handed back
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    return 2 * compute * model.all - compute * model.embedding + 4 * model.trained  # weights in both passes, gradients
 
 
 def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, int, str]:
@@ -400,15 +417,15 @@ def _advice(config: RunConfig, processes: int) -> str:
     return f"try {', '.join(what for what, helps in tries.items() if helps)}"
 
 
-def _advise_split(config: RunConfig, model: _Model, processes: int, device_bytes: int | None) -> str:
+def _advise_split(config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None) -> str:
     """The fewest neighbours over which documents that fit no device alone would fit, and their part of them; "" if that is not what lacks."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""
     longest = config.data.max_length * config.objective.traits.documents
-    for parts in (number for number in range(1, processes + 1) if processes % number == 0):
+    for parts in (number for number in range(1, spread[0] + 1) if spread[0] % number == 0):
         part = math.ceil(longest / parts)
         batch = replace(config.batch, tokens_per_device=part, examples_per_device=None)
-        if _choose_checkpointing(replace(config, batch=batch), model, processes, device_bytes).fits:
+        if _choose_checkpointing(replace(config, batch=batch), model, spread, device_bytes).fits:
             over = f"strategy.sequence_parallel={parts} batch.tokens_per_device={part}"
             return f"{over}, which splits documents of {longest:,} tokens over {parts} processes" if parts > 1 else ""
     return ""

@@ -56,7 +56,7 @@ def print_plan(
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
     """The plan's own document, the reasons for processes and network, memory (null if not known), the config."""
-    memory = estimate(config, launch.num_processes, launch.gpu_memory)
+    memory = estimate(config, launch.num_processes, launch.gpu_memory, launch.nodes)
     return {
         **launch.to_json(),
         "reason": launch.reason,
@@ -68,7 +68,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
 
 def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple[str, Text]]:
     """Name and text of each line above the commands, wrapped."""
-    memory = estimate(config, launch.num_processes, launch.gpu_memory)
+    memory = estimate(config, launch.num_processes, launch.gpu_memory, launch.nodes)
     trainer = config.trainer
     gpu = launch.gpus > 0 or launch.gpu_memory is not None
     strategy = f", {config.strategy.name}" if launch.num_processes > 1 else ""

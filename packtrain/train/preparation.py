@@ -209,7 +209,7 @@ def plan_memory(run: Prepared) -> Memory | str:
         weights: Any = str(run.precision.weights).removeprefix("torch.")
         model = replace(model, init="random", config=base_model(run.model).config.to_dict(), dtype=weights)
     trainer = replace(run.config.trainer, mixed_precision=cast(Any, run.precision.mixed))
-    planned = estimate(replace(run.config, model=model, trainer=trainer), ranks.world_size, total)
+    planned = estimate(replace(run.config, model=model, trainer=trainer), ranks.world_size, total, ranks.copies)
     return planned if isinstance(planned, Memory) else planned.replace(" before loading", "")
 
 

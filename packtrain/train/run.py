@@ -35,7 +35,7 @@ from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
-from packtrain.model.spread import Ranks, open_strategy
+from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.plan.agreement import shared_values
@@ -348,7 +348,7 @@ def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> U
         trainer.steps,
         run.ranks,
         spikes.places if spikes else lambda _: [],
-        lambda total: estimate(config, run.ranks.world_size, total),
+        lambda total: estimate(config, run.ranks.world_size, total, run.ranks.copies),
         by_tokens=config.batch.limits(config.packing.mode)[1] is not None,
     )
 
@@ -383,7 +383,8 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
         torch.cuda.set_device(device)  # each thread has its own
     limit_collectives(config.topology.step_timeout)
     state = PartialState()
-    return Ranks(state.process_index, state.num_processes, device, config.strategy.name), peers
+    copies = machines_of(state.num_processes) if config.strategy.shard_within == "machine" else 1
+    return Ranks(state.process_index, state.num_processes, device, config.strategy.name, copies), peers
 
 
 def _checkpoint_to_resume(run: Run) -> Path | None:

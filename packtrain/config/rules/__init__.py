@@ -248,6 +248,9 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         what = f"{name} gathers the weights of a module by hooks, which compiled modules do not run"
         fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
         yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
+    if config.strategy.shard_within == "machine" and name != "fsdp2":
+        what = f"{name} has no choice of what it is spread over"
+        yield Fault(("strategy.shard_within", "strategy.name"), what, "Remove it, or choose strategy=fsdp2.")
     if config.strategy.sequence_parallel != 1:
         yield from _split_rows(config)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":

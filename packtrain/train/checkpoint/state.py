@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.trainer_callback import TrainerState
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
+from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
@@ -32,7 +34,7 @@ from packtrain.train.checkpoint.folder import complete, folder_of, prune, stagin
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
-from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
+from packtrain.train.optim.final_weights import exact_weights, in_format, name_format, rounded
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
@@ -216,18 +218,52 @@ class Checkpoints:
 
     def save_model(self, folder: Path) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
-        self._write_model(folder, self._whole_weights())
+        dtype, main = base_model(self._model).dtype, self._accelerator.is_main_process
+
+        def made(weight: torch.Tensor) -> torch.Tensor | None:
+            whole = gathered(weight)
+            return whole.cpu() if main else None
+
+        if not self._stream(folder, dtype, made):
+            self._write_model(folder, self._whole_weights())
 
     def save_weights_in(self, dtype: torch.dtype, folder: Path) -> None:
         """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any."""
-        whole, main = self._whole_weights(), self._accelerator.is_main_process
-        if whole is None:
-            whole = self._model.state_dict() if main else {}
+        main, dither = self._accelerator.is_main_process, self._engine.dither
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
-        weights = in_format(whole if main else {}, self._model, exact, dtype, self._engine.dither)
-        self._write_model(folder, weights)
+        names = {weight: name for name, weight in self._model.named_parameters()}
+
+        def made(weight: torch.Tensor) -> torch.Tensor | None:
+            kept = exact(weight)
+            whole = gathered(weight) if kept is None else kept
+            return rounded(names[weight], whole, dtype, dither) if main else None
+
+        if not self._stream(folder, dtype, made):
+            whole = self._whole_weights()
+            if whole is None:
+                whole = self._model.state_dict() if main else {}
+            self._write_model(folder, in_format(whole if main else {}, self._model, exact, dtype, dither))
         if main and not self._has_adapters:
             name_format(folder, dtype)
+
+    def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
+        """Writes a whole model under FSDP2 weight by weight, each as it is `made`; whether it could (weights/stream.py)."""
+        if self._settings.strategy != "fsdp2" or self._has_adapters:
+            return False
+        if (plan := plan_files(self._model, dtype)) is None:
+            return False
+        refusal, main = None, self._accelerator.is_main_process
+        try:
+            self._write_model(folder, {})  # config and tokenizer
+        except Exception as error:  # weights come what may
+            refusal = error
+        if main:
+            for empty in folder.glob("*.safetensors"):
+                empty.unlink()
+        write_files(self._model, plan, folder, made, main=main)
+        if refusal is not None:
+            raise refusal
+        return True
 
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
         """The state dict on the main process, of sharded weights; None where that process has them whole."""

@@ -74,13 +74,17 @@ def in_format(
             continue
         if id(weight) not in made:
             kept = exact(weight)
-            value = (whole[name] if kept is None else kept).detach() if name in whole else None
-            if value is not None and value.dtype == torch.float32:
-                value = dither.in_format(name, value, own)
-            made[id(weight)] = None if value is None else value.to(own).cpu()
+            value = whole[name] if kept is None and name in whole else kept
+            made[id(weight)] = rounded(name, value, own, dither) if value is not None and name in whole else None
         if (converted := made[id(weight)]) is not None and name in whole:
             final[name] = converted
     return final
+
+
+def rounded(name: str, whole: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
+    """A `whole` weight, exact where that is kept, in `dtype` on the CPU, and without the dither of the masters."""
+    whole = whole.detach()
+    return (dither.in_format(name, whole, dtype) if whole.dtype == torch.float32 else whole).to(dtype).cpu()
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""Writing a model under FSDP2 as a folder that from_pretrained loads, without a whole copy of it anywhere.
+
+The files are planned from shapes alone. Then all processes gather one weight after the other, and the main one writes a file as soon as
+it has what belongs into it: beside its share it holds one file and one weight. Where the library saves another form than it computes with
+(experts), each weight is converted by itself, by the library; a model of which it makes one of several is left to whole_weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from packtrain.monitor.heartbeat import progress, waiting
+
+FILE_BYTES = 5 * 10**9
+"""The most of a file, unless a single weight is larger; huggingface_hub's own default."""
+_PATTERN = "model{suffix}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """The names of the state dict that are saved, in order; of what is saved, which file has it; what the index says of it."""
+
+    names: tuple[str, ...]
+    files: dict[str, list[str]]
+    index: dict[str, Any] | None
+
+
+def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
+    """The files of a `model` whose weights are saved in `dtype`; None where they have to be converted together."""
+    held = model.state_dict(keep_vars=True)
+    marks = {id(value): torch.zeros(1) for value in held.values()}  # tied weights have the same
+    kept = remove_tied_weights_from_state_dict({name: marks[id(value)] for name, value in held.items()}, model)
+    kept = {name for name in kept if name not in (model._keys_to_ignore_on_save or ())}
+    shapes = {
+        name: torch.empty(
+            value.shape, dtype=dtype if isinstance(value, torch.nn.Parameter) else value.dtype, device="meta"
+        )
+        for name, value in held.items()
+        if name in kept
+    }
+    single: dict[str, torch.Tensor] = {}
+    try:
+        together = revert_weight_conversion(model, dict(shapes))
+        for name, shape in shapes.items():
+            single |= revert_weight_conversion(model, {name: shape})
+    except Exception:  # of a conversion that lacks the other weights
+        return None
+    if {name: value.shape for name, value in single.items()} != {name: value.shape for name, value in together.items()}:
+        return None
+    split = split_torch_state_dict_into_shards(single, filename_pattern=_PATTERN, max_shard_size=FILE_BYTES)
+    counts = {"total_parameters": model.num_parameters(), **split.metadata}
+    index = {"metadata": counts, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    return FilePlan(tuple(shapes), split.filename_to_tensors, index)
+
+
+def write_files(
+    model: Any, plan: FilePlan, folder: Path, made: Callable[[torch.Tensor], torch.Tensor | None], *, main: bool
+) -> None:
+    """Writes the weights of `model` into `folder` by `plan`, on the `main` process; called by all.
+
+    `made` gives what is saved of a parameter, whole and on the CPU (None elsewhere). If the disk fails, the weights are gathered to the
+    end, since the others wait for that, and its error is raised then.
+    """
+    held, place = model.state_dict(keep_vars=True), {name: file for file, names in plan.files.items() for name in names}
+    open_files: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.files}
+    failure: Exception | None = None
+    for name in plan.names:
+        value = held[name]
+        whole = made(value) if isinstance(value, torch.nn.Parameter) else value.detach().cpu()
+        progress()
+        if not main or whole is None or failure:
+            continue
+        for key, part in revert_weight_conversion(model, {name: whole}).items():
+            file = place[key]
+            open_files[file][key] = part.contiguous()
+            if len(open_files[file]) == len(plan.files[file]):
+                try:
+                    save_file(open_files.pop(file), folder / file, metadata={"format": "pt"})
+                except (OSError, SafetensorError) as error:
+                    failure = error
+        del whole
+    if failure:
+        raise failure
+    if main and plan.index:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
+
+
+def gathered(weight: torch.Tensor) -> torch.Tensor:
+    """All of a weight that may be spread; called by all processes together."""
+    weight = weight.detach()
+    if not isinstance(weight, DTensor):
+        return weight
+    with waiting("the other ranks to gather a weight"):
+        return weight.full_tensor()

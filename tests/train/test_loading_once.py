@@ -1,0 +1,200 @@
+"""Under fsdp2 each process reads its own rows of the weights, and what is written at the end is never whole in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import LLAMA, Run, base_config, train, write_jsonl
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packtrain.config.schema import Model, Peft
+from packtrain.data.tokens.pretrained import load_tokenizer
+from tests.train import forked
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MIXTURE = {"num_experts_per_tok": 1, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # type, settings, how it is saved
+    "tied": ("llama", {"tie_word_embeddings": True}, {}),
+    "experts": ("qwen3_moe", {**MIXTURE, "num_experts": 2}, {}),  # which one of three processes has none of
+    "merged": ("qwen3_moe", {**MIXTURE, "num_experts": 5}, {"save_original_format": False}),
+    "scaled": ("gemma2", {}, {}),
+    "biased": ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2}, {}),
+}
+MACHINES = [{"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)} for rank in range(4)]
+"""What torchrun tells four processes on two machines."""
+
+
+def save_models(folder: Path) -> None:
+    for name, (kind, settings, how) in FAMILIES.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SMALL, **settings, "pad_token_id": 0}))
+        half = model.to(torch.bfloat16) if name in ("tied", "merged") else model
+        half.save_pretrained(folder / name, **how)
+
+
+def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, outputs: list[Path]) -> None:
+    """One of several processes: what it reads, and what they write together, against the whole model."""
+    forked.enter(environment, cwd, outputs)
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from packtrain.model.load import load_model
+    from packtrain.model.spread import Ranks, reading_mesh, spread
+    from packtrain.model.weights import stream
+    from packtrain.model.weights.hashes import weights_hash
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world, torch.device("cpu"), "fsdp2", copies=2 if world == 4 else 1)
+    stream.FILE_BYTES = 20_000
+    tokenizer = Tokens()
+    for name in FAMILIES:
+        for peft, scores in ((Peft(), False), (Peft(kind="lora", r=3), True)):
+            given: Any = {"seed": 3, "scores": scores}
+            source = Model(path=str(Path(arguments[0], name)))
+            whole = load_model(source, peft, tokenizer, **given)
+            model = load_model(source, peft, tokenizer, **given, mesh=reading_mesh(ranks))
+            expected = dict(whole.named_parameters(remove_duplicate=False))
+            sliced = [isinstance(weight, DTensor) for name, weight in model.named_parameters() if name in expected]
+            assert sum(sliced) >= len(sliced) - (4 * 7 * 2 + 1 if scores else 0), (name, sliced)
+            assert weights_hash(model) == weights_hash(whole), name
+            spread(model, ranks)
+            for key, weight in model.named_parameters(remove_duplicate=False):
+                assert torch.equal(stream.gathered(weight), expected[key]), (name, key)
+                assert weight.requires_grad == expected[key].requires_grad, (name, key)
+            assert len({*model.parameters()}) == len({*whole.parameters()}), name
+            for ours, theirs in zip(model.buffers(), whole.buffers(), strict=True):
+                assert torch.equal(ours, theirs), name
+            ids = torch.arange(9)[None]
+            with torch.no_grad():
+                assert torch.equal(model.eval()(input_ids=ids).logits, whole.eval()(input_ids=ids).logits), name
+            if not scores:
+                check_files(model, whole, Path(arguments[0], f"{name}-of-{world}"), main=rank == 0)
+    dist.destroy_process_group()
+
+
+def check_files(model: Any, whole: Any, folder: Path, *, main: bool) -> None:
+    from packtrain.model.weights import stream
+
+    folder.mkdir(exist_ok=True)
+    plan = stream.plan_files(model, torch.float32)
+    assert plan is not None and len(plan.files) > 1
+    stream.write_files(model, plan, folder, stream.gathered, main=main)
+    if main:
+        whole.save_pretrained(folder / "expected")
+        expected = load_file(folder / "expected" / "model.safetensors")
+        written = {key: value for file in plan.files for key, value in load_file(folder / file).items()}
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in written.items())
+        assert all(
+            (folder / file).stat().st_size <= 25_000 or len(names) == 1 for file, names in plan.files.items()
+        )
+        whole.config.save_pretrained(folder)
+        again = type(whole).from_pretrained(folder, dtype=torch.float32).state_dict()
+        assert all(torch.equal(value, again[key]) for key, value in whole.state_dict().items())
+
+
+class Tokens:
+    """As much of a tokenizer as loading asks for."""
+
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return 50
+
+
+@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_slices_are_those_of_the_whole_model_and_files_too(tmp_path: Path, processes: int) -> None:
+    save_models(tmp_path)
+    for result in forked.joined(processes, str(tmp_path), begin=compare):
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of rows that no number of processes divides, and a run of one process on it."""
+    folder = tmp_path_factory.mktemp("loading")
+    torch.manual_seed(0)
+    names = load_tokenizer(Model(tokenizer="quickstart"))
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"} | {"vocab_size": len(names) + 3}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).save_pretrained(folder / "model")
+    return folder
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    trainer = {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": None}
+    config = base_config(folder, trainer=trainer, model={"path": str(folder / "model"), "init": "pretrained"})
+    config["model"].pop("config", None)
+    config["optim"] |= {"max_grad_norm": 0.5}
+    return config
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    return train(folder, config_of(folder), name="alone")
+
+
+def on_two_machines(folder: Path, *overrides: str, name: str) -> Run:
+    config = config_of(folder)
+    config["trainer"]["output_dir"] = str(folder / name)
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(config))
+    ranks = [{**own, **there} for own, there in zip(forked.told_by_torchrun(4), MACHINES, strict=True)]
+    arguments = ("sft", str(path), "strategy=fsdp2", "strategy.shard_within=machine", *overrides)
+    for result in forked.results_of(arguments, ranks, None, 600):
+        assert result.returncode == 0, result.stderr
+    return Run(folder / name)
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    norms = [line["grad_norm"] for line in expected.steps]
+    assert [line["grad_norm"] for line in run.steps] == pytest.approx(norms, rel=1e-5)
+    ours, theirs = (load_file(one.folder / "final/model.safetensors") for one in (run, expected))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert (weight - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
+
+
+def test_copies_on_two_machines_train_as_one_process_and_go_on_as_one_group(folder: Path, alone: Run) -> None:
+    run = on_two_machines(folder, name="machines")
+    assert_same(run, alone)
+    for gone in ("final", "checkpoints/step-000004"):
+        for file in sorted((run.folder / gone).rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        (run.folder / gone).rmdir()
+    (run.folder / "summary.json").unlink()
+    again = train(folder, config_of(folder), "strategy=fsdp2", name="machines", processes=2)
+    assert_same(again, alone)
+
+
+def test_a_weight_in_another_shape_is_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+    for file in (folder / "model").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"  # of 96 rows: the first of two processes would have 48 of 95, too
+    save_file({**weights, name: weights[name][:-1].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = config_of(folder)
+    config["model"]["path"] = str(tmp_path)
+    config["trainer"]["output_dir"] = str(tmp_path / "run")
+    path = write_jsonl(tmp_path / "run.yaml", [config])
+    for result in forked.joined(2, "sft", str(path), "strategy=fsdp2"):
+        assert result.returncode == 2 and name in result.stderr, result.stderr
+
+
+def test_only_fsdp2_shards_within_machines(folder: Path) -> None:
+    train(folder, config_of(folder), "strategy=zero2", "strategy.shard_within=machine", name="refused", expect=2)
