@@ -100,9 +100,7 @@ def check_files(model: Any, whole: Any, folder: Path, *, main: bool) -> None:
         written = {key: value for file in plan.files for key, value in load_file(folder / file).items()}
         assert written.keys() == expected.keys()
         assert all(torch.equal(value, expected[key]) for key, value in written.items())
-        assert all(
-            (folder / file).stat().st_size <= 25_000 or len(names) == 1 for file, names in plan.files.items()
-        )
+        assert all((folder / file).stat().st_size <= 25_000 or len(names) == 1 for file, names in plan.files.items())
         whole.config.save_pretrained(folder)
         again = type(whole).from_pretrained(folder, dtype=torch.float32).state_dict()
         assert all(torch.equal(value, again[key]) for key, value in whole.state_dict().items())
