@@ -7,12 +7,14 @@ inside one, past the hooks of DDP and FSDP2; torch's checkpoint for each tile ad
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from packtrain.errors import CheckFailed, UserError
@@ -38,7 +40,7 @@ def _takes_tokens(mlp: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_tiles(model: nn.Module) -> None:
-    """Raises UserError if `model` has no such MLPs, CheckFailed if one mixes tokens. Called where each process has all weights."""
+    """Raises UserError if `model` has no such MLPs, CheckFailed if one mixes tokens. Called before `model` is spread."""
     base = base_model(model)
     name, kinds = type(base).__name__, {type(mlp): mlp for mlp in mlps_of(base)}
     if not kinds:
@@ -46,11 +48,25 @@ def check_tiles(model: nn.Module) -> None:
         raise UserError(what, where=KEY, fix=f"set {KEY}=null")
     with evaluating(base), model_refusals(f"the MLPs of {name} cannot run on tiles", fix=f"set {KEY}=null"):
         hidden = torch.randn(1, 7, base.config.get_text_config().hidden_size).to(base.device, base.dtype)
-        for mlp in kinds.values():
+        for mlp in map(_with_whole_weights, kinds.values()):
             whole, tiled = mlp(hidden), _by_tiles(mlp.forward, 3, hidden)
             if not (off := difference(tiled[0], whole[0])) <= tolerance_of(base.dtype).outputs:
                 what = f"tokens see each other in the MLPs of {name}: on tiles outputs are off by {off:.2g}"
                 raise CheckFailed(what, where=KEY, fix=f"set {KEY}=null")
+
+
+def _with_whole_weights(mlp: nn.Module) -> nn.Module:
+    """`mlp`, or, where this process has read only its rows of the weights, a copy of it with random ones."""
+    if not any(isinstance(weight, DTensor) for weight in mlp.parameters()):
+        return mlp
+    made = copy.deepcopy(mlp)
+    for module in made.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, DTensor):
+                module._parameters[name] = nn.Parameter(
+                    0.02 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
+                )
+    return made
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def _of_rows(tensor: torch.Tensor, first: int, seed: int) -> int:
 
 def _rows(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel():
-        flat = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        flat = memoryview(cast(Any, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
         size = len(flat) // (len(tensor) if tensor.dim() else 1)
         for start in range(0, len(flat), size):
             yield flat[start : start + size]

@@ -55,7 +55,7 @@ def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
 
 def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
     """Makes the meta parameters of `model` DTensors of which each process has the rows that fully_shard would give it."""
-    whole = [
+    whole: list[Any] = [
         made.reverse_transform() for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
     ]
     for names, weight in _named(model).items():
