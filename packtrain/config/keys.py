@@ -81,7 +81,7 @@ WEIGHTS = ("model", "model.weights")
 _FREE = re.compile(
     r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$).*|packing\.(mode|share_prefix|attention_cost)"
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
-    r"|strategy\.(name|sequence_parallel)|[^.]+"  # versions, processes, and the like
+    r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
 )
 _FIXED = re.compile(
     r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind"
