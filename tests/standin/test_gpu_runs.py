@@ -204,6 +204,14 @@ def test_two_ranks_train_as_one_each_on_its_own_gpu(
     assert {rank: set(devices) for rank, devices in touched.items()} == {0: {0}, 1: {1}}, touched
 
 
+@pytest.mark.exhaustive  # tests/train/test_loading_once.py does so on the CPU
+def test_ranks_read_their_own_rows_onto_their_own_gpu(gpus, folder: Path, config: dict[str, Any], on_cpu: Run) -> None:
+    given = [f"model.path={on_cpu.folder / 'final'}", "model.init=pretrained", "model.config={}"]
+    alone = gpus.train(folder, config, *given, name="files-1")
+    run = gpus.train(folder, config, *given, "strategy=fsdp2", devices=2, ranks=2, name="files-2")
+    assert_trained(run, alone)
+
+
 @pytest.mark.parametrize(
     ("verb", "strategy", "devices"),
     [

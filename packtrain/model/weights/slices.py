@@ -85,7 +85,9 @@ def take_slices(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
 def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
     """Puts what `take_slices` took into the parameters that fully_shard has made of those on the meta device."""
     for names, weight in taken.items():
-        _put(model, names, _like(cast(DTensor, model.get_parameter(names[0])), weight.to_local()), weight.requires_grad)
+        made = model.get_parameter(names[0])  # an object that FSDP2 knows, and keeps
+        read = _like(cast(DTensor, made), weight.to_local())
+        torch.utils.swap_tensors(made, nn.Parameter(read, requires_grad=weight.requires_grad))
 
 
 def _sliced(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
