@@ -16,6 +16,8 @@ import os
 import socket
 import tempfile
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +58,12 @@ def load(rank: int, world: int, port: int, folder: str, dtype: str, pipe: Any, b
     from packtrain.model import spread as spreading
     from packtrain.model.load import load_model
 
-    try:
-        from packtrain.model.weights.hashes import weights_hash
-    except ImportError:  # before reading by slices
-        from packtrain.model.load import weights_hash
+    before = "packtrain.model.load"  # reading by slices
+    weights_hash = import_module("packtrain.model.weights.hashes" if new() else before).weights_hash
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = spreading.Ranks(rank, world, torch.device("cpu"), "fsdp2")
-    mesh = {"mesh": spreading.reading_mesh(ranks)} if hasattr(spreading, "reading_mesh") else {}
+    mesh = {"mesh": spreading.reading_mesh(ranks)} if new() else {}
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     barrier.wait()
@@ -75,6 +75,11 @@ def load(rank: int, world: int, port: int, folder: str, dtype: str, pipe: Any, b
     pipe.put(time.perf_counter() - began)
     barrier.wait()
     dist.destroy_process_group()
+
+
+def new() -> bool:
+    """Whether the packtrain that is measured reads by slices."""
+    return find_spec("packtrain.model.weights") is not None
 
 
 def measure(world: int, folder: str, dtype: str) -> tuple[int, int, float]:
@@ -95,7 +100,9 @@ def measure(world: int, folder: str, dtype: str) -> tuple[int, int, float]:
     most = dict(before)
     barrier.wait()
     seconds: list[float] = []
-    while len(seconds) < world:
+    over = False
+    while not over:
+        over = len(seconds) == world  # a last look, when all have what they keep
         for name in most:
             most[name] = max(most[name], pss(pids, name))
         while not pipe.empty():

@@ -231,7 +231,22 @@ def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> 
     assert (
         known(sized("llama"), 64, strategy="zero3").host == 4 * found.parameters
     )  # every process loads the whole model
+    assert known(sized("llama"), 64, strategy="fsdp2").host == 4 * found.parameters  # so does one of a new model
     assert known(sized("llama"), 64).host == 0
+
+
+def test_copies_on_every_machine_take_more_memory_and_less_of_the_network() -> None:
+    given = [*sized("llama"), "strategy=fsdp2", "trainer.mixed_precision=no"]
+    one, all_of_them, copies = (
+        estimate(load_config(None, [*MADE, *given, f"strategy.shard_within={within}"]), 16, None, machines)
+        for within, machines in (("machine", 1), ("all", 4), ("machine", 4))
+    )
+    assert (one.weights, one.leaving) == (all_of_them.weights, None)
+    assert copies.weights == pytest.approx(4 * all_of_them.weights, abs=8)
+    number = all_of_them.parameters
+    assert copies.leaving == 6 * number
+    assert 10 * number < all_of_them.leaving <= 12 * number
+    assert "leave each machine" in copies.sentence()
 
 
 def test_ddp_has_a_copy_of_the_gradients_and_autocast_one_of_the_weights() -> None:
