@@ -1,6 +1,6 @@
 """What writing final/ takes of the machine's own memory where no process has the whole model.
 
-    python benchmarks/final_memory.py [LAYERS]
+    python benchmarks/final_memory.py [LAYERS [MIB_OF_A_FILE]]
 
 Two processes over gloo train a llama with new weights for one step, each with half of it, under fsdp2 and zero3. Printed are
 the resident memory of each before final/ is written and the most while it is, as a multiple of the model's weights, too.
@@ -39,27 +39,28 @@ def resident(name: str) -> int:
 
 
 def rank_main(
-    rank: int, strategy: str, layers: int, folder: str, port: int, results: multiprocessing.SimpleQueue
+    rank: int, strategy: str, layers: int, file_bytes: int, folder: str, port: int, results: multiprocessing.SimpleQueue
 ) -> None:
     """One process of the run: (rank, bytes of the whole model, bytes before, most bytes while final/ is written)."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES), LOCAL_WORLD_SIZE=str(PROCESSES))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
     from packtrain.cli import main
-    from packtrain.train import run
+    from packtrain.model.weights import stream
+    from packtrain.train import results as writing
 
-    save = run.save_final
+    save, stream.FILE_BYTES = writing.save_final, file_bytes
 
-    def measured(config: Any, run_folder: Any, trainer: Any, model: Any, tokenizer: Any) -> list[str]:
+    def measured(run_folder: Any, trainer: Any, model: Any, *given: Any, **named: Any) -> list[str]:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free but kept would hide what is asked for
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
-        saved = save(config, run_folder, trainer, model, tokenizer)
+        saved = save(run_folder, trainer, model, *given, **named)
         whole = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in model.parameters())
         results.put((rank, whole, before, resident("VmHWM")))
         return saved
 
-    run.save_final = measured
+    writing.save_final = measured
     given = {
         **{f"model.config.{name}": value for name, value in {**MODEL, "num_hidden_layers": layers}.items()},
         "model.init": "random",
@@ -79,14 +80,14 @@ def rank_main(
 
 
 def main() -> None:
-    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 6
+    layers, mib = (int(given) for given in [*sys.argv[1:], *("6", "4768")[len(sys.argv) - 1 :]])
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.SimpleQueue[tuple[int, int, int, int]] = context.SimpleQueue()
     for strategy in ("fsdp2", "zero3"):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         with tempfile.TemporaryDirectory() as folder:
-            given = (strategy, layers, folder, port, results)
+            given = (strategy, layers, mib * 2**20, folder, port, results)
             ranks = [context.Process(target=rank_main, args=(rank, *given)) for rank in range(PROCESSES)]
             for one in ranks:
                 one.start()

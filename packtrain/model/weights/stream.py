@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -81,9 +82,9 @@ def write_files(
         value = held[name]
         whole = made(value) if isinstance(value, torch.nn.Parameter) else value.detach().cpu()
         progress()
-        if not main or whole is None or failure:
-            continue
-        for key, part in revert_weight_conversion(model, {name: whole}).items():
+        parts = {} if not main or whole is None or failure else revert_weight_conversion(model, {name: whole})
+        del whole
+        for key, part in parts.items():
             file = place[key]
             open_files[file][key] = part.contiguous()
             if len(open_files[file]) == len(plan.files[file]):
@@ -91,7 +92,7 @@ def write_files(
                     save_file(open_files.pop(file), folder / file, metadata={"format": "pt"})
                 except (OSError, SafetensorError) as error:
                     failure = error
-        del whole
+        parts = {}
     if failure:
         raise failure
     if main and plan.index:
@@ -99,9 +100,17 @@ def write_files(
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
-    """All of a weight that may be spread; called by all processes together."""
+    """All of a weight whose rows may be spread; called by all processes together. By broadcasts into their places: gloo's all-gather takes
+    a copy more, and `full_tensor` two."""
     weight = weight.detach()
     if not isinstance(weight, DTensor):
         return weight
+    mesh, own = weight.device_mesh, weight.to_local()
+    last = mesh.ndim - 1
+    whole, group = own.new_empty(weight.shape), mesh.get_group(last)
     with waiting("the other ranks to gather a weight"):
-        return weight.full_tensor()
+        for number, part in enumerate(whole.split(-(-len(weight) // mesh.size(last)))):
+            if number == mesh.get_local_rank(last):
+                part.copy_(own)
+            dist.broadcast(part, group=group, group_src=number)
+    return whole

@@ -12,10 +12,10 @@ import torch
 from peft import set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from packtrain.config.schema import Rounding
 from packtrain.model.load import base_model
+from packtrain.model.weights.stream import gathered
 from packtrain.train.optim.dither import Dither, dithered
 from packtrain.train.optim.float32_step import MASTER
 from packtrain.train.optim.seen_updates import optimizer_inside
@@ -51,7 +51,7 @@ def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
 
     def exact(weight: torch.Tensor) -> torch.Tensor | None:
         master = states[weight].get(MASTER) if weight in states else None
-        return master.full_tensor() if isinstance(master, DTensor) else master
+        return None if master is None else gathered(master)
 
     return exact
 
