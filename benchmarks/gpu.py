@@ -92,6 +92,15 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
     parts += [trained("dpo 0.6B", "packed", packed), trained("dpo 0.6B", "padding", padding)]
     parts.append(Part("GRPO 0.6B, attach", gpu_training.attach_to_grpo))
     parts += [trained("LoRA 8B", "packed", packed), trained("LoRA 8B", "padding", padding)]
+    offload, tiles = "trainer.activation_offload=true", f"trainer.tokens_per_mlp_tile={64 if tiny else 8192}"
+    ways = {"alone": []} | ({"offload": [offload], "offload and tiles": [offload, tiles]} if gpus else {})
+    for about, more in ways.items():
+        checkpointing = ["trainer.gradient_checkpointing=full"]
+        parts.append(trained("one document 0.6B", about, packed, *checkpointing, *more))
+    for about, more in {"shared": ["packing.share_prefix=true"], "not shared": []}.items():
+        parts.append(trained("groups 0.6B", about, packed, "data.shuffle=by_prefix", *more))
+    parts += [trained("experts 2B", way, packed, f"model.experts={way}") for way in ("grouped", "loop")]
+    parts.append(Part("bench", gpu_training.bench))
     parts.append(Part("kernels", gpu_parts.kernels))
     parts += [trained(small, mode, f"packing.mode={mode}") for mode in MODES]
     parts += [by_trl(small, "padding"), by_trl(small, "padding_free", padding_free=True)]
@@ -314,6 +323,7 @@ def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Par
     for part in parts:
         lines += profile_table(part.name, (results.get(part.name) or {}).get("profile"))
     lines += grpo_lines(results.get("GRPO 0.6B, attach"))
+    lines += bench_lines(results.get("bench"))
     lines += kernel_tables(results.get("kernels"))
     for name, tests in results.items():
         if name.startswith("tests/gpu"):
@@ -372,6 +382,24 @@ def grpo_lines(measured: dict[str, Any] | None) -> list[str]:
             f"- {way}: {one['seconds']:.3f} s{peak}, loss {one['loss']:.6f}, norm of the gradient {one['norm']:.5f}"
         )
     return [*lines, ""]
+
+
+def bench_lines(report: dict[str, Any] | None) -> list[str]:
+    """What `packtrain bench` measured of the 0.6B model."""
+    if not report:
+        return []
+    lines = [
+        f"`packtrain bench`, sft 0.6B, a step of {report['step']['tokens']:,.0f} tokens, {report['attention']}:",
+        "",
+    ]
+    for one in report["trials"]:
+        speed = (
+            f"{one['tokens_per_second']:,.0f} tokens/s, {one['peak_memory'] / 2**30:.1f} GiB"
+            if one["tokens_per_second"]
+            else one["why"]
+        )
+        lines.append(f"- {one['mode']}, {one['tokens_per_device']:,} tokens a device: {speed}")
+    return [*lines, "", f"Its cost of attention: {json.dumps(report['attention_cost'])}.", ""]
 
 
 def kernel_tables(measured: dict[str, Any] | None) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gpu_profile
 
@@ -40,8 +41,9 @@ LAYERS = {
 class Task:
     """A model to train: its `objective`, its sizes, and how many `examples` a step and a padded micro-batch (`at_once`) have.
 
-    Documents are as long as real conversations, or a quarter of the `longest` and more (`long`). Of the `steps` of a run the
-    first ones warm up, at least those three that packtrain checks document by document; a line is logged as often.
+    Documents are as long as real conversations; or, by `documents`, from a quarter of the `longest` to it (long), just the
+    `longest` (longest), or sixteen about one text of 3,072 tokens each (groups). Of the `steps` of a run the first ones warm up,
+    at least those three that packtrain checks document by document; a line is logged as often.
     """
 
     objective: str
@@ -51,13 +53,13 @@ class Task:
     row: int
     lora: bool = False
     longest: int = 2048
-    long: bool = False
+    documents: Literal["conversations", "long", "longest", "groups"] = "conversations"
     steps: tuple[int, int] = (15, 5)
 
     @property
     def data(self) -> str:
         """The file of its rows."""
-        return "long.jsonl" if self.long else f"{self.objective}.jsonl"
+        return f"{self.objective}-{self.documents}.jsonl"
 
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
@@ -70,18 +72,28 @@ MIDDLE |= {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_he
 MIDDLE |= {"tie_word_embeddings": True, "max_position_embeddings": 32_768}
 TINY = QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
 TINY |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 512}
+EXPERTS = SMALL | {"model_type": "qwen3_moe", "num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8}
+EXPERTS |= {"moe_intermediate_size": 512, "norm_topk_prob": True}
+TINY_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LONGEST = SMALL | {"max_position_embeddings": 131_072}
 TASKS = {
-    "sft 1.5B": Task("sft", MIDDLE, examples=12, at_once=2, row=16_384, longest=8192, long=True, steps=(8, 3)),
+    "sft 1.5B": Task("sft", MIDDLE, examples=12, at_once=2, row=16_384, longest=8192, documents="long", steps=(8, 3)),
     "sft 0.6B": Task("sft", SMALL, examples=128, at_once=16, row=16_384),
     "dpo 0.6B": Task("dpo", SMALL, examples=16, at_once=4, row=16_384),
     "LoRA 8B": Task("sft", LARGE, examples=64, at_once=16, row=16_384, lora=True, steps=(7, 3)),
+    "one document 0.6B": Task("sft", LONGEST, 1, 1, row=98_304, longest=98_304, documents="longest", steps=(5, 3)),
+    "groups 0.6B": Task(
+        "sft", SMALL, examples=32, at_once=4, row=16_384, longest=8192, documents="groups", steps=(6, 3)
+    ),
+    "experts 2B": Task("sft", EXPERTS, examples=64, at_once=8, row=16_384, steps=(7, 3)),
 }
 
 
 def task_of(name: str, *, tiny: bool) -> Task:
     """The task of this name; a tiny one has the same shape in everything but size."""
     task = TASKS[name]
-    small = {"sizes": TINY, "examples": 4, "at_once": 2, "row": 1024, "longest": 128, "steps": (2, 1)}
+    sizes = TINY | (TINY_EXPERTS if "num_experts" in task.sizes else {})
+    small = {"sizes": sizes, "examples": 4, "at_once": 2, "row": 1024, "longest": 128, "steps": (2, 1)}
     return replace(task, **small) if tiny else task
 
 
@@ -103,13 +115,21 @@ def write_inputs(folder: Path, *, tiny: bool) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "tokenizer")
     lengths, drawn = json.loads((ROOT / "benchmarks/lengths.json").read_text()), random.Random(0)
     shorter = 16 if tiny else 1
-    for task in (task_of("sft 0.6B", tiny=tiny), task_of("sft 1.5B", tiny=tiny)):
+    for name in ("sft 0.6B", "sft 1.5B", "one document 0.6B", "groups 0.6B"):
+        task, text = task_of(name, tiny=tiny), []
         with (folder / task.data).open("w") as file:
             for number in range((task.steps[0] + gpu_profile.STEPS) * task.examples):
                 prompt, answer = (1 + n // shorter for n in lengths["sft"][number % len(lengths["sft"])])
-                if task.long:
+                if task.documents == "long":
                     prompt, answer = 8, drawn.randrange(task.longest // 4, task.longest + 1) - 8
+                elif task.documents == "longest":
+                    prompt, answer = 8, task.longest - 8
+                elif task.documents == "groups":  # of lengths that are alike in each
+                    if number % 16 == 0:
+                        text = [drawn.randrange(3, len(words)) for _ in range(task.longest * 3 // 8)]
+                    prompt, answer = (1 + n // shorter for n in lengths["sft"][number % 16])
                 ids = [drawn.randrange(3, len(words)) for _ in range(prompt + answer)]
+                ids, prompt = text + ids, len(text) + prompt
                 file.write(json.dumps({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}) + "\n")
     task = task_of("dpo 0.6B", tiny=tiny)
     with (folder / task.data).open("w") as file:
@@ -216,27 +236,9 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str], profiled: 
     cuda = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if cuda else None
     output = folder / f"run-{os.getpid() if alone else os.environ['MASTER_PORT']}"
-    arguments = [
-        "model.init=random",
-        f"model.tokenizer={folder / 'tokenizer'}",
-        *(f"+model.config.{name}={str(value).lower()}" for name, value in what.sizes.items()),
-        f"data.train={folder / what.data}",
-        f"data.cache_dir={folder / 'cache'}",
-        f"data.max_length={what.longest}",
-        "data.shuffle=false",
-        f"batch.examples_per_step={what.examples}",
-        f"batch.tokens_per_device={what.row}",
-        *([] if "packing.mode=packed" in changes else [f"batch.examples_per_device={what.at_once}"]),
-        f"optim.learning_rate={LEARNING_RATE}",
-        "optim.schedule=constant",
-        "trainer.mixed_precision=bf16",
-        f"trainer.log_every={warm}",
-        f"trainer.max_steps={steps + gpu_profile.STEPS * profiled}",
-        f"trainer.output_dir={output}",
-        *(["topology=single"] if alone else []),  # also inside a Slurm job
-        *(["peft=lora", "model.dtype=bfloat16"] if what.lora else []),
-        *changes,
-    ]
+    arguments = [*arguments_of(folder, what, changes), f"trainer.log_every={warm}", f"trainer.output_dir={output}"]
+    arguments.append(f"trainer.max_steps={steps + gpu_profile.STEPS * profiled}")
+    arguments += ["topology=single"] if alone else []  # also inside a Slurm job
     sys.argv = ["packtrain", what.objective, *arguments]
     try:
         cli.main()
@@ -251,6 +253,36 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str], profiled: 
     figures = figures_of(watch, tokens_of_steps(folder, what), steps, warm)
     plan = planned([f"objective.kind={what.objective}", *arguments], memory) if alone else {}
     return {**figures, **said, **plan, "profile": watch.profile}
+
+
+def arguments_of(folder: Path, what: Task, changes: list[str]) -> list[str]:
+    """What packtrain is told to train a task, but for the length of the run and its folder."""
+    return [
+        "model.init=random",
+        f"model.tokenizer={folder / 'tokenizer'}",
+        *(f"+model.config.{name}={str(value).lower()}" for name, value in what.sizes.items()),
+        f"data.train={folder / what.data}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"data.max_length={what.longest}",
+        *([] if any("shuffle" in change for change in changes) else ["data.shuffle=false"]),
+        f"batch.examples_per_step={what.examples}",
+        f"batch.tokens_per_device={what.row}",
+        *([] if "packing.mode=packed" in changes else [f"batch.examples_per_device={what.at_once}"]),
+        f"optim.learning_rate={LEARNING_RATE}",
+        "optim.schedule=constant",
+        "trainer.mixed_precision=bf16",
+        *(["peft=lora", "model.dtype=bfloat16"] if what.lora else []),
+        *changes,
+    ]
+
+
+def bench(folder: Path, *, tiny: bool) -> dict[str, Any]:
+    """What `packtrain bench` reports of the small model, in processes of its own."""
+    what = task_of("sft 0.6B", tiny=tiny)
+    arguments = arguments_of(folder, what, ["packing.mode=packed", "topology=single"])
+    command = [sys.executable, "-m", "packtrain", "bench", *arguments, "--json", "--seconds", "5" if tiny else "20"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=folder)
+    return json.loads(done.stdout)
 
 
 def planned(arguments: list[str], memory: int | None) -> dict[str, Any]:

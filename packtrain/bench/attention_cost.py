@@ -35,7 +35,7 @@ class AttentionCost:
 def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     """Of flat rows as long as the fullest micro-batch that was trained, in one, 4 and 16 documents, forwards and backwards; called by all ranks together.
 
-    None where rows are too short for it, and under DeepSpeed, whose engine counts passes. The gradients are dropped.
+    None where rows are too short for it, times do not fit such a sum (a busy machine), and under DeepSpeed, whose engine counts passes. The gradients are dropped.
     """
     schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
     layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.global_step)]
@@ -65,8 +65,9 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
     engine.wrapped.zero_grad()
     squares = [tokens**2 / cut for cut in _CUTS]
     slope, rest = np.polyfit(squares, taken, 1)
-    cost = max(float(slope * tokens / rest), 0.0) if rest > 0 else 0.0
-    return AttentionCost(max(float(rest), 0.0) / tokens, cost, schedule.attention_cost)
+    if rest <= 0:
+        return None
+    return AttentionCost(float(rest / tokens), max(float(slope * tokens / rest), 0.0), schedule.attention_cost)
 
 
 def _wait(device: torch.device) -> None:

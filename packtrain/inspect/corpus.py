@@ -19,6 +19,7 @@ from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
+from packtrain.packing.prefix_index import PrefixIndex, index_prefixes
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,11 @@ class Corpus:
     def traits(self) -> Traits:
         """What the objective trains on."""
         return self.config.objective.traits
+
+    @cached_property
+    def prefixes(self) -> PrefixIndex | None:
+        """What documents of train begin with alike; None where that does not matter."""
+        return index_prefixes(self.train) if self.config.compares_prefixes else None
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:

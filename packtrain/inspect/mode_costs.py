@@ -13,7 +13,6 @@ from packtrain.config.schema import DEFAULT_ROW_TOKENS, Packing, PackingMode
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention
-from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
@@ -72,7 +71,7 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
         shuffle=config.data.shuffle,
         attention_cost=cost,
         ranks_per_row=together,
-        prefixes=index_prefixes(corpus.train) if config.compares_prefixes else None,
+        prefixes=corpus.prefixes,
     )
 
 

@@ -6,6 +6,11 @@ cheap to keep for what it costs, as torchtitan does, by torch's `create_selectiv
 second factor, as wide as the layer and quickly made, is not kept. Losses and gradients are the same bits with each.
 
 Layers switch themselves (transformers' GradientCheckpointingLayer): no module is wrapped, and weights keep their names.
+
+`trainer.activation_offload`: what a layer keeps waits in the host's memory. TRL's OffloadActivations (torchtune's) copies tensors to pinned
+memory on a stream of its own while the next layers compute, and back before they are used. Around a whole step it would also move what
+is not activations: gradients that the output head has made already, autocast's copies of weights, weights that FSDP2 has gathered. So
+it is given what each layer's checkpoint keeps, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,19 +22,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packtrain.errors import UserError
-from packtrain.model.layers.offloading import offloading
 
-KEY = "trainer.gradient_checkpointing"
+KEY, OFFLOAD_KEY = "trainer.gradient_checkpointing", "trainer.activation_offload"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 _OF_EXPERTS = "aten::_grouped_mm"
 _ATTENTION = re.compile(r"aten::_(scaled_dot_product|flash_attention|efficient_attention)|torch_attn::|flash_attn")
 _THIN = 8
 """Products whose inner dimension is so many times smaller than their result is wide are made again, the reverse are kept."""
+
+
+def check_offload(device: torch.device) -> None:
+    """Raises UserError where `device` has no memory of its own."""
+    if device.type == "cpu":
+        what = "on a CPU activations are in the host's memory already"
+        raise UserError(what, where=OFFLOAD_KEY, fix="set it to false, or run on a machine with GPUs")
 
 
 def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> None:
@@ -53,7 +66,7 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
 
     rerun: Callable[..., Any] = partial(checkpoint, use_reentrant=False, **context)
     if offload:
-        rerun = offloading(rerun)
+        rerun = _offloading(rerun)
 
     def switch(self: Any, enable: bool = True, **_: Any) -> None:
         """In place of transformers' own: TRL switches off for a pass of the reference, and on again without our choices."""
@@ -64,6 +77,19 @@ def recompute(model: PreTrainedModel, policy: str, *, offload: bool = False) -> 
     own: Any = model
     own._set_gradient_checkpointing = types.MethodType(switch, model)
     own.activation_checkpointing_enable()
+
+
+def _offloading(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """`checkpoint`, torch's or with its options, whose inputs are moved to the host until the backward pass."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    return partial(_checkpoint_moving, OffloadActivations(), checkpoint)
+
+
+def _checkpoint_moving(moving: Any, checkpoint: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    # not `with moving`: that forgets what earlier layers have moved. What the layer saves inside of the checkpoint has hooks of its own
+    with saved_tensors_hooks(moving.pack_hook, moving.unpack_hook):
+        return checkpoint(*given, **options)
 
 
 def recompute_in_eval(model: PreTrainedModel) -> None:

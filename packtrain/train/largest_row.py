@@ -145,7 +145,7 @@ def memory_error(
     key, now, least = "batch.examples_per_device", len(numbers), 1
     if by_tokens:
         longest = math.ceil(int(schedule.lengths.max()) / schedule.ranks_per_row)
-        key, now, least = "batch.tokens_per_device", batch.slots // batch.parts, longest
+        key, now, least = "batch.tokens_per_device", schedule.slots(np.array(numbers)) // batch.parts, longest
     half = max(now // 2, least)
     fix = f"set {key}={half}, or {LESS_MEMORY}"
     if half >= now:

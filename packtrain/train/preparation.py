@@ -23,10 +23,10 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.compiled import compile_layers
 from packtrain.model.heads.score import outputs_of_tokens
-from packtrain.model.layers.offloading import check_offload
 from packtrain.model.layers.tiled_mlp import check_tiles
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision
+from packtrain.model.recomputation import check_offload
 from packtrain.model.spread import Ranks, max_over_ranks, open_proofs, reading_mesh, spread
 from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
@@ -74,6 +74,8 @@ class Prepared:
         """The steps over a data set: one pass in order, unless `length` (max_steps, epochs, shuffle) says otherwise."""
         config, pad = self.config, int(self.tokenizer.pad_token_id or 0)
         known = config.packing.attention_cost
+        # an evaluation is in order, and so needs to know what is alike only where rows share it
+        compares = config.compares_prefixes and (config.packing.share_prefix or length.get("shuffle") == "by_prefix")
         schedule = make_schedule(
             self.objective.slots(part),
             config.packing,
@@ -81,7 +83,7 @@ class Prepared:
             seed=config.trainer.seed,
             attention_cost=attention_cost(self.model) if known is None else known,
             ranks_per_row=self.objective.ranks_per_row,
-            prefixes=index_prefixes(part) if config.compares_prefixes else None,
+            prefixes=index_prefixes(part) if compares else None,
             **length,
         )
         return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)

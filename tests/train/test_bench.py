@@ -81,7 +81,8 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
         assert trial["tokens_per_second"] > 0 and trial["peak_memory"] > 2**20 and trial["first_step_seconds"] > 0
         assert (trial["padding"] == 0 or trial["mode"] == "padding") and trial["mfu"] is None
     assert report["trials"][0]["configured"] and report["trials"][0]["ratio"] == 1
-    assert report["step"] == {"size": "7 documents", "tokens": pytest.approx(829.5), "part": 1}
+    assert report["step"]["size"] == "7 documents" and report["step"]["tokens"] == pytest.approx(829.5)
+    assert 0 < report["step"]["part"] <= 1  # less than all of it where a step takes long
     assert report["best"]["overrides"][0].startswith("packing.mode=")
     assert report["attention"].startswith("segmented") and report["processes"] == 1
     assert report["attention_cost"]["token_seconds"] > 0 and report["attention_cost"]["attention_cost"] >= 0

@@ -124,7 +124,7 @@ class SFT(TrainingObjective):
         """See TrainingObjective. Raises UserError if rows would share tokens that a loss of routers counts by document."""
         if self.packing.share_prefix and router_loss(base_model(model)) is not None:
             what = "the load-balancing loss of routers counts a token in every document that has it"
-            fix = "set it to false, or model.config.output_router_logits"
+            fix = "set it, or model.config.output_router_logits, to false"
             raise UserError(what, where="packing.share_prefix", fix=fix)
         return super().decide_attention(wanted, model, ranks, precision, prove=prove)
 

@@ -81,7 +81,7 @@ class TrainingObjective:
         self.layout, self.why_not_shared = "flat" if reason else "shared", reason
         same_everywhere(self.layout, "layout of rows", "packing.share_prefix", ranks.world_size)
         if reason and self.packing.share_prefix:
-            what = f"prompts cannot be shared: {reason}"
+            what = f"{'prompts' if self.shares_unless_told else 'prefixes'} cannot be shared: {reason}"
             raise CheckFailed(what, where="packing.share_prefix", fix="set it to false")
         return choice
 

@@ -160,12 +160,8 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
         off, right = abs(start["loss"] - start["zero_margin"]), _number(start["zero_margin"], 7)
         yield f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"]
     tolerances = report["tolerances"]
-    more = {
-        "packed with shared prefixes" if report["objective"] == "sft" else "packed with shared prompts": report[
-            "prefix_shared"
-        ],
-        "packed, split over processes": report["split"],
-    }
+    shared = "prefixes" if report["objective"] == "sft" else "prompts"
+    more = {f"packed with shared {shared}": report["prefix_shared"], "packed, split over processes": report["split"]}
     for mode, figures in {**report["modes"], **{mode: figures for mode, figures in more.items() if figures}}.items():
         yield f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"]
         yield f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"]
