@@ -87,6 +87,7 @@ def gpu_tests(folder: Path, *, tiny: bool, files: list[str]) -> dict[str, Any]:
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 self.failed.append([report.nodeid, first_line(crash.message if crash else str(report.longrepr))])
+                print(report.nodeid, report.longrepr, flush=True)  # now: the part may end at its limit
             elif report.skipped:
                 self.skipped[str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")] += 1
             elif report.when == "call":

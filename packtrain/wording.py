@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -28,6 +29,8 @@ def first_line(error: BaseException) -> str:
         text = f"{error.strerror}: {os.fsdecode(error.filename)}" if named else error.strerror
     if isinstance(error, ImportError) or type(error).__name__.startswith("StrictDataclass"):
         text = " ".join(text.split())  # names the package or the field only further down
+    if re.match(r"at \d+:\d+:\n", text):  # Triton's compiler: the place, the kernel's code, what is wrong
+        text = text.rpartition("\n")[2]
     line = visible(text.partition("\n")[0][:_MAX_LETTERS], whitespace=True)
     return f"{type(error).__name__}: {line}".rstrip(": ") if isinstance(error, _NAMELESS) or not line else line
 

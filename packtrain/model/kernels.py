@@ -1,6 +1,7 @@
 """`model.kernels`: norms, rotation and activations of the layers by Liger's fused kernels (arXiv 2410.10989), in place of torch's operations.
 
-Its own functions patch the loaded model, type by type; its cross-entropies stay off, since the output head is model/forward.py's.
+Its own functions patch the loaded model, type by type; its cross-entropies stay off, since the output head is model/forward.py's, and
+experts stay as they are: its kernel for them knows no autocast, and model.experts groups their products.
 They also patch names in transformers' files. There only functions stay, such as the rotation, which the layers look up in each call:
 classes become transformers' again, so that models loaded later are as they come.
 """
@@ -52,7 +53,7 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
 
     def undo() -> None:
         for place, name, value in changed:
-            place.pop(name) if value is _ABSENT else place.__setitem__(name, value)
+            _put_back(place, name, value)
 
     try:
         _apply_liger_kernel_to_instance(base_model(model), **_OWN_HEAD)
@@ -62,7 +63,14 @@ def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
             changed += [(place, name, old.get(name, _ABSENT)) for name in names]
         if sys.exc_info()[0] is not None:
             undo()
+    experts = {id(vars(module)) for module in modules if hasattr(module, "_is_expert_parallel")}
+    for place, name, value in [change for change in changed if id(change[0]) in experts]:
+        _put_back(place, name, value)
     for place, name, value in changed:
         if isinstance(value, type):
             place[name] = value
     return undo
+
+
+def _put_back(place: dict[str, Any], name: str, value: Any) -> None:
+    place.pop(name, None) if value is _ABSENT else place.__setitem__(name, value)

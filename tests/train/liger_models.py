@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from packtrain.model.kernels import fuse_by_liger
 from packtrain.model.load import base_model
 from packtrain.proof.change import prove_change
-from packtrain.proof.comparison import tolerance_of
+from packtrain.proof.comparison import has_routers, tolerance_of
 from tests.standin.site import triton_interpreter
 
 ROW = torch.arange(14)[None] * 7 % 94 + 3
@@ -28,6 +28,7 @@ def proved(family: str, dtype: torch.dtype, *, adapters: bool) -> dict[str, Any]
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
     layer: Any = base_model(model).base_model.layers[0]
     undo: list[Any] = []
+    parts = (layer.input_layernorm, getattr(layer.mlp, "experts", layer.mlp))
 
     def loss() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -38,10 +39,11 @@ def proved(family: str, dtype: torch.dtype, *, adapters: bool) -> dict[str, Any]
         return undo[0]
 
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    proof = prove_change(make, loss, weights, tolerance_of(dtype), lambda values: values)
-    inside = ["forward" in vars(module) for module in (layer.input_layernorm, layer.mlp)]
+    tolerance = tolerance_of(dtype, routed=has_routers(base_model(model)))
+    proof = prove_change(make, loss, weights, tolerance, lambda values: values)
+    inside = ["forward" in vars(module) for module in parts]
     undo[0]()
-    after = ["forward" in vars(module) for module in (layer.input_layernorm, layer.mlp)]
+    after = ["forward" in vars(module) for module in parts]
     rotation = vars(__import__(type(layer).__module__, fromlist=["_"]))["apply_rotary_pos_emb"].__module__
     return {
         "refusal": proof.refusal,
@@ -61,6 +63,7 @@ if __name__ == "__main__":
         ("llama", torch.bfloat16, False),
         ("qwen3", torch.float32, True),
         ("gemma2", torch.float32, False),
+        ("qwen3_moe", torch.bfloat16, False),
     ]
     for family, dtype, adapters in cases:
         print(json.dumps(proved(family, dtype, adapters=adapters)), flush=True)

@@ -22,6 +22,7 @@ from packtrain.model.spread import embedding_apart, layers_of
 from packtrain.proof.change import Change, ChangeProof, prove_change
 from packtrain.proof.comparison import tolerance_of
 from packtrain.train import run as train_run
+from packtrain.train.verify import changes
 from packtrain.train.verify.changes import ModelChange
 from tests.train import forked
 
@@ -193,6 +194,21 @@ def test_a_right_kernel_is_proved_and_trains_on(monkeypatch: pytest.MonkeyPatch,
     run = run_here(tmp_path, base_config(tmp_path, trainer={"max_steps": 3}))
     assert_same_bits(run, plain)
     assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")
+
+
+@pytest.mark.parametrize("mode", ["packed", "padding"])
+def test_of_documents_too_long_for_a_proof_the_end_of_what_is_trained_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: Run, mode: str
+) -> None:
+    changing(monkeypatch, lambda x: Scaled.apply(x, 1.0))
+    proved, own = list[Any](), changes.first_documents
+    monkeypatch.setattr(changes, "_TOKENS", 8)
+    monkeypatch.setattr(changes, "first_documents", lambda steps: proved.append(own(steps)) or proved[-1])
+    run = run_here(tmp_path, base_config(tmp_path, packing={"mode": mode}, trainer={"max_steps": 3}))
+    assert (proved[0].tokens, proved[0].inputs["input_ids"].shape) == (8, (1, 8)) and 0 < proved[0].trained <= 8
+    assert run.summary["changes"]["kernel"].startswith("a fast MLP (loss off by 0, gradients by 0")
+    if mode == "packed":
+        assert_same_bits(run, plain)
 
 
 def test_asked_for_by_name_a_wrong_or_absent_kernel_ends_the_run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -161,11 +161,18 @@ def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
 
 
 def first_documents(steps: Steps) -> MicroBatch:
-    """Documents of this process's first micro-batch, in order, as long as they have room; if none has, the shortest."""
+    """Documents of this process's first micro-batch, in order, as long as they have room; if none has, the shortest, of a text
+    the part that ends with what is trained."""
     numbers, room, some = steps.first_examples(0), _TOKENS, list[int]()
     for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):
         if slots <= room:
             some.append(number)
             room -= slots
-    shortest = numbers[[int(steps.schedule.lengths[numbers].argmin())]]
-    return steps.collate(np.array(some) if some else shortest)
+    shortest = int(numbers[steps.schedule.lengths[numbers].argmin()])
+    if some or type(steps) is not Steps:
+        return steps.collate(np.array(some or [shortest]))
+    whole: Any = steps.data[shortest]
+    end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
+    part = slice(max(0, end - _TOKENS), end)
+    cut = replace(whole, input_ids=whole.input_ids[part], loss_mask=whole.loss_mask[part])
+    return replace(steps, data=cast(Any, [cut]), layout="padding" if steps.layout == "padding" else "flat").collate([0])
