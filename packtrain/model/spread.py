@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -47,7 +48,8 @@ from packtrain.boundary import holding
 from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
-from packtrain.model.weights.slices import put_slices, take_slices
+from packtrain.model.weights.slices import put_slices, put_weight, take_slices
+from packtrain.model.weights.stream import gathered, return_freed_memory
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 
@@ -168,9 +170,9 @@ def embedding_apart(base: PreTrainedModel) -> Any:
 
 @cache
 def mesh_of(ranks: Ranks) -> DeviceMesh | None:
-    """The processes as FSDP2 spreads a model over them: sharded over the last dimension, copied over the first of two. None for other
-    strategies. Called by all ranks together the first time."""
-    if ranks.strategy != "fsdp2":
+    """The processes as a model is spread over them: sharded over the last dimension, copied over the first of two. None where each has
+    all of it. Called by all ranks together the first time."""
+    if not ranks.sharded:
         return None
     shape = (ranks.copies, ranks.world_size // ranks.copies) if ranks.copies > 1 else (ranks.world_size,)
     with waiting("the other ranks to form groups"):
@@ -215,11 +217,20 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     dtype = base.dtype
     # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
     for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    # one weight after the other: the engine would put the whole model on the device first
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.to(dtype)
     remote = "cpu" if ranks.strategy == "zero3_offload" else None
-    settings = _without_optimizer(model, ranks)
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings, remote_device=remote, dtype=dtype)
+    part = partial(
+        deepspeed.zero.Init, config_dict_or_path=_without_optimizer(model, ranks), remote_device=remote, dtype=dtype
+    )
+    # one weight after the other: the engine would put the whole model on the device first
+    slices = take_slices(model)
+    for names in [*slices]:
+        weight = slices.pop(names)
+        whole = put_weight(model, names, gathered(weight).to(dtype), weight.requires_grad)
+        part(module=nn.ParameterList([whole]))
+        return_freed_memory()
+    part(module=model)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
 

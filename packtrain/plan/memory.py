@@ -257,7 +257,7 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     }
     split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}
     host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
-    if name == "fsdp2" and config.model.is_base_for_adapters:  # it reads its own slices (model/weights/slices.py)
+    if config.model.is_base_for_adapters:  # it reads its own slices (model/weights/slices.py)
         host = math.ceil(host / shards)
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer

@@ -193,6 +193,8 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
         "model.config": f"one with digest {digest_of(json.dumps(settings, sort_keys=True, default=str))}",
         "model weights": f"those with hash {weights_hash(model)[:12]}",
     }
+    if sampled := getattr(base_model(model), "hash_of_files", ""):  # read by slices, of which each process sees its own
+        facts["model.path"] = f"files with hash {sampled[:12]}"
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
     peers.settle("model", facts, dict.fromkeys(facts, fix), timeout_s=timeout_s)
 

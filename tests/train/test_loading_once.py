@@ -1,8 +1,9 @@
-"""Under fsdp2 each process reads its own rows of the weights, and what is written at the end is never whole in memory."""
+"""Under fsdp2 and zero3 each process reads its own rows of the weights, and what is written at the end is never whole in memory."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,13 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
     from torch.distributed.tensor import DTensor
 
     from packtrain.model.load import load_model
-    from packtrain.model.spread import Ranks, reading_mesh, spread
+    from packtrain.model.spread import Ranks, open_proofs, reading_mesh, spread
     from packtrain.model.weights import stream
     from packtrain.model.weights.hashes import weights_hash
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(rank, world, torch.device("cpu"), "fsdp2", copies=2 if world == 4 else 1)
+    ranks = Ranks(rank, world, torch.device("cpu"), arguments[1], copies=2 if world == 4 else 1)
     stream.FILE_BYTES = 20_000
     tokenizer = Tokens()
     for name in FAMILIES:
@@ -74,14 +75,18 @@ def compare(arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, 
             assert weights_hash(model) == weights_hash(whole), name
             spread(model, ranks)
             for key, weight in model.named_parameters(remove_duplicate=False):
-                assert torch.equal(stream.gathered(weight), expected[key]), (name, key)
+                # ZeRO-3 has one format
+                assert torch.equal(stream.gathered(weight), expected[key].to(weight.dtype)), (name, key)
                 assert weight.requires_grad == expected[key].requires_grad, (name, key)
             assert len({*model.parameters()}) == len({*whole.parameters()}), name
             for ours, theirs in zip(model.buffers(), whole.buffers(), strict=True):
                 assert torch.equal(ours, theirs), name
-            ids = torch.arange(9)[None]
+            ids, end = torch.arange(9)[None], open_proofs(model, ranks)
+            if arguments[1] == "zero3":
+                whole.to(whole.dtype)
             with torch.no_grad():
                 assert torch.equal(model.eval()(input_ids=ids).logits, whole.eval()(input_ids=ids).logits), name
+            end()
             if not scores:
                 check_files(model, whole, Path(arguments[0], f"{name}-of-{world}"), main=rank == 0)
     dist.destroy_process_group()
@@ -115,10 +120,12 @@ class Tokens:
         return 50
 
 
-@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_slices_are_those_of_the_whole_model_and_files_too(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(3, "fsdp2"), (3, "zero3"), pytest.param(4, "fsdp2", marks=pytest.mark.exhaustive)]
+)
+def test_slices_are_those_of_the_whole_model_and_files_too(tmp_path: Path, processes: int, strategy: str) -> None:
     save_models(tmp_path)
-    for result in forked.joined(processes, str(tmp_path), begin=compare):
+    for result in forked.joined(processes, str(tmp_path), strategy, begin=compare):
         assert result.returncode == 0, result.stderr
 
 
@@ -196,3 +203,20 @@ def test_a_weight_in_another_shape_is_refused_on_all_ranks(folder: Path, tmp_pat
 
 def test_only_fsdp2_shards_within_machines(folder: Path) -> None:
     train(folder, config_of(folder), "strategy=zero2", "strategy.shard_within=machine", name="refused", expect=2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_files_of_another_training_on_one_machine_are_noticed(folder: Path, tmp_path: Path, strategy: str) -> None:
+    environments = forked.told_by_torchrun(2)
+    for rank, environment in enumerate(environments):
+        environment["HOME"] = str(home := tmp_path / f"home{rank}")
+        shutil.copytree(folder / "model", home / "model")
+    weights = load_file(home / "model/model.safetensors")
+    save_file({k: w + 1e-3 for k, w in weights.items()}, home / "model/model.safetensors", {"format": "pt"})
+    config = config_of(folder)
+    config["model"]["path"], config["trainer"]["output_dir"] = "~/model", str(tmp_path / "run")
+    path = write_jsonl(tmp_path / "run.yaml", [config])
+    arguments = ("sft", str(path), f"strategy={strategy}")
+    for result in forked.results_of(arguments, environments, None, 600, None):
+        assert result.returncode == 3 and "files differ there" in result.stderr, result.stderr
+        assert "model.path" in result.stderr

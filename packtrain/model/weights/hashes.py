@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from packtrain.monitor.heartbeat import waiting
+
+_BLOCKS, _BLOCK_BYTES = 32, 2**16
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
@@ -41,6 +44,20 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
             whole ^= part
     described.update(whole.to_bytes(16, "big"))
     return described.hexdigest()
+
+
+def sampled_hash(files: Iterable[str]) -> str:
+    """Hash of the sizes of `files`, their first bytes and blocks all over them: of weights that are read by slices no process sees all, and
+    those of another training differ everywhere."""
+    found = xxhash.xxh3_128()
+    for file in sorted(files, key=os.path.basename):
+        end = os.path.getsize(file)
+        found.update(f"{os.path.basename(file)} {end}".encode())
+        with open(file, "rb") as opened:
+            for number in range(_BLOCKS):
+                opened.seek(max(0, end - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+                found.update(opened.read(_BLOCK_BYTES))
+    return found.hexdigest()
 
 
 def _of_rows(tensor: torch.Tensor, first: int, seed: int) -> int:

@@ -1,8 +1,8 @@
-"""Weights that every process reads only its own rows of, as FSDP2 will keep them.
+"""Weights that every process reads only its own rows of, as FSDP2 will keep them; for ZeRO-3 they are put together one by one.
 
 transformers reads safetensors by slices into parameters that are DTensors, also where experts are stacked as they are read
 (core_model_loading.DtensorShardOperation). So inside `reading_slices` a model, which is made on the meta device, gets such
-parameters before its files are read: `Shard(0)` on the mesh, which is what fully_shard makes. model/spread.py then hands them to it.
+parameters before its files are read: `Shard(0)` on the mesh, which is what fully_shard makes. model/spread.py then hands them on.
 
 Whole in every process until then: weights that are in no file (a new head), buffers, what the library makes of whole weights
 (a fused projection that is cut into three), and all of files of another kind (.bin, .gguf) and of quantised models.
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, apply_converters
 
 from packtrain.boundary import holding
+from packtrain.model.weights.hashes import sampled_hash
 
 
 def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
@@ -34,6 +35,7 @@ def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
         by_slices = state_dict is None and settings.hf_quantizer is None
         if not (by_slices and files and all(file.endswith(".safetensors") for file in files)):
             return read(model, state_dict, files, settings, *more)
+        model.hash_of_files = sampled_hash(files)
         _place(model, mesh, settings.weight_mapping or [])
         loaded, rest = read(model, state_dict, files, settings, *more)
         for names, weight in _sliced(model).items():
@@ -41,13 +43,13 @@ def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
             if not weight.to_local().numel() and (broken := loaded.conversion_errors.keys() & names):
                 loaded.conversion_errors.pop(broken.pop())
                 loaded.missing_keys -= {*names}
-                _put(
+                put_weight(
                     model, names, _like(weight, torch.empty_like(weight.to_local(), device="cpu"))
                 )._is_hf_initialized = True
             elif (
                 weight.to_local().is_meta
             ):  # to be tied, or initialised: whole, since random numbers depend on the shape
-                _put(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+                put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
         return loaded, rest
 
     return holding(PreTrainedModel, _load_pretrained_model=staticmethod(read_slices))
@@ -63,7 +65,7 @@ def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
             shape, _ = compute_local_shape_and_global_offset(weight.shape, mesh, [Shard(0)])
             part = torch.empty(shape, dtype=weight.dtype, device="meta")
             made = DTensor.from_local(part, mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
-            _put(model, names, made, weight.requires_grad)
+            put_weight(model, names, made, weight.requires_grad)
 
 
 def _by_rows(made: WeightConverter) -> bool:
@@ -78,7 +80,7 @@ def take_slices(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
     """The parameters of which `model` has slices, by their names (several if tied); whole ones on the meta device are in their place."""
     taken = _sliced(model)
     for names, weight in taken.items():
-        _put(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
+        put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
     return taken
 
 
@@ -102,7 +104,7 @@ def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
     return {all_of_it: weight for weight, all_of_it in names.items()}
 
 
-def _put(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> Any:
+def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> nn.Parameter:
     """Makes `value` the parameter of these `names`, and returns it."""
     made = nn.Parameter(value, requires_grad=trained and value.is_floating_point())
     for name in names:

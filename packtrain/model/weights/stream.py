@@ -1,4 +1,4 @@
-"""Writing a model under FSDP2 as a folder that from_pretrained loads, without a whole copy of it anywhere.
+"""Writing a model under FSDP2 or ZeRO-3 as a folder that from_pretrained loads, without a whole copy of it anywhere.
 
 The files are planned from shapes alone. Then all processes gather one weight after the other, and the main one writes a file as soon as
 it has what belongs into it: beside its share it holds one file and one weight. Where the library saves another form than it computes with
@@ -7,8 +7,10 @@ it has what belongs into it: beside its share it holds one file and one weight. 
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,9 @@ def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
     kept = {name for name in kept if name not in (model._keys_to_ignore_on_save or ())}
     shapes = {
         name: torch.empty(
-            value.shape, dtype=dtype if isinstance(value, torch.nn.Parameter) else value.dtype, device="meta"
+            getattr(value, "ds_shape", value.shape),  # ZeRO-3's parameters are empty
+            dtype=dtype if isinstance(value, torch.nn.Parameter) else value.dtype,
+            device="meta",
         )
         for name, value in held.items()
         if name in kept
@@ -62,8 +66,8 @@ def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
     if {name: value.shape for name, value in single.items()} != {name: value.shape for name, value in together.items()}:
         return None
     split = split_torch_state_dict_into_shards(single, filename_pattern=_PATTERN, max_shard_size=FILE_BYTES)
-    counts = {"total_parameters": model.num_parameters(), **split.metadata}
-    index = {"metadata": counts, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    counts = {"total_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())}
+    index = {"metadata": counts | split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
     return FilePlan(tuple(shapes), split.filename_to_tensors, index)
 
 
@@ -93,6 +97,7 @@ def write_files(
                 except (OSError, SafetensorError) as error:
                     failure = error
         parts = {}
+        return_freed_memory()
     if failure:
         raise failure
     if main and plan.index:
@@ -102,10 +107,15 @@ def write_files(
 def gathered(weight: torch.Tensor) -> torch.Tensor:
     """All of a weight whose rows may be spread; called by all processes together. By broadcasts into their places: gloo's all-gather takes
     a copy more, and `full_tensor` two."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        with waiting("the other ranks to gather a weight"), deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
     weight = weight.detach()
     if not isinstance(weight, DTensor):
         return weight
-    mesh, own = weight.device_mesh, weight.to_local()
+    mesh, own = weight.device_mesh, weight.to_local().to(weight.device_mesh.device_type)
     last = mesh.ndim - 1
     whole, group = own.new_empty(weight.shape), mesh.get_group(last)
     with waiting("the other ranks to gather a weight"):
@@ -114,3 +124,9 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
                 part.copy_(own)
             dist.broadcast(part, group=group, group_src=number)
     return whole
+
+
+def return_freed_memory() -> None:
+    """Has the C library return to the system what is freed: of weights one after the other glibc keeps as much as a whole model."""
+    with suppress(OSError, AttributeError):  # another library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -247,8 +247,8 @@ class Checkpoints:
             name_format(folder, dtype)
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Writes a whole model under FSDP2 weight by weight, each as it is `made`; whether it could (weights/stream.py)."""
-        if self._settings.strategy != "fsdp2" or self._has_adapters:
+        """Writes a whole model that is spread weight by weight, each as it is `made`; whether it could (weights/stream.py)."""
+        if not self._settings.sharded or self._has_adapters:
             return False
         if (plan := plan_files(self._model, dtype)) is None:
             return False
