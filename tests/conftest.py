@@ -27,10 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "exhaustive: more of what others sample; only run by -m exhaustive")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that mostly wait for processes take turns with files that mostly compute: of two workers one does each."""
+    """Marks the cases of exhaustive.txt. Files that mostly wait for processes take turns with files that mostly compute: of two workers one does each."""
+    more = {*(Path(__file__).with_name("exhaustive.txt").read_text().splitlines())}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
+        if item.nodeid in more:
+            item.add_marker(pytest.mark.exhaustive)
         files.setdefault(item.path, []).append(item)
     waiting = [path for path in files if path.parent.name == "cluster"]
     computing = [path for path in files if path.parent.name != "cluster"]
