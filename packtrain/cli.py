@@ -266,6 +266,25 @@ def sbatch(
 
 
 @_verb()
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML or JSON, or a .sh or .md with the command.")],
+    origin: Annotated[
+        Literal["axolotl", "llamafactory", "ms-swift", "trl"] | None,
+        typer.Option("--from", help="Whose config it is, where its keys do not say."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", metavar="N", min=1, help="How many GPUs it was written for.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the config, not stdout.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write a config of axolotl, LLaMA-Factory, ms-swift or TRL as one of ours; every key of theirs is converted or listed."""
+    from packtrain.convert.commented_yaml import write_conversion
+
+    return write_conversion(file, origin, devices, output, as_json=as_json)
+
+
+@_verb()
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -116,6 +116,15 @@ def load_points(
         config = replace(point.config, trainer=replace(point.config.trainer, output_dir=folder))
         named.append(Point(config, (*point.chosen, assignment("trainer.output_dir", folder))))
     return named, shared
+
+
+def faults_of(values: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong with plain values (group → key → value), whatever files and packages are on this machine."""
+    made, faults = build(values)
+    config = RunConfig(**made)
+    given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
+    impossible = [*rules.check_combinations(config, given), *slurm.check_secrets(asdict(config))]
+    return faults + _not_yet_reported(impossible, faults, [])
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:

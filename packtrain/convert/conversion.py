@@ -1,0 +1,211 @@
+"""A config of another trainer → ours, with a note for every key of theirs.
+
+Rules turn keys into keys (rule_tables.py). What several of them make together is computed here: the size of a step. What our own rules
+refuse of the result is taken away, and said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from packtrain.config.compose import faults_of
+from packtrain.config.keys import keys
+from packtrain.config.objective import TRAITS, ObjectiveKind
+from packtrain.convert.counterparts import Kind, Outcome, Theirs, is_off, whole
+from packtrain.convert.foreign_data import defaults_of, verb_of
+from packtrain.convert.foreign_file import Foreign, read_foreign
+from packtrain.convert.rule_tables import OriginName, Table, table
+from packtrain.errors import UserError
+from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
+from packtrain.wording import counted
+
+_KEPT = ("model.path", "data.train", "data.max_length", "batch.")
+"""Keys that are not taken away, whatever is wrong with them: without them there is no run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A key of theirs with its value: which of our keys it `became` ("" if none), and why. `own`: the file sets it; else it is a default."""
+
+    key: str
+    value: Any
+    became: str
+    why: str
+    kind: Kind
+    own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Our `config` (group → key → value), what became of each key of theirs, remarks on the whole, and the text of a chat template."""
+
+    path: Path
+    origin: OriginName
+    verb: ObjectiveKind
+    config: dict[str, dict[str, Any]]
+    notes: tuple[Note, ...]
+    remarks: tuple[str, ...]
+    template: str = ""
+
+    def of_kind(self, *kinds: Kind) -> list[Note]:
+        """The notes on keys that the file itself sets to something."""
+        return [note for note in self.notes if note.own and note.value is not None and note.kind in kinds]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers for --json."""
+        own = [note for note in self.notes if note.own]
+        notes = [{"key": note.key, "value": note.value, "became": note.became or None, "why": note.why} for note in own]
+        converted = len(self.of_kind("converted"))
+        whole_of = {"origin": self.origin, "verb": self.verb, "config": self.config, "notes": notes}
+        return {**whole_of, "converted": converted, "listed": len(own) - converted}
+
+
+def convert_file(path: Path, origin: OriginName | None = None, devices: int | None = None) -> Conversion:
+    """The conversion of a file. Raises UserError where it cannot be read, is of no known trainer, or trains what packtrain does not."""
+    file = read_foreign(path)
+    origin = origin or _recognise(file)
+    verb, guessed = verb_of(origin, file)
+    verb = cast(ObjectiveKind, verb)
+    given = {key: value for key, value in file.values.items() if value is not None}
+    theirs = Theirs({**table(origin).defaults, **defaults_of(origin, file, verb), **given}, verb, file)
+    notes, values, template = _apply(table(origin), theirs, given)
+    if not {"model.path", "data.train"} & {*values}:
+        what = f"it names neither a model nor data, as configs of {origin} do"
+        raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
+    number_of = devices or file.devices or 1
+    step, how = _step(table(origin), theirs, number_of)
+    values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
+    if values.get("optim.schedule") == "constant" and values.get("optim.warmup_steps"):
+        values["optim.schedule"] = "constant_with_warmup"
+    if values.get("optim.schedule") == "cosine" and "min_lr_rate" in values.get("optim.schedule_options", {}):
+        values["optim.schedule"] = "cosine_with_min_lr"
+    config = _nested(values)
+    notes = _without_faults(config, notes)
+    source = (
+        "--devices" if devices else "of the file" if file.devices else "the file does not say how many: --devices N"
+    )
+    remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
+    remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
+    remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
+    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks), template)
+
+
+def _recognise(file: Foreign) -> OriginName:
+    """Whose config it is, by its program, else by the keys that only one trainer has."""
+    programs = {
+        "swift": "ms-swift",
+        "megatron": "ms-swift",
+        "trl": "trl",
+        "llamafactory": "llamafactory",
+        "axolotl": "axolotl",
+    }
+    for name, origin in programs.items():
+        if file.program.startswith(name) or f"{name}/" in file.program or f"{name}.cli" in file.program:
+            return cast(OriginName, origin)
+    marks = {
+        origin: len(table(origin).marks & {*file.values})
+        for origin in cast(tuple[OriginName, ...], get_args(OriginName))
+    }
+    best = [origin for origin, count in marks.items() if count and count == max(marks.values())]
+    if len(best) == 1:
+        return best[0]
+    what = (
+        "it may be of " + " or ".join(best) if best else "its keys are those of no trainer that packtrain convert knows"
+    )
+    raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or marks)}.")
+
+
+def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any], str]:
+    """A note for each key, and what all of them set: later ones over earlier ones, the file's own over defaults."""
+    notes, values, own, template = [], dict[str, Any](), set[str](), ""
+    for key, value in theirs.values.items():
+        outcome = _outcome(rules, key, value, theirs)
+        template = outcome.template or template
+        for path, item in outcome.values.items():
+            if isinstance(item, dict) and isinstance(values.get(path), dict):
+                values[path] = {**values[path], **item}
+            elif path not in own or key in given:
+                values[path] = item
+            own |= {path} if key in given else set()
+        became = ", ".join(outcome.values) or outcome.became or "as without the key"
+        hidden = (isinstance(value, str) and speaks_of_secrets(key)) or is_certain(str(value))
+        made = became if outcome.kind == "converted" else ""
+        notes.append(Note(key, HIDDEN if hidden else value, made, outcome.why, outcome.kind, key in given))
+    unset = [Note(key, None, "", "not set", "not needed") for key in theirs.file.values if key not in given]
+    return [*notes, *unset], values, template
+
+
+def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
+    try:
+        return rules.rule(key)(value, theirs)
+    except (ValueError, TypeError, AttributeError, LookupError):
+        unset = isinstance(value, str) and "$" in value
+        why = (
+            "the value of a variable that the file does not set"
+            if unset
+            else "its value has another form than expected"
+        )
+        return Outcome(why=why, kind="no counterpart")
+
+
+def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], str]:
+    """The size of a step, and how it is made. Packed rows there count by length, whatever they hold: so does batch.tokens_per_step."""
+
+    def size(*names: str) -> int:
+        try:
+            return whole(theirs.get(*names) or 0)
+        except (ValueError, TypeError):
+            return 0
+
+    micro, accumulation = size(rules.step["micro"]) or 1, size("gradient_accumulation_steps") or 1
+    longest = size(*rules.step["longest"].split())
+    together = size("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree") or 1
+    replicas = max(devices // together, 1)
+    room = {"batch.tokens_per_device": micro * longest * TRAITS[theirs.verb].documents} if longest else {}
+    how = f"micro-batch of {micro} × {accumulation} accumulated × {counted(replicas, 'devices')}"
+    packed = theirs.verb == "sft" and not is_off(theirs.get(rules.step["packed"]))
+    if packed and longest and together == 1:
+        how += f" × {longest} tokens. A packed row there counts once, whatever it holds, and its learning rate is for such rows"
+        return {"batch.tokens_per_step": micro * accumulation * replicas * longest, **room}, how
+    how += ", packed rows there and documents here: take as many as such rows hold" if packed else ""
+    return {
+        "batch.examples_per_step": max(micro * accumulation * replicas, 2 if theirs.verb == "kto" else 1),
+        **room,
+    }, how
+
+
+def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    config: dict[str, dict[str, Any]] = {}
+    for path in [*(path for path in keys() if path in values), *(path for path in values if path not in keys())]:
+        group, name, *inner = path.split(".")
+        holder = config.setdefault(group, {})
+        (holder.setdefault(name, {}) if inner else holder)[inner[0] if inner else name] = values[path]
+    return {name: config[name] for name in dict.fromkeys(path.split(".")[0] for path in keys()) if name in config}
+
+
+def _without_faults(config: dict[str, dict[str, Any]], notes: list[Note]) -> list[Note]:
+    """Takes away what our own rules refuse, one key at a time, and says so beside the keys that it was made of."""
+    while True:
+        places = [(fault, fault.keys[0].split("[")[0].split(".")) for fault in faults_of(config)]
+        for fault, (group, *path) in places:
+            holder = config.get(group, {})
+            for name in path[:-1]:
+                holder = holder.get(name, {})
+            if path and path[-1] in holder and not fault.keys[0].startswith(_KEPT):
+                del holder[path[-1]]
+                kind: Kind = "not needed" if fault.because else "no counterpart"
+                notes = [_taken_away(note, ".".join((group, *path)), fault.what, kind) for note in notes]
+                break
+        else:
+            return notes
+
+
+def _taken_away(note: Note, path: str, what: str, kind: Kind) -> Note:
+    paths = note.became.split(", ")
+    left = [item for item in paths if item != path and not (path.startswith(f"{item}.") or item.startswith(f"{path}."))]
+    if left == paths:
+        return note
+    why = "; ".join(filter(None, [note.why, f"{path} is left out: {what}"]))
+    return replace(note, became=", ".join(left), why=why, kind=note.kind if left else kind)

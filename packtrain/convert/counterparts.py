@@ -1,0 +1,335 @@
+"""What becomes of a key of another trainer: the rules that the tables (tables/*.yaml) name.
+
+A rule takes the value and all their settings, and returns an `Outcome`. What it cannot understand raises ValueError or its kin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from packtrain.config.objective import LOSSES, ObjectiveKind
+from packtrain.config.rules.paths_and_packages import as_name, template_names
+from packtrain.convert.foreign_file import Foreign
+from packtrain.errors import UserError
+
+Kind = Literal["converted", "not needed", "no counterpart"]
+GUESS = 100
+"""Steps between checkpoints or evaluations where theirs are counted in epochs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """All settings of a run of theirs, their defaults among them, and the `verb` of ours that it is."""
+
+    values: Mapping[str, Any]
+    verb: ObjectiveKind
+    file: Foreign
+
+    def get(self, *names: str) -> Any:
+        """The first of these settings that is set."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Our `values` by key; where they are made of several settings, only the key that this `became` part of. `template`: the text of a
+    chat template, which has to become a file."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    kind: Kind = "converted"
+    became: str = ""
+    template: str = ""
+
+
+Rule = Callable[[Any, Theirs], Outcome]
+AS_HERE = Outcome(why="as without the key", kind="not needed")
+
+
+def number(value: Any) -> float:
+    """A number, also written as text ("1e-4")."""
+    return float("" if isinstance(value, bool) else value)
+
+
+def whole(value: Any) -> int:
+    """A whole number, also written as text or with a point."""
+    return int("" if number(value) % 1 else number(value))
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value leaves something out."""
+    return value in (0, -1, "", [], {}) or str(value).lower() in ("no", "none", "false", "null", "disabled")
+
+
+def names(value: Any) -> list[Any]:
+    """Names in a list, or in a text with commas; numbers stay numbers."""
+    items = value if isinstance(value, list) else [value]
+    return [
+        part for item in items for part in ([item] if not isinstance(item, str) else re.findall(r"[^\s,][^,]*", item))
+    ]
+
+
+def refuse(what: object, file: Foreign) -> Any:
+    """Raises UserError: packtrain does not train this."""
+    fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
+    raise UserError(f"it is for {what}, which packtrain does not train", where=str(file.path), fix=fix)
+
+
+def refused(what: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key that makes it another training than packtrain has."""
+    return AS_HERE if is_off(value) else refuse(what, theirs.file)
+
+
+def same(path: str, how: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key with the same meaning, and how its value is read."""
+    readers: dict[str, Callable[[Any], Any]] = {
+        "text": str,
+        "number": number,
+        "whole": whole,
+        "names": names,
+        "mapping": dict,
+    }
+    return Outcome({path: readers[how](value) if how in readers else value})
+
+
+def listed(why: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key that packtrain has no need of."""
+    return Outcome(why=why, kind="not needed")
+
+
+def part(path: str, why: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key that together with others makes one of ours."""
+    return Outcome(why=why, became=path)
+
+
+def switch(values: Mapping[str, Any], why: str, kind: Kind, value: Any, theirs: Theirs) -> Outcome:
+    """A switch that sets these of our keys, or has no counterpart."""
+    return AS_HERE if is_off(value) else Outcome(values, why, kind)
+
+
+def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
+    """A choice: names that are the same, others in place of which ours is taken, or none of ours."""
+    wanted = str(value).lower()
+    if wanted in choice.get("same", "").split():
+        return Outcome({choice["to"]: wanted})
+    for ours, others in choice.items():
+        if ours not in ("to", "same", "else") and wanted in others.split():
+            name, _, why = ours.partition(" ")
+            return Outcome({choice["to"]: name}, why)
+    return Outcome(why=choice["else"], kind="no counterpart")
+
+
+def losses(value: Any, theirs: Theirs) -> Outcome:
+    """One loss or several, by TRL's names."""
+    found = [str(name).replace("chunked_nll", "nll") for name in names(value)]
+    if not {*found} <= {*LOSSES[theirs.verb]}:
+        return Outcome(why="packtrain has no such loss", kind="no counterpart")
+    return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
+
+
+def warmup(value: Any, theirs: Theirs) -> Outcome:
+    """A share or a number of steps: below 1 both are a share here."""
+    if (steps := theirs.get("warmup_steps")) not in (None, 0, value):
+        return Outcome(why=f"warmup_steps={steps} wins over it", kind="not needed")
+    return Outcome({"optim.warmup_steps": number(value)})
+
+
+def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
+    """How often an epoch; here it is told in steps, and the steps of an epoch depend on the data."""
+    epochs = number(theirs.get("num_train_epochs", "num_epochs") or 1)
+    if is_off(value) or (number(value) * epochs <= 1 and not theirs.get("max_steps")):
+        return AS_HERE if is_off(value) else Outcome(why="once, at the end: a run ends with it anyway", became=path)
+    return Outcome(
+        {path: GUESS},
+        f"theirs is {value} an epoch, ours counts steps: {GUESS} is a guess, choose by the steps of an epoch",
+    )
+
+
+def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
+    """Steps between events; below 1 a share of all steps."""
+    if (how := theirs.get(strategy)) not in (None, "steps", "best"):
+        return Outcome(why=f"{strategy}={how} decides", kind="not needed")
+    steps = max(number(theirs.get("max_steps") or 0), 0)
+    count = whole(value) if number(value) >= 1 else int(number(value) * steps)
+    return Outcome({path: count or GUESS}, "" if count else f"theirs is a share of all steps: {GUESS} is a guess")
+
+
+def when(path: str, value: Any, theirs: Theirs) -> Outcome:
+    """Whether something happens never, in steps, or per epoch."""
+    return per_epoch(path, 1, theirs) if str(value) == "epoch" else Outcome(became=path)
+
+
+def length(path: str, value: Any, theirs: Theirs) -> Outcome:
+    """Epochs or steps: ours are one or the other, and steps win there."""
+    by_steps = number(theirs.get("max_steps") or -1) > 0
+    if by_steps == (path == "trainer.max_steps"):
+        return Outcome({path: whole(value) if by_steps else number(value)})
+    return Outcome(why="max_steps wins over it" if by_steps else "as without the key", kind="not needed")
+
+
+def sharding(value: Any, theirs: Theirs) -> Outcome:
+    """DeepSpeed's config, or its name, or FSDP's words or settings, as the strategy of that effect."""
+    settings = value if isinstance(value, dict) else theirs.file.settings_of(value)
+    zero = settings.get("zero_optimization") or {}
+    offload = [f"{key}: {item}" for key, item in {**settings, **zero}.items() if "offload" in key and not is_off(item)]
+    text = f"zero{zero['stage']}" if zero else "fsdp" if settings else str(value).lower()
+    offloads = "none" not in "".join(offload).lower() if offload else "offload" in text
+    if found := re.search(r"z(?:ero)?[-_]?([0-3])", text):
+        name = {"0": "ddp", "3": "zero3_offload" if offloads else "zero3"}.get(found[1], f"zero{found[1]}")
+    elif re.search("shard|fsdp", text):
+        name = "fsdp2"
+    else:
+        return (
+            AS_HERE
+            if is_off(value)
+            else Outcome(why="its stage is not known: choose a strategy", kind="no counterpart")
+        )
+    return Outcome(
+        {"strategy.name": name}, "nothing is kept on the host" if offloads and name != "zero3_offload" else ""
+    )
+
+
+def parallel(value: Any, theirs: Theirs) -> Outcome:
+    """How many devices share a document; here as few as the longest one needs."""
+    shared = Outcome({"strategy.sequence_parallel": "auto"}, "as few devices as a document needs share it")
+    return shared if whole(value) > 1 else AS_HERE
+
+
+def template(value: Any, theirs: Theirs) -> Outcome:
+    """A chat template by its name, as a file, or as its text."""
+    text, short = (
+        str(value),
+        {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"},
+    )
+    if "{%" in text or "{{" in text:
+        return Outcome(became="data.chat_template", template=text)
+    name = short.get(as_name(text), as_name(text))
+    if text.endswith((".jinja", ".j2")) or name in template_names():
+        return Outcome({"data.chat_template": name if name in template_names() else text})
+    own = text.startswith(("default", "tokenizer_default")) or is_off(text)
+    return Outcome(
+        why="the tokenizer's own" + ("" if own else f": packtrain has none of the name {text}"),
+        became="data.chat_template",
+    )
+
+
+def precision(value: Any, theirs: Theirs) -> Outcome:
+    """bf16; without it and without fp16 all is computed in float32."""
+    if not is_off(value):
+        return Outcome({"trainer.mixed_precision": "auto" if value == "auto" else "bf16"})
+    half = not is_off(theirs.get("fp16", "float16"))
+    return AS_HERE if half else Outcome({"trainer.mixed_precision": "no"})
+
+
+def weights_and_precision(value: Any, theirs: Theirs) -> Outcome:
+    """bf16 that is also the format that weights are loaded and trained in."""
+    kept, half = precision(value, theirs), {} if is_off(value) else {"model.dtype": "bfloat16"}
+    return Outcome({**kept.values, **half}, "float32 masters take the updates" if half else "")
+
+
+def method(value: Any, theirs: Theirs) -> Outcome:
+    """LoRA or all weights; the frozen weights of LoRA are bfloat16, as there."""
+    if value in ("lora", "qlora", "full"):
+        frozen = (
+            {"peft.kind": "lora"} if theirs.get("torch_dtype") else {"peft.kind": "lora", "model.dtype": "bfloat16"}
+        )
+        return Outcome({"peft.kind": "none"} if value == "full" else frozen)
+    return Outcome(why=f"packtrain trains LoRA or all weights, not by {value}", kind="no counterpart")
+
+
+def least_rate(value: Any, theirs: Theirs) -> Outcome:
+    """The share of the peak at which a cosine ends."""
+    return Outcome(
+        {"optim.schedule_options": {"min_lr_rate": number(value)}} if 0 < number(value) < 1 else {},
+        became="optim.schedule_options",
+    )
+
+
+def trackers(value: Any, theirs: Theirs) -> Outcome:
+    """The trackers that packtrain has; others are named."""
+    asked = [name for name in names(value) if name not in ("none", "all")]
+    known = [name for name in asked if name in ("tensorboard", "wandb", "mlflow")]
+    why = f"not to {', '.join(str(name) for name in asked if name not in known)}" if known != asked else ""
+    if why and not known:
+        return Outcome(why=why, kind="no counterpart")
+    return Outcome({"tracking.report_to": known} if known else {}, why, became="tracking.report_to")
+
+
+def wandb_project(value: Any, theirs: Theirs) -> Outcome:
+    """A project is told to wandb by its variable."""
+    return Outcome({"tracking.report_to": ["wandb"], "topology.environment": {"WANDB_PROJECT": str(value)}})
+
+
+def resume(value: Any, theirs: Theirs) -> Outcome:
+    """Checkpoints of another trainer cannot be read; going on with one's own is what packtrain does."""
+    if isinstance(value, bool):
+        return Outcome({"trainer.resume": "auto" if value else "never"})
+    return switch({}, "checkpoints of another trainer cannot be gone on from", "no counterpart", value, theirs)
+
+
+def quantised(value: Any, theirs: Theirs) -> Outcome:
+    """4 or 8 bits of frozen weights: the same adapters are trained, over bfloat16, in more memory."""
+    why = "frozen weights are bfloat16 here, not in fewer bits: see packtrain plan"
+    return switch({"model.dtype": "bfloat16"}, why, "no counterpart", value, theirs)
+
+
+def adapters(value: Any, theirs: Theirs) -> Outcome:
+    """Which layers get adapters: all linear ones, names, or a pattern."""
+    found = [str(name).strip() for name in names(value)]
+    if {"all", "all-linear", "all_linear"} & {*found}:
+        more = ", ".join(name for name in found if not name.startswith("all"))
+        return Outcome({"peft.target_modules": "all-linear"}, f"no adapters on {more}" if more else "")
+    pattern = isinstance(value, str) and re.search(r"[\\^$*()|\[]", value)
+    return Outcome({"peft.target_modules": value if pattern else found})
+
+
+def adapters_of(value: Any, theirs: Theirs) -> Outcome:
+    """Adapters to go on with stand in the place of the model."""
+    return Outcome(
+        {"model.path": str(names(value)[0])},
+        "a folder of adapters means its base model with them, and they are trained on",
+    )
+
+
+def share(value: Any, theirs: Theirs) -> Outcome:
+    """The part of the documents to hold out; a number of rows is none."""
+    if number(value) >= 1:
+        return Outcome(why="a number of rows: data.eval takes a share, such as 0.02", kind="no counterpart")
+    return Outcome({"data.eval": number(value)} if number(value) else {}, became="data.eval")
+
+
+def epsilon(value: Any, theirs: Theirs) -> Outcome:
+    """AdamW's epsilon is fixed here."""
+    return AS_HERE if number(value) == 1e-8 else Outcome(why="it is 1e-8 here", kind="no counterpart")
+
+
+def exact_floats(value: Any, theirs: Theirs) -> Outcome:
+    """TF32 matters only where products are in float32."""
+    unused = value == "auto" or any(not is_off(theirs.get(key)) for key in ("bf16", "bfloat16", "fp16"))
+    why = "float32 products are exact here: trainer.mixed_precision=bf16 is faster"
+    return AS_HERE if unused else switch({}, why, "no counterpart", value, theirs)
+
+
+def checkpointing(value: Any, theirs: Theirs) -> Outcome:
+    """Activations computed again; theirs is all or nothing, or all with their inputs on the host."""
+    offload = {"trainer.activation_offload": True} if str(value).startswith(("offload", "unsloth")) else {}
+    return Outcome({"trainer.gradient_checkpointing": "none" if is_off(value) else "full", **offload})
+
+
+def checkpointing_off(value: Any, theirs: Theirs) -> Outcome:
+    """The switch that turns it off."""
+    return checkpointing(is_off(value), theirs)
+
+
+def balance(value: Any, theirs: Theirs) -> Outcome:
+    """The loss that balances experts, of which the model's own config tells."""
+    weight = {"output_router_logits": True, "router_aux_loss_coef": number(value)}
+    return Outcome({"model.config": weight} if number(value) else {}, became="model.config")
+
+
+def completion_only(value: Any, theirs: Theirs) -> Outcome:
+    """Of prompts with completions, the answers or all."""
+    return Outcome({"data.loss_on": "all" if is_off(value) else "completion"})

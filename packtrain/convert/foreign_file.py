@@ -1,0 +1,227 @@
+"""Reads what another trainer is started with: a YAML, a JSON, or a command line in a .sh or .md file.
+
+A shell is not run. Of its language only what such files use is understood: comments, quotes, lines that go on after a backslash,
+variables that the file sets itself, `${NAME:-default}`, and sums such as `$((16 / 2))` and `$(expr 16 / $n)`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from packtrain.errors import UserError
+from packtrain.wording import whole
+
+_LONGEST, _MOST_LINES = 2**21, 60  # bytes of a file; lines of one quoted text
+_TOOLS = {"swift", "trl", "llamafactory-cli", "axolotl", "megatron"}
+_SCRIPT = re.compile(
+    r"(.*/)?(\w*(sft|dpo|kto|orpo|reward|rlhf|grpo|ppo|gkd|pt)\w*|train|run_exp)\.py|axolotl\.cli\.train"
+)
+_VARIABLE = re.compile(r"'[^']*'|\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)")
+_SUM = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*\\?[-+*/]\s*\d+)+)\s*\)?\)")
+_SHELL = (".sh", ".bash", ".md", ".txt", ".slurm", ".sbatch")
+_FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", "scripts/dpo.py"), the options of its launcher,
+    its environment, and how many `more` training commands the file has."""
+
+    path: Path
+    values: Mapping[str, Any]
+    program: str = ""
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    more: int = 0
+
+    def find(self, name: object) -> Path | None:
+        """A file that the config names, from its own folder, one around it, or from here."""
+        here = self.path.absolute().parent
+        named = isinstance(name, str) and name and "\0" not in name and len(name) < 1000
+        return (
+            next((at / str(name) for at in (here, *here.parents, Path()) if (at / str(name)).is_file()), None)
+            if named
+            else None
+        )
+
+    def settings_of(self, name: object) -> dict[str, Any]:
+        """The mapping in a YAML or JSON file that the config names; {} where there is none."""
+        found = self.find(name)
+        try:
+            return _parse(found) if found else {}
+        except UserError:
+            return {}
+
+    @property
+    def devices(self) -> int | None:
+        """How many processes the launcher or the environment asks for; None if they do not say."""
+        asked = {**self.settings_of(self.launcher.get("config_file")), **self.launcher}
+        each = whole(str(asked.get("nproc_per_node", self.environment.get("NPROC_PER_NODE"))))
+        machines = whole(str(asked.get("nnodes", self.environment.get("NNODES")))) or 1
+        visible = self.environment.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
+        visible = 1 if self.program.startswith("swift") else visible  # which then spreads one model over them
+        return (
+            whole(str(asked.get("num_processes"))) or machines * (each or visible)
+            if each or visible * machines > 1
+            else whole(str(asked.get("num_processes")))
+        )
+
+
+def read_foreign(path: Path) -> Foreign:
+    """What the file sets. Raises UserError where it cannot be read, or holds neither settings nor a command that trains."""
+    if path.suffix.lower() not in _SHELL:
+        return Foreign(path, _parse(path))
+    text = _text(path)
+    if path.suffix.lower() == ".md":
+        text = "\n".join(re.findall(r"```(?:bash|shell|sh|console)?\n(.*?)```", text, re.DOTALL))
+    found = list(_commands(text, Foreign(path, {})))
+    if not found:
+        fix = f"{_FORMS} Known commands: swift sft, trl dpo, accelerate launch sft.py …"
+        raise UserError("it has no command that trains", where=str(path), fix=fix)
+    return replace(_with_file(found[0]), more=len(found) - 1)
+
+
+def _text(path: Path) -> str:
+    what = "this is a folder" if path.is_dir() else "" if path.exists() else "there is no such file"
+    try:
+        if not what and (not path.is_file() or path.stat().st_size > _LONGEST):  # reading a pipe could block
+            what = "this is no regular file, or has more than 2 MiB"
+        if not what:
+            return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text: {error.reason} at byte {error.start}"
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    raise UserError(what, where=str(path), fix=_FORMS)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    text, form = _text(path), "JSON" if path.suffix.lower() == ".json" else "YAML"
+    try:
+        values = json.loads(text) if form == "JSON" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1 if mark else getattr(error, 'lineno', 1)}"
+        what = f"not valid {form}: {getattr(error, 'problem', None) or str(error) or 'nested too deeply'}"
+        raise UserError(what, where=f"{path}{line}", fix="Correct it there or above.") from error
+    if not isinstance(values, dict):
+        raise UserError("it holds no mapping of keys to values", where=str(path), fix=_FORMS)
+    return {str(key): value for key, value in values.items()}
+
+
+def _commands(text: str, empty: Foreign) -> Iterator[Foreign]:
+    """The training commands of a shell text, in order."""
+    variables: dict[str, str] = {}
+    for words in _words(text, variables):
+        own: dict[str, str] = {}
+        while words and (re.match(r"[A-Za-z_]\w*=", words[0]) or words[0] in ("export", "env", "nohup", "time")):
+            name, sign, value = words.pop(0).partition("=")
+            own |= {name: value} if sign else {}
+        if not words:
+            variables |= own
+        tools = [
+            Path(word).name in _TOOLS and not following.startswith("-")
+            for word, following in zip(words, words[1:], strict=False)
+        ]
+        at = next((at for at, word in enumerate(words) if _SCRIPT.fullmatch(word) or (*tools, False)[at]), None)
+        if at is not None:
+            program, rest = (
+                (f"{Path(words[at]).name} {words[at + 1]}", words[at + 2 :])
+                if (*tools, False)[at]
+                else (words[at], words[at + 1 :])
+            )
+            environment = {**variables, **own}
+            yield replace(
+                empty, values=_options(rest), program=program, launcher=_options(words[:at]), environment=environment
+            )
+
+
+def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
+    """The words of each command; `variables` may grow while this goes on."""
+    lines = [line for line in re.sub(r"[ \t]*\\\r?\n", " ", text).splitlines() if not line.lstrip().startswith("#")]
+    at = 0
+    while at < len(lines):
+        words, end = [], at + 1
+        for end in range(at + 1, min(at + _MOST_LINES, len(lines)) + 1):  # a quoted text may have several lines
+            try:
+                words = list(
+                    shlex.shlex(_expanded("\n".join(lines[at:end]), variables), posix=True, punctuation_chars=";&|<>")
+                )
+                break
+            except ValueError:
+                continue
+        else:
+            end = at + 1
+        at, command = end, []
+        yield from ()
+        for word in [*words, ";"]:
+            if set(word) <= set(";&|<>"):
+                yield command
+                command = []
+            else:
+                command.append(word)
+
+
+def _expanded(line: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return match[0] if name is None else variables.get(name, f"${name}" if match[2] is None else match[2])
+
+    def total(match: re.Match[str]) -> str:
+        result, *more = re.findall(r"[-+*/]?\d+", re.sub(r"[\s\\]", "", match[1]))
+        for sign, number in ((item[0], int(item[1:])) for item in more):
+            left = int(result)
+            result = {"+": left + number, "-": left - number, "*": left * number, "/": left // (number or 1)}[sign]
+        return str(result)
+
+    named = re.sub(r"\$\(\([^)]*\)\)", lambda match: re.sub(r"(?<![$\w])([A-Za-z_]\w*)", r"$\1", match[0]), line)
+    kept = _SUM.sub(total, _VARIABLE.sub(value, named))
+    return re.sub(r"\$\([^()]*\)", lambda match: re.sub(r"\s", "\u00a0", match[0]), kept)  # one word, as in a shell
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """`--key value …`, `--key=value`, `--flag` and `key=value` as a mapping; "" has the words that belong to no key."""
+    found: dict[str, list[Any]] = {"": []}
+    key = ""
+    for word in words:
+        name, sign, value = word.partition("=")
+        if re.fullmatch(r"--[A-Za-z][\w.-]*", name) or (sign and name.isidentifier()):
+            key = name.lstrip("-").replace("-", "_")
+            found[key] = [_typed(value)] if sign else []
+        else:
+            found[key].append(_typed(word))
+    return {
+        name: items[0] if len(items) == 1 and name else items or True for name, items in found.items() if name or items
+    }
+
+
+def _typed(word: str) -> Any:
+    try:
+        value = yaml.safe_load(word)
+    except (yaml.YAMLError, ValueError):
+        return word
+    return value if isinstance(value, (bool, int, float, dict, list)) else word
+
+
+def _with_file(command: Foreign) -> Foreign:
+    """The command with the settings of the config file that it names; its own win."""
+    values = {key: value for key, value in command.values.items() if key not in ("", "config")}
+    loose = [str(item) for item in command.values.get("", []) if str(item).endswith((".yaml", ".yml", ".json"))]
+    name = command.values.get("config", *loose[:1]) if loose else command.values.get("config")
+    if name is None:
+        return replace(command, values=values)
+    if (found := command.find(name)) is None:
+        what, fix = (
+            f"its command names the config file {name}, which is not there",
+            "Convert that file, or put it there.",
+        )
+        raise UserError(what, where=str(command.path), fix=fix)
+    return replace(command, values={**_parse(found), **values})
