@@ -26,8 +26,8 @@ from packtrain.convert.commented_yaml import commented_yaml
 from packtrain.convert.conversion import Conversion, convert_file
 from packtrain.errors import UserError
 
-_BLOCK = re.compile(r"```(?:bash|shell|sh)?\n(.*?)```", re.DOTALL)
-_PARAGRAPH = re.compile(r"((?:^(?!#)\S.*\\\n)(?:.*\\\n)*.*)", re.MULTILINE)
+_BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^\s*(\w+=\S+ )*(trl|swift|python|accelerate|torchrun) ", re.MULTILINE)
 
 
 def configs(folder: Path, kept: Path) -> Iterator[tuple[str, Path]]:
@@ -38,12 +38,13 @@ def configs(folder: Path, kept: Path) -> Iterator[tuple[str, Path]]:
             yield name, path
         elif path.suffix in (".md", ".py"):
             text = path.read_text(errors="replace")
-            found = _BLOCK.findall(text) if path.suffix == ".md" else _PARAGRAPH.findall(_docstring(text))
-            for number, block in enumerate(found, 1):
-                if re.search(r"^\s*(\w+=\S+ )*(trl|swift|python|accelerate|torchrun) ", block, re.MULTILINE):
-                    file = kept / f"{name.replace('/', '__')}-{number}.sh"
-                    file.write_text(block)
-                    yield f"{name}, block {number}", file
+            found = (
+                [block for _, block in _BLOCK.findall(text)] if path.suffix == ".md" else _docstring(text).splitlines()
+            )
+            for number, block in enumerate(filter(_COMMAND.search, found), 1):
+                file = kept / f"{name.replace('/', '__')}-{number}.sh"
+                file.write_text(block)
+                yield f"{name}, command {number}", file
 
 
 def _docstring(text: str) -> str:

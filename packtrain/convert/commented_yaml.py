@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,42 +55,40 @@ def commented_yaml(done: Conversion) -> str:
     """The text of a file that `packtrain plan` takes."""
     own = done.of_kind("converted", "not needed", "no counterpart")
     head = f"Converted from {done.path} ({done.origin}): {counted(len(done.of_kind('converted')), 'keys')} of {len(own)} became these."
-    lines = [
-        *_comment(head),
-        *_comment(f"Train with: packtrain {done.verb} THIS_FILE (first: packtrain plan THIS_FILE)"),
-    ]
+    lines = [*_comment(head), *_comment(f"packtrain plan THIS_FILE, then packtrain {done.verb} THIS_FILE")]
     for remark in done.remarks:
         lines += _comment(remark)
+    left = list(done.notes)  # whose reason was not yet written
     for group, values in done.config.items():
         lines += ["", f"{group}:"]
         for name, value in values.items():
-            lines += _key(done, f"{group}.{name}", value)
-    unset = [note.key for note in done.notes if note.own and note.value is None]
-    for title, kind in (
-        ("No counterpart, and the training may differ:", "no counterpart"),
-        ("Not needed here:", "not needed"),
-    ):
-        listed = [note for note in done.of_kind(kind) if note.value is not None]  # type: ignore[arg-type]
+            lines += _key(f"{group}.{name}", value, done.notes, left)
+    titles = {"converted": "As our defaults are:", "no counterpart": "No counterpart, so the training may differ:"}
+    for kind, title in {**titles, "not needed": "Not needed here:"}.items():
+        listed = [note for note in own if note.kind == kind and note in left]
         lines += ["", *_comment(title)] if listed else []
         for note in listed:
-            lines += _comment(f"  {note.key}: {_short(note.value)}: {note.why}")
+            what = ": ".join(filter(None, [_short(note.value), note.became, note.why]))
+            lines += _comment(f"  {note.key}: {what}")
+    unset = [note.key for note in done.notes if note.value is None]
     lines += ["", *_comment(f"Not set there: {', '.join(unset)}")] if unset else []
     return "\n".join(lines) + "\n"
 
 
-def _key(done: Conversion, path: str, value: Any) -> list[str]:
-    notes = [note for note in done.notes if _made(note, path)]
-    lines = [line for note in notes if note.why for line in _comment(f"{note.key}: {note.why}", "  ")]
-    given = ", ".join(note.key if note.own else f"{note.key} (default there)" for note in notes)
-    written = yaml.safe_dump({path.split(".")[1]: value}, allow_unicode=True, sort_keys=False, width=1000)
+def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list[str]:
+    """The lines of one key; the notes on it are taken out of `left`, and reasons are given once."""
+    group, name = path.split(".")
+    parts = (path, group)
+    of_key = [note for note in notes if any(at in parts or at.startswith(f"{path}.") for at in note.became.split(", "))]
+    lines = [line for note in of_key if note.why and note in left for line in _comment(f"{note.key}: {note.why}", "  ")]
+    for note in of_key:
+        if note in left:
+            left.remove(note)
+    given = ", ".join(note.key if note.own else f"{note.key} (default there)" for note in of_key)
+    written = yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False, width=1000)
     written = written.replace("${", "\\${").rstrip("\n").split("\n")
-    first = f"  {written[0]}  # {given}" if given and len(written[0]) + len(given) < _WIDTH - 6 else f"  {written[0]}"
-    return [*lines, first, *(f"  {line}" for line in written[1:])]
-
-
-def _made(note: Note, path: str) -> bool:
-    parts = note.became.split(", ")
-    return any(part == path or part.startswith(f"{path}.") or part == path.split(".")[0] for part in parts)
+    comment = f"  # {given}" if given and len(written[0]) + len(given) < _WIDTH - 6 else ""
+    return [*lines, f"  {written[0]}{comment}", *(f"  {line}" for line in written[1:])]
 
 
 def _short(value: Any) -> str:
@@ -98,10 +97,6 @@ def _short(value: Any) -> str:
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
-    wrapped = textwrap.wrap(
-        visible(text).replace("\n", " "), _WIDTH - len(indent), subsequent_indent="    ", drop_whitespace=True
-    )
-    kept = text[: len(text) - len(text.lstrip())]
-    return [
-        f"{indent}# {kept if at == 0 else ''}{line.strip() if at == 0 else line}" for at, line in enumerate(wrapped)
-    ]
+    start = text[: len(text) - len(text.lstrip())]
+    clear = visible(" ".join(text.split()))
+    return textwrap.wrap(clear, _WIDTH, initial_indent=f"{indent}# {start}", subsequent_indent=f"{indent}#     ")

@@ -87,8 +87,10 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         "--devices" if devices else "of the file" if file.devices else "the file does not say how many: --devices N"
     )
     remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
+    remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
     remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
+    config = {group: settings for group, settings in config.items() if settings}
     return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks), template)
 
 

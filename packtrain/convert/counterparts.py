@@ -227,7 +227,8 @@ def precision(value: Any, theirs: Theirs) -> Outcome:
 def weights_and_precision(value: Any, theirs: Theirs) -> Outcome:
     """bf16 that is also the format that weights are loaded and trained in."""
     kept, half = precision(value, theirs), {} if is_off(value) else {"model.dtype": "bfloat16"}
-    return Outcome({**kept.values, **half}, "float32 masters take the updates" if half else "")
+    masters = half and is_off(theirs.get("adapter"))
+    return Outcome({**kept.values, **half}, "float32 masters take the updates" if masters else "")
 
 
 def method(value: Any, theirs: Theirs) -> Outcome:

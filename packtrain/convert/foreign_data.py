@@ -23,14 +23,14 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "me
 _EVERY_TURN = "without assistant_only_loss every turn of conversations is trained there, only the assistant's here: data.loss_on=all"
 _OURS = {"sft": "sft", "pt": "sft", "pretrain": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "reward": "reward"}
 _METHODS = re.compile(
-    r"(?<![a-z])(vlm|orpo|grpo|ppo|cpo|bco|gkd|rloo|nash|xpo|online_dpo|dpo_online|sdpo|prm|distillation|diffusion|dpo|kto|reward|sft)"
+    r"(?<![a-z])(orpo|grpo|ppo|cpo|bco|gkd|rloo|nash|xpo|online_dpo|dpo_online|sdpo|prm|distillation|diffusion|dpo|kto|reward|sft)"
 )
 
 
 def _sources(key: str, found: list[dict[str, Any]], columns: dict[str, str], *remarks: str) -> Outcome:
     short = [{name: item for name, item in source.items() if item not in (None, "train", 1)} for source in found]
     values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
-    renamed = {ours: name for ours, name in columns.items() if name not in (ours, "messages", "conversations", None)}
+    renamed = {ours: name for ours, name in columns.items() if name not in (ours, "messages", "conversations")}
     return Outcome({**values, **({"data.columns": renamed} if renamed else {})}, "; ".join(dict.fromkeys(remarks)))
 
 
@@ -45,11 +45,12 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         kind = item.get("type")
         fields = kind if isinstance(kind, dict) else item
         role = (item.get("message_property_mappings") or {}).get("role", item.get("message_field_role"))
-        columns |= {
+        named = {
             at: fields.get(f"field_{at}") for at in ("chosen", "rejected", "instruction", "output", "system", "input")
         }
-        columns |= {"conversations" if role == "from" else "messages": item.get("field_messages")}
-        columns |= {"text": item.get("field", item.get("text_column"))}
+        named["conversations" if role == "from" else "messages"] = item.get("field_messages")
+        named["text"] = item.get("field", item.get("text_column"))
+        columns |= {ours: name for ours, name in named.items() if name}
         if isinstance(kind, dict) and kind.get("format"):
             remarks += ["the chat template renders the prompt, not type.format"]
         elif not isinstance(kind, dict) and not _TYPES.fullmatch(str(kind)):
@@ -186,7 +187,13 @@ def verb_of(origin: str, file: Foreign) -> tuple[str, str]:
             "max_prompt_length": "dpo",
         }
         named = _METHODS.search(words)
-        method = named[1] if named else next((verb for key, verb in by_keys.items() if key in values), "sft")
+        method = (
+            "pictures or sound"
+            if "vlm" in words
+            else named[1]
+            if named
+            else next((verb for key, verb in by_keys.items() if key in values), "sft")
+        )
         how = (
             ""
             if program and named

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ import yaml
 from packtrain.errors import UserError
 from packtrain.wording import whole
 
-_LONGEST, _MOST_LINES = 2**21, 60  # bytes of a file; lines of one quoted text
+_LONGEST, _MOST_VALUES, _MOST_LINES = 2**21, 20_000, 60  # bytes and values of a file; lines of one quoted text
 _TOOLS = {"swift", "trl", "llamafactory-cli", "axolotl", "megatron"}
 _SCRIPT = re.compile(
     r"(.*/)?(\w*(sft|dpo|kto|orpo|reward|rlhf|grpo|ppo|gkd|pt)\w*|train|run_exp)\.py|axolotl\.cli\.train"
 )
 _VARIABLE = re.compile(r"'[^']*'|\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)")
 _SUM = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*\\?[-+*/]\s*\d+)+)\s*\)?\)")
+_COMMENT = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|((?:(?<=\s)|^)#[^\n]*)", re.MULTILINE)
+_FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _SHELL = (".sh", ".bash", ".md", ".txt", ".slurm", ".sbatch")
 _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
 
@@ -63,16 +66,14 @@ class Foreign:
     @property
     def devices(self) -> int | None:
         """How many processes the launcher or the environment asks for; None if they do not say."""
-        asked = {**self.settings_of(self.launcher.get("config_file")), **self.launcher}
+        asked = {**self.values, **self.settings_of(self.launcher.get("config_file")), **self.launcher}
         each = whole(str(asked.get("nproc_per_node", self.environment.get("NPROC_PER_NODE"))))
         machines = whole(str(asked.get("nnodes", self.environment.get("NNODES")))) or 1
         visible = self.environment.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
-        visible = 1 if self.program.startswith("swift") else visible  # which then spreads one model over them
-        return (
-            whole(str(asked.get("num_processes"))) or machines * (each or visible)
-            if each or visible * machines > 1
-            else whole(str(asked.get("num_processes")))
-        )
+        if self.program.startswith("swift "):  # which spreads one model over them
+            visible = 1
+        together = whole(str(asked.get("num_processes"))) or machines * (each or visible)
+        return together if together > 1 or each else None
 
 
 def read_foreign(path: Path) -> Foreign:
@@ -81,7 +82,7 @@ def read_foreign(path: Path) -> Foreign:
         return Foreign(path, _parse(path))
     text = _text(path)
     if path.suffix.lower() == ".md":
-        text = "\n".join(re.findall(r"```(?:bash|shell|sh|console)?\n(.*?)```", text, re.DOTALL))
+        text = "\n".join(block for language, block in _FENCE.findall(text) if language in ("", "bash", "shell", "sh"))
     found = list(_commands(text, Foreign(path, {})))
     if not found:
         fix = f"{_FORMS} Known commands: swift sft, trl dpo, accelerate launch sft.py …"
@@ -114,6 +115,13 @@ def _parse(path: Path) -> dict[str, Any]:
         raise UserError(what, where=f"{path}{line}", fix="Correct it there or above.") from error
     if not isinstance(values, dict):
         raise UserError("it holds no mapping of keys to values", where=str(path), fix=_FORMS)
+    number, inside = 0, [values]
+    while inside and (number := number + 1) < _MOST_VALUES:  # aliases make much of little
+        item = inside.pop()
+        inside += [*item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
+    if inside:
+        what = f"more than {_MOST_VALUES:,} values, with aliases (*) written out"
+        raise UserError(what, where=str(path), fix="Write fewer, or name a file with the data.")
     return {str(key): value for key, value in values.items()}
 
 
@@ -127,47 +135,44 @@ def _commands(text: str, empty: Foreign) -> Iterator[Foreign]:
             own |= {name: value} if sign else {}
         if not words:
             variables |= own
-        tools = [
-            Path(word).name in _TOOLS and not following.startswith("-")
-            for word, following in zip(words, words[1:], strict=False)
-        ]
-        at = next((at for at, word in enumerate(words) if _SCRIPT.fullmatch(word) or (*tools, False)[at]), None)
+        at = next((at for at in range(len(words)) if _SCRIPT.fullmatch(words[at]) or _is_tool(words[at:])), None)
         if at is not None:
-            program, rest = (
-                (f"{Path(words[at]).name} {words[at + 1]}", words[at + 2 :])
-                if (*tools, False)[at]
-                else (words[at], words[at + 1 :])
-            )
-            environment = {**variables, **own}
-            yield replace(
-                empty, values=_options(rest), program=program, launcher=_options(words[:at]), environment=environment
-            )
+            end = at + 1 + _is_tool(words[at:])
+            program = " ".join([Path(words[at]).name, words[at + 1]]) if _is_tool(words[at:]) else words[at]
+            launcher, values = _options(words[:at]), _options(words[end:])
+            yield replace(empty, values=values, program=program, launcher=launcher, environment={**variables, **own})
+
+
+def _is_tool(words: list[str]) -> bool:
+    return len(words) > 1 and Path(words[0]).name in _TOOLS and not words[1].startswith("-")
 
 
 def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
     """The words of each command; `variables` may grow while this goes on."""
-    lines = [line for line in re.sub(r"[ \t]*\\\r?\n", " ", text).splitlines() if not line.lstrip().startswith("#")]
-    at = 0
-    while at < len(lines):
-        words, end = [], at + 1
-        for end in range(at + 1, min(at + _MOST_LINES, len(lines)) + 1):  # a quoted text may have several lines
-            try:
-                words = list(
-                    shlex.shlex(_expanded("\n".join(lines[at:end]), variables), posix=True, punctuation_chars=";&|<>")
-                )
+    bare = re.sub(r"^\s*#.*\n?", "", text.replace("\r\n", "\n"), flags=re.MULTILINE)
+    lines = re.sub(r"[ \t]*\\\n", " ", bare).splitlines()
+    while lines:
+        words, number = [], 1
+        for number in range(1, min(_MOST_LINES, len(lines)) + 1):  # a quoted text may have several lines
+            with suppress(ValueError):
+                words = list(_lexer(_expanded("\n".join(lines[:number]), variables)))
                 break
-            except ValueError:
-                continue
         else:
-            end = at + 1
-        at, command = end, []
-        yield from ()
+            number = 1
+        lines, command = lines[number:], []
         for word in [*words, ";"]:
             if set(word) <= set(";&|<>"):
                 yield command
                 command = []
             else:
                 command.append(word)
+
+
+def _lexer(line: str) -> shlex.shlex:
+    uncommented = _COMMENT.sub(lambda match: "" if match[1] else match[0], line)
+    lexer = shlex.shlex(uncommented, posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return lexer
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
@@ -198,9 +203,8 @@ def _options(words: list[str]) -> dict[str, Any]:
             found[key] = [_typed(value)] if sign else []
         else:
             found[key].append(_typed(word))
-    return {
-        name: items[0] if len(items) == 1 and name else items or True for name, items in found.items() if name or items
-    }
+    values = {name: items[0] if len(items) == 1 else items or True for name, items in found.items() if name}
+    return {**values, **({"": found[""]} if found[""] else {})}
 
 
 def _typed(word: str) -> Any:
@@ -219,9 +223,6 @@ def _with_file(command: Foreign) -> Foreign:
     if name is None:
         return replace(command, values=values)
     if (found := command.find(name)) is None:
-        what, fix = (
-            f"its command names the config file {name}, which is not there",
-            "Convert that file, or put it there.",
-        )
-        raise UserError(what, where=str(command.path), fix=fix)
+        what = f"its command names the config file {name}, which is not there"
+        raise UserError(what, where=str(command.path), fix="Convert that file, or put it there.")
     return replace(command, values={**_parse(found), **values})

@@ -1,0 +1,315 @@
+"""What becomes of the configs of other trainers, as `packtrain convert` prints it: examples of each in its own style."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from packtrain.config.keys import keys
+from packtrain.convert.rule_tables import table
+from tests.unit.command_line import packtrain
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.2-1B
+datasets:
+  - path: owner/chats
+    type: chat_template
+    field_messages: dialog
+    split: train[:10%]
+  - path: json
+    data_files: [a.jsonl]
+    type: alpaca
+val_set_size: 0.05
+output_dir: ./outputs/out
+adapter: qlora
+load_in_4bit: true
+load_in_8bit: false
+sequence_len: 4096
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+wandb_project:
+special_tokens: {pad_token: <|end|>}
+"""
+LLAMA_FACTORY = """
+model_name_or_path: Qwen/Qwen3-4B
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+pref_beta: 0.2
+pref_loss: sigmoid
+dataset: pairs, owner/pairs
+template: qwen3
+cutoff_len: 2048
+max_samples: 1000
+output_dir: saves/dpo
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+deepspeed: examples/deepspeed/ds_z3_config.json
+save_steps: 500
+"""
+MS_SWIFT = r"""
+# 22GB
+nproc_per_node=4
+
+CUDA_VISIBLE_DEVICES=0,1,2,3 \
+NPROC_PER_NODE=$nproc_per_node \
+swift sft \
+    --model Qwen/Qwen2.5-7B-Instruct \
+    --tuner_type lora \
+    --dataset 'owner/chats#500' \
+              "own.jsonl" \
+    --torch_dtype bfloat16 \
+    --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \
+    --learning_rate 1e-4 \
+    --target_modules all-linear \
+    --max_length 2048 \
+    --system 'It is "you", said
+he.' \
+    --save_steps ${SAVE:-50} \
+    --warmup_ratio 0.05 \
+    --deepspeed zero2 \
+    --hub_token $HUB \
+    --output_dir "out/$nproc_per_node"  # the end
+"""
+TRL = """
+model_name_or_path: owner/model
+dataset_name: owner/data
+dtype: bfloat16
+learning_rate: 2.0e-5
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+eval_strategy: steps
+eval_steps: 100
+max_length: 1024
+optim: adamw_torch
+report_to: [wandb, trackio]
+max_steps: -1
+num_train_epochs: 1
+use_peft: false
+lora_r: 8
+"""
+
+
+def convert(folder: Path, text: str, name: str = "theirs.yaml", *options: str) -> dict[str, Any]:
+    (folder / name).write_text(text)
+    done = packtrain("convert", name, "--json", *options, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def note(done: dict[str, Any], key: str) -> dict[str, Any]:
+    return next(item for item in done["notes"] if item["key"] == key)
+
+
+def test_axolotl_packed_rows_become_tokens_of_a_step(tmp_path: Path) -> None:
+    done = convert(tmp_path, AXOLOTL, "theirs.yml", "--devices", "8")
+    config = done["config"]
+    assert (done["origin"], done["verb"]) == ("axolotl", "sft")
+    assert config["batch"] == {"tokens_per_step": 2 * 4 * 8 * 4096, "tokens_per_device": 2 * 4096}
+    assert config["data"]["train"] == [{"path": "owner/chats", "split": "train[:10%]"}, {"path": "a.jsonl"}]
+    assert config["data"]["columns"] == {"messages": "dialog"} and config["data"]["eval"] == 0.05
+    assert config["peft"] == {"kind": "lora", "r": 32, "alpha": 16, "target_modules": "all-linear"}
+    assert config["optim"]["warmup_steps"] == 0.1 and config["optim"]["name"] == "adamw_torch"
+    assert config["trainer"]["gradient_checkpointing"] == "full"
+    assert note(done, "load_in_4bit")["became"] is None and note(done, "special_tokens")["became"] is None
+    assert "guess" in note(done, "evals_per_epoch")["why"]
+
+
+def test_llama_factory_names_of_data_are_looked_up_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/pairs.json").write_text("[]")
+    told = {
+        "pairs": {"file_name": "pairs.json", "columns": {"prompt": "question", "chosen": "good", "rejected": "bad"}}
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(told))
+    done = convert(tmp_path, LLAMA_FACTORY)
+    assert (done["origin"], done["verb"]) == ("llamafactory", "dpo")
+    first, second = done["config"]["data"]["train"]
+    assert first == {"path": str(tmp_path / "data/pairs.json")}
+    assert second == {"path": "owner/pairs", "split": "train[:1000]"}
+    assert done["config"]["data"]["columns"] == {"instruction": "question", "chosen": "good", "rejected": "bad"}
+    assert done["config"]["batch"] == {"examples_per_step": 8, "tokens_per_device": 2 * 2048}
+    assert done["config"]["objective"] == {"kind": "dpo", "loss": "sigmoid", "beta": 0.2}
+    assert done["config"]["strategy"] == {"name": "zero3"}
+    assert done["config"]["peft"]["alpha"] == 16  # twice the rank, where nothing is said
+
+
+def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Path) -> None:
+    done = convert(tmp_path, MS_SWIFT, "train.sh")
+    config = done["config"]
+    assert (done["origin"], done["verb"]) == ("ms-swift", "sft")
+    assert config["batch"]["examples_per_step"] == 1 * 4 * 4
+    assert config["data"]["train"] == [{"path": "owner/chats", "split": "train[:500]"}, {"path": "own.jsonl"}]
+    assert config["trainer"]["checkpoint_every"] == 50 and config["trainer"]["output_dir"] == "out/4"
+    assert note(done, "system")["value"] == 'It is "you", said\nhe.'
+    assert config["strategy"] == {"name": "zero2"}
+    assert config["optim"]["weight_decay"] == 0.1  # their default
+
+
+def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Path) -> None:
+    done = convert(tmp_path, TRL)
+    assert (done["origin"], done["verb"]) == ("trl", "sft")
+    assert done["config"]["data"]["eval"] == {"path": "owner/data", "split": "test"}
+    assert done["config"]["trainer"]["epochs"] == 1 and "max_steps" not in done["config"]["trainer"]
+    assert done["config"]["optim"]["schedule"] == "linear"  # their default
+    assert done["config"]["tracking"] == {"report_to": ["wandb"]} and "trackio" in note(done, "report_to")["why"]
+    assert "peft" not in done["config"] and note(done, "lora_r")["became"] is None
+
+
+@pytest.mark.parametrize(
+    ("command", "verb", "devices"),
+    [
+        ("trl dpo --model_name_or_path o/m --dataset_name o/d", "dpo", 1),
+        ("python trl/scripts/kto.py --model_name_or_path=o/m --dataset_name=o/d", "kto", 1),
+        ("accelerate launch --num_processes 4 sft.py --model_name_or_path o/m --dataset_name o/d --packing", "sft", 4),
+        (
+            "torchrun --nproc_per_node=2 --nnodes=2 reward_modeling.py --model_name_or_path o/m --dataset_name o/d",
+            "reward",
+            4,
+        ),
+        (
+            "cd x && CUDA_VISIBLE_DEVICES=0,1 accelerate launch sft.py --model_name_or_path o/m --dataset_name o/d",
+            "sft",
+            2,
+        ),
+    ],
+)
+def test_commands_of_trl_say_the_verb_and_how_many_devices(
+    command: str, verb: str, devices: int, tmp_path: Path
+) -> None:
+    done = convert(tmp_path, f"Train:\n\n```bash\n{command}\n```\n", "page.md")
+    batch = done["config"]["batch"]
+    assert done["verb"] == verb
+    assert batch.get("examples_per_step", batch.get("tokens_per_step", 0) / 1024) == 8 * devices
+
+
+def test_a_file_of_settings_that_the_command_names_is_read_and_the_command_wins(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(TRL)
+    done = convert(tmp_path, "trl sft --config sft.yaml --learning_rate 1e-5", "run.sh")
+    assert done["config"]["optim"]["learning_rate"] == 1e-5 and done["config"]["model"]["path"] == "owner/model"
+
+
+def test_json_is_read_like_yaml(tmp_path: Path) -> None:
+    done = convert(tmp_path, json.dumps(yaml.safe_load(LLAMA_FACTORY)), "theirs.json")
+    assert done["origin"] == "llamafactory" and done["config"]["model"]["path"] == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(AXOLOTL, "a.yaml"), (LLAMA_FACTORY, "b.yaml"), (MS_SWIFT, "c.sh"), (TRL, "d.yaml")]
+)
+def test_every_key_is_converted_or_listed_and_the_result_can_be_planned(text: str, name: str, tmp_path: Path) -> None:
+    for file in ("a.jsonl", "own.jsonl"):
+        (tmp_path / file).write_text('{"text": "a"}\n')
+    text = text.replace("[wandb, trackio]", "none").replace("dataset: pairs, ", "dataset: ")
+    done = convert(tmp_path, text, name)
+    written = packtrain("convert", name, "-o", "ours.yaml", folder=tmp_path)
+    assert written.returncode == 0 and written.stdout == ""
+    ours = (tmp_path / "ours.yaml").read_text()
+    assert yaml.safe_load(ours) == done["config"]
+    assert done["converted"] + done["listed"] == len(done["notes"])
+    assert [item["key"] for item in done["notes"] if item["key"] not in ours] == []
+    planned = packtrain("plan", "ours.yaml", "--gpu-memory", "80", folder=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_a_key_that_is_not_known_is_listed(tmp_path: Path) -> None:
+    done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\n")
+    unknown = note(done, "flux_capacitor")
+    assert (unknown["value"], unknown["became"]) == (3, None) and "does not know" in unknown["why"]
+
+
+def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> None:
+    done = convert(tmp_path, MS_SWIFT.replace("--learning_rate 1e-4", "--learning_rate $LR --lora_rank many"), "x.sh")
+    assert note(done, "learning_rate")["became"] is None and "variable" in note(done, "learning_rate")["why"]
+    assert note(done, "lora_rank")["became"] is None
+
+
+def test_a_chat_template_in_the_config_becomes_a_file_beside_the_output(tmp_path: Path) -> None:
+    text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
+    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, trackio]', 'none')}\nchat_template: '{text}'\n")
+    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
+    assert (tmp_path / "ours.jinja").read_text() == text
+    assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"{TRL}\nhub_token: hf_{'aB3' * 8}\n")
+    assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
+    assert "aB3" not in (tmp_path / "ours.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("none.yaml", None, "there is no such file"),
+        ("broken.yaml", "a: [1\nb: 2", "broken.yaml:2: not valid YAML"),
+        ("broken.json", '{"a": 1,}', "broken.json:1: not valid JSON"),
+        ("list.yaml", "- a\n- b", "no mapping"),
+        ("bytes.yaml", b"\xff\xfe\x00", "not UTF-8"),
+        ("other.yaml", "name: CI\non: push", "of no trainer"),
+        ("both.yaml", "base_model: a\nstage: sft", "it may be of axolotl or llamafactory"),
+        ("empty.sh", "ls -l\n", "no command that trains"),
+        ("far.sh", "trl sft --config far.yaml", "the config file far.yaml, which is not there"),
+        ("grpo.sh", "swift rlhf --rlhf_type grpo --model a", "it is for grpo"),
+        ("orpo.yaml", "base_model: a\nrl: orpo\ndatasets: []", "it is for orpo"),
+        ("megatron.sh", "megatron sft --model a", "it is for Megatron"),
+        ("infer.sh", "swift infer --model a", "it is for infer"),
+        ("seen.sh", "swift sft --model a --dataset b --freeze_vit true", "it is for pictures or sound"),
+        ("laugh.yaml", "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+            f"{to}: &{to} [{', '.join([f'*{of}'] * 10)}]\n" for of, to in zip("abcdef", "bcdefg", strict=True)
+        ), "values"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted_is_said_with_exit_code_2(name: str, text: Any, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = packtrain("convert", name, folder=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and name in done.stderr and "→" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_whose_config_it_is_can_be_said(tmp_path: Path) -> None:
+    text = "base_model: a\nstage: sft\ndatasets: [{path: o/d}]\nsequence_len: 10"
+    assert convert(tmp_path, text, "theirs.yaml", "--from", "axolotl")["config"]["model"]["path"] == "a"
+
+
+@pytest.mark.parametrize("origin", ["axolotl", "llamafactory", "ms-swift", "trl"])
+def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
+    """Their rules are found by name when the table is read."""
+    texts = [
+        Path(str(table.__wrapped__.__code__.co_filename)).with_name("tables") / f"{one}.yaml"
+        for one in (origin, "common")
+    ]
+    for text in texts:
+        content = yaml.safe_load(text.read_text())
+        named = {value.split()[0] for value in content.get("same", {}).values()}
+        named |= {path for values in content.get("switches", {}).values() for path in values if path != "why"}
+        named |= {choice["to"] for choice in content.get("choices", {}).values()}
+        assert {path for path in named if path not in keys() and not path.startswith("objective.options.")} == set()
+    assert table(origin).marks
