@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from packtrain.convert.conversion import Conversion, Note, convert_file
+from packtrain.convert.rule_tables import OriginName
 from packtrain.errors import UserError
 from packtrain.wording import counted, visible
 
@@ -20,7 +21,7 @@ _WIDTH = 118
 
 
 def write_conversion(
-    path: Path, origin: str | None, devices: int | None, output: Path | None, *, as_json: bool = False
+    path: Path, origin: OriginName | None, devices: int | None, output: Path | None, *, as_json: bool = False
 ) -> int:
     """Converts the file at `path` and prints it, or writes it to `output`, and a chat template of its own beside that."""
     done = convert_file(path, origin, devices)

@@ -6,14 +6,15 @@ refuse of the result is taken away, and said.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.convert.counterparts import Kind, Outcome, Theirs, is_off, whole
+from packtrain.convert.counterparts import Kind, Outcome, Theirs, count, is_off
 from packtrain.convert.foreign_data import defaults_of, verb_of
 from packtrain.convert.foreign_file import Foreign, read_foreign
 from packtrain.convert.rule_tables import OriginName, Table, table
@@ -67,7 +68,6 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     file = read_foreign(path)
     origin = origin or _recognise(file)
     verb, guessed = verb_of(origin, file)
-    verb = cast(ObjectiveKind, verb)
     given = {key: value for key, value in file.values.items() if value is not None}
     theirs = Theirs({**table(origin).defaults, **defaults_of(origin, file, verb), **given}, verb, file)
     notes, values, template = _apply(table(origin), theirs, given)
@@ -79,8 +79,10 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
     if values.get("optim.schedule") == "constant" and values.get("optim.warmup_steps"):
         values["optim.schedule"] = "constant_with_warmup"
-    if values.get("optim.schedule") == "cosine" and "min_lr_rate" in values.get("optim.schedule_options", {}):
+    if values.get("optim.schedule") == "cosine" and "optim.schedule_options.min_lr_rate" in values:
         values["optim.schedule"] = "cosine_with_min_lr"
+    if values.get("peft.kind") == "lora":
+        values.setdefault("model.dtype", "bfloat16")  # in which they load what is frozen
     config = _nested(values)
     notes = _without_faults(config, notes)
     source = (
@@ -96,27 +98,20 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
 
 def _recognise(file: Foreign) -> OriginName:
     """Whose config it is, by its program, else by the keys that only one trainer has."""
-    programs = {
-        "swift": "ms-swift",
-        "megatron": "ms-swift",
-        "trl": "trl",
-        "llamafactory": "llamafactory",
-        "axolotl": "axolotl",
-    }
-    for name, origin in programs.items():
-        if file.program.startswith(name) or f"{name}/" in file.program or f"{name}.cli" in file.program:
-            return cast(OriginName, origin)
-    marks = {
-        origin: len(table(origin).marks & {*file.values})
-        for origin in cast(tuple[OriginName, ...], get_args(OriginName))
-    }
-    best = [origin for origin, count in marks.items() if count and count == max(marks.values())]
+    every: tuple[OriginName, ...] = get_args(OriginName)
+    programs = {"swift": "ms-swift", "megatron": "ms-swift", **{name: name for name in every}}
+    called = re.match(r"(?:.*/)?(trl|swift|megatron|llamafactory|axolotl)\b", file.program)
+    marks = {origin: len(table(origin).marks & {*file.values}) for origin in every}
+    best: list[OriginName] = [
+        origin for origin in every if called or (marks[origin] and marks[origin] == max(marks.values()))
+    ]
+    best = [origin for origin in best if not called or origin == programs[called[1]]]
     if len(best) == 1:
         return best[0]
     what = (
-        "it may be of " + " or ".join(best) if best else "its keys are those of no trainer that packtrain convert knows"
+        f"it may be of {' or '.join(best)}" if best else "its keys are those of no trainer that packtrain convert knows"
     )
-    raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or marks)}.")
+    raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
 
 
 def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any], str]:
@@ -142,7 +137,7 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
 def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
     try:
         return rules.rule(key)(value, theirs)
-    except (ValueError, TypeError, AttributeError, LookupError):
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
         unset = isinstance(value, str) and "$" in value
         why = (
             "the value of a variable that the file does not set"
@@ -155,15 +150,12 @@ def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
 def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], str]:
     """The size of a step, and how it is made. Packed rows there count by length, whatever they hold: so does batch.tokens_per_step."""
 
-    def size(*names: str) -> int:
-        try:
-            return whole(theirs.get(*names) or 0)
-        except (ValueError, TypeError):
-            return 0
+    def size(*names: str, otherwise: int = 1) -> int:
+        return count(theirs.get(*names), otherwise)
 
-    micro, accumulation = size(rules.step["micro"]) or 1, size("gradient_accumulation_steps") or 1
-    longest = size(*rules.step["longest"].split())
-    together = size("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree") or 1
+    micro, accumulation = size(rules.step["micro"]), size("gradient_accumulation_steps")
+    longest = size(*rules.step["longest"].split(), otherwise=0)
+    together = size("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree")
     replicas = max(devices // together, 1)
     room = {"batch.tokens_per_device": micro * longest * TRAITS[theirs.verb].documents} if longest else {}
     how = f"micro-batch of {micro} × {accumulation} accumulated × {counted(replicas, 'devices')}"

@@ -59,6 +59,14 @@ def whole(value: Any) -> int:
     return int("" if number(value) % 1 else number(value))
 
 
+def count(value: Any, otherwise: int) -> int:
+    """A whole number above 0, else another one."""
+    try:
+        return max(whole(value), 0) or otherwise
+    except (ValueError, TypeError):
+        return otherwise
+
+
 def is_off(value: Any) -> bool:
     """Whether a value leaves something out."""
     return value in (0, -1, "", [], {}) or str(value).lower() in ("no", "none", "false", "null", "disabled")
@@ -95,16 +103,6 @@ def same(path: str, how: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome({path: readers[how](value) if how in readers else value})
 
 
-def listed(why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that packtrain has no need of."""
-    return Outcome(why=why, kind="not needed")
-
-
-def part(path: str, why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that together with others makes one of ours."""
-    return Outcome(why=why, became=path)
-
-
 def switch(values: Mapping[str, Any], why: str, kind: Kind, value: Any, theirs: Theirs) -> Outcome:
     """A switch that sets these of our keys, or has no counterpart."""
     return AS_HERE if is_off(value) else Outcome(values, why, kind)
@@ -119,7 +117,17 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
         if ours not in ("to", "same", "else") and wanted in others.split():
             name, _, why = ours.partition(" ")
             return Outcome({choice["to"]: name}, why)
-    return Outcome(why=choice["else"], kind="no counterpart")
+    return AS_HERE if is_off(value) else Outcome(why=choice["else"], kind="no counterpart")
+
+
+def part(path: str, why: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key that together with others makes one of ours."""
+    return Outcome(why=why, became=path)
+
+
+def listed(why: str, value: Any, theirs: Theirs) -> Outcome:
+    """A key that packtrain has no need of."""
+    return Outcome(why=why, kind="not needed")
 
 
 def losses(value: Any, theirs: Theirs) -> Outcome:
@@ -224,31 +232,6 @@ def precision(value: Any, theirs: Theirs) -> Outcome:
     return AS_HERE if half else Outcome({"trainer.mixed_precision": "no"})
 
 
-def weights_and_precision(value: Any, theirs: Theirs) -> Outcome:
-    """bf16 that is also the format that weights are loaded and trained in."""
-    kept, half = precision(value, theirs), {} if is_off(value) else {"model.dtype": "bfloat16"}
-    masters = half and is_off(theirs.get("adapter"))
-    return Outcome({**kept.values, **half}, "float32 masters take the updates" if masters else "")
-
-
-def method(value: Any, theirs: Theirs) -> Outcome:
-    """LoRA or all weights; the frozen weights of LoRA are bfloat16, as there."""
-    if value in ("lora", "qlora", "full"):
-        frozen = (
-            {"peft.kind": "lora"} if theirs.get("torch_dtype") else {"peft.kind": "lora", "model.dtype": "bfloat16"}
-        )
-        return Outcome({"peft.kind": "none"} if value == "full" else frozen)
-    return Outcome(why=f"packtrain trains LoRA or all weights, not by {value}", kind="no counterpart")
-
-
-def least_rate(value: Any, theirs: Theirs) -> Outcome:
-    """The share of the peak at which a cosine ends."""
-    return Outcome(
-        {"optim.schedule_options": {"min_lr_rate": number(value)}} if 0 < number(value) < 1 else {},
-        became="optim.schedule_options",
-    )
-
-
 def trackers(value: Any, theirs: Theirs) -> Outcome:
     """The trackers that packtrain has; others are named."""
     asked = [name for name in names(value) if name not in ("none", "all")]
@@ -264,19 +247,6 @@ def wandb_project(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"tracking.report_to": ["wandb"], "topology.environment": {"WANDB_PROJECT": str(value)}})
 
 
-def resume(value: Any, theirs: Theirs) -> Outcome:
-    """Checkpoints of another trainer cannot be read; going on with one's own is what packtrain does."""
-    if isinstance(value, bool):
-        return Outcome({"trainer.resume": "auto" if value else "never"})
-    return switch({}, "checkpoints of another trainer cannot be gone on from", "no counterpart", value, theirs)
-
-
-def quantised(value: Any, theirs: Theirs) -> Outcome:
-    """4 or 8 bits of frozen weights: the same adapters are trained, over bfloat16, in more memory."""
-    why = "frozen weights are bfloat16 here, not in fewer bits: see packtrain plan"
-    return switch({"model.dtype": "bfloat16"}, why, "no counterpart", value, theirs)
-
-
 def adapters(value: Any, theirs: Theirs) -> Outcome:
     """Which layers get adapters: all linear ones, names, or a pattern."""
     found = [str(name).strip() for name in names(value)]
@@ -287,14 +257,6 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"peft.target_modules": value if pattern else found})
 
 
-def adapters_of(value: Any, theirs: Theirs) -> Outcome:
-    """Adapters to go on with stand in the place of the model."""
-    return Outcome(
-        {"model.path": str(names(value)[0])},
-        "a folder of adapters means its base model with them, and they are trained on",
-    )
-
-
 def share(value: Any, theirs: Theirs) -> Outcome:
     """The part of the documents to hold out; a number of rows is none."""
     if number(value) >= 1:
@@ -302,35 +264,7 @@ def share(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"data.eval": number(value)} if number(value) else {}, became="data.eval")
 
 
-def epsilon(value: Any, theirs: Theirs) -> Outcome:
-    """AdamW's epsilon is fixed here."""
-    return AS_HERE if number(value) == 1e-8 else Outcome(why="it is 1e-8 here", kind="no counterpart")
-
-
-def exact_floats(value: Any, theirs: Theirs) -> Outcome:
-    """TF32 matters only where products are in float32."""
-    unused = value == "auto" or any(not is_off(theirs.get(key)) for key in ("bf16", "bfloat16", "fp16"))
-    why = "float32 products are exact here: trainer.mixed_precision=bf16 is faster"
-    return AS_HERE if unused else switch({}, why, "no counterpart", value, theirs)
-
-
 def checkpointing(value: Any, theirs: Theirs) -> Outcome:
     """Activations computed again; theirs is all or nothing, or all with their inputs on the host."""
     offload = {"trainer.activation_offload": True} if str(value).startswith(("offload", "unsloth")) else {}
     return Outcome({"trainer.gradient_checkpointing": "none" if is_off(value) else "full", **offload})
-
-
-def checkpointing_off(value: Any, theirs: Theirs) -> Outcome:
-    """The switch that turns it off."""
-    return checkpointing(is_off(value), theirs)
-
-
-def balance(value: Any, theirs: Theirs) -> Outcome:
-    """The loss that balances experts, of which the model's own config tells."""
-    weight = {"output_router_logits": True, "router_aux_loss_coef": number(value)}
-    return Outcome({"model.config": weight} if number(value) else {}, became="model.config")
-
-
-def completion_only(value: Any, theirs: Theirs) -> Outcome:
-    """Of prompts with completions, the answers or all."""
-    return Outcome({"data.loss_on": "all" if is_off(value) else "completion"})

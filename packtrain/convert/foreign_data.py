@@ -6,8 +6,9 @@ import math
 import re
 from typing import Any
 
+from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES
-from packtrain.convert.counterparts import Outcome, Theirs, is_off, names, number, refuse, whole
+from packtrain.convert.counterparts import Outcome, Theirs, count, is_off, names, number, refuse, whole
 from packtrain.convert.foreign_file import Foreign
 
 _PICTURES = re.compile(
@@ -21,7 +22,15 @@ _TYPES = re.compile(
 )
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _EVERY_TURN = "without assistant_only_loss every turn of conversations is trained there, only the assistant's here: data.loss_on=all"
-_OURS = {"sft": "sft", "pt": "sft", "pretrain": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "reward": "reward"}
+_OURS: dict[str, ObjectiveKind] = {
+    "sft": "sft",
+    "pt": "sft",
+    "pretrain": "sft",
+    "dpo": "dpo",
+    "kto": "kto",
+    "rm": "reward",
+    "reward": "reward",
+}
 _METHODS = re.compile(
     r"(?<![a-z])(orpo|grpo|ppo|cpo|bco|gkd|rloo|nash|xpo|online_dpo|dpo_online|sdpo|prm|distillation|diffusion|dpo|kto|reward|sft)"
 )
@@ -147,11 +156,6 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
 
-def text_field(value: Any, theirs: Theirs) -> Outcome:
-    """The column of running text."""
-    return Outcome({} if value == "text" else {"data.columns": {"text": str(value)}}, became="data.columns")
-
-
 def own_name(value: Any, theirs: Theirs) -> Outcome:
     """A name that is written into the rows of one data set."""
     told = "self-cognition" in str(theirs.get("dataset"))
@@ -159,7 +163,7 @@ def own_name(value: Any, theirs: Theirs) -> Outcome:
     return Outcome(why=why, kind="no counterpart" if told else "not needed")
 
 
-def verb_of(origin: str, file: Foreign) -> tuple[str, str]:
+def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
     """Our verb, and how it was found if that is a guess. Raises UserError for a method that packtrain does not have."""
     values, program, how = file.values, file.program, ""
     if origin == "axolotl":
@@ -208,17 +212,16 @@ def defaults_of(origin: str, file: Foreign, verb: str) -> dict[str, Any]:
     """Defaults that depend on other settings."""
     values = file.values
     if origin == "axolotl":
-        total, micro = values.get("batch_size"), values.get("micro_batch_size")
-        steps = total // micro if isinstance(total, int) and isinstance(micro, int) and micro > 0 else 1
+        steps = count(values.get("batch_size"), 1) // count(values.get("micro_batch_size"), 1)
         rates = {} if {"warmup_steps", "warmup_ratio"} & {*values} else {"warmup_ratio": 0.03}
         return {"gradient_accumulation_steps": max(steps, 1), **rates}
     if origin == "llamafactory":
-        lora = {"lora_rank": 8, "lora_alpha": 2 * whole(values.get("lora_rank") or 8), "lora_target": "all"}
+        lora = {"lora_rank": 8, "lora_alpha": 2 * count(values.get("lora_rank"), 8), "lora_target": "all"}
         packing = {"packing": values.get("stage") == "pt"}
         return {**packing, **(lora if values.get("finetuning_type", "lora") == "lora" else {})}
     if origin == "ms-swift":
         tuner = next((values[key] for key in ("tuner_type", "train_type", "sft_type") if key in values), "lora")
-        accumulation = math.ceil(16 / whole(values.get("per_device_train_batch_size") or 1) / (file.devices or 1))
+        accumulation = math.ceil(16 / count(values.get("per_device_train_batch_size"), 1) / (file.devices or 1))
         lora = {
             "lora_rank": 8,
             "lora_alpha": 32,

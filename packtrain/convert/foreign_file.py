@@ -7,6 +7,7 @@ variables that the file sets itself, `${NAME:-default}`, and sums such as `$((16
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", "scripts/dpo.py"), the options of its launcher,
+    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", "path/to/sft.py"), the options of its launcher,
     its environment, and how many `more` training commands the file has."""
 
     path: Path
@@ -47,13 +48,11 @@ class Foreign:
 
     def find(self, name: object) -> Path | None:
         """A file that the config names, from its own folder, one around it, or from here."""
-        here = self.path.absolute().parent
-        named = isinstance(name, str) and name and "\0" not in name and len(name) < 1000
-        return (
-            next((at / str(name) for at in (here, *here.parents, Path()) if (at / str(name)).is_file()), None)
-            if named
-            else None
-        )
+        here, name = self.path.absolute().parent, name if isinstance(name, str) else ""
+        paths = [at / name for at in (here, *here.parents, Path())] if name and "\0" not in name else []
+        return next(
+            (path for path in paths if os.path.isfile(path)), None
+        )  # which is no error for a name that is too long
 
     def settings_of(self, name: object) -> dict[str, Any]:
         """The mapping in a YAML or JSON file that the config names; {} where there is none."""

@@ -38,6 +38,7 @@ LAYERS = (
     ("diagnose",),
     ("report",),
     ("bench",),
+    ("convert",),
     ("cli",),
     ("__main__",),
 )
@@ -55,6 +56,7 @@ MOST_READ = {"One step of training": 12, "One launch": 18, "One resume": 10}
 """Files through which docs/architecture.md leads a reader."""
 WITHOUT_TORCH = (
     "config",
+    "convert",
     "plan",
     "launch",
     "report",

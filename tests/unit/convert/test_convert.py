@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -311,5 +312,24 @@ def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
         named = {value.split()[0] for value in content.get("same", {}).values()}
         named |= {path for values in content.get("switches", {}).values() for path in values if path != "why"}
         named |= {choice["to"] for choice in content.get("choices", {}).values()}
-        assert {path for path in named if path not in keys() and not path.startswith("objective.options.")} == set()
+        inside = ("objective.options.", "optim.schedule_options.", "data.columns.")
+        assert {path for path in named if path not in keys() and not path.startswith(inside)} == set()
     assert table(origin).marks
+
+
+def test_the_page_names_keys_that_are_converted() -> None:
+    """Each row of a trainer's table: what stands on the left has a rule, and what stands on the right is a key or a group of ours."""
+    page = (Path(__file__).resolve().parents[3] / "docs/coming-from.md").read_text()
+    titles = {"axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl"}
+    groups = {f"{path.split('.')[0]}.*" for path in keys()}
+    for title, origin in titles.items():
+        section = page.partition(f"## From {title}\n")[2].partition("\n## ")[0]
+        rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ") and "their" not in line]
+        assert len(rows) > 8
+        for theirs, ours in rows:
+            names = re.findall(r"`-?-?([a-z]\w+)[^`]*`", re.sub(r"\([^)]*\)", "", theirs))
+            names = [name for name in names if name not in ("swift", "num_processes")]
+            unknown = [name for name in names if str(table(origin).rule(name)).count("does not know")]  # type: ignore[arg-type]
+            assert unknown == [], title
+            found = re.findall(r"`([a-z]+\.[\w.*]+)`", ours)
+            assert {name for name in found if name not in keys() and name not in groups} <= {"config.yaml"}, title
