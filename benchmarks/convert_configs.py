@@ -1,6 +1,6 @@
 """Converts the configs of a folder of another trainer's (a checkout with its examples) and plans each result.
 
-    python benchmarks/convert_configs.py FOLDER… [--from ORIGIN] [--under examples] [--gpu-memory 80] [--list]
+    python benchmarks/convert_configs.py FOLDER… [--from ORIGIN] [--under examples] [--gpu-memory 80]
 
 Of .yaml, .json and .sh files each is one config; of .md files and the docstrings of .py files each block with a command. Files that
 are no config of that trainer, and those of what packtrain does not train, are counted apart, with the reason. The share is that of
@@ -71,7 +71,6 @@ def main() -> None:
     parser.add_argument("--from", dest="origin")
     parser.add_argument("--under", default=".")
     parser.add_argument("--gpu-memory", default="80")
-    parser.add_argument("--list", action="store_true", help="also each key without a counterpart, with its number")
     asked = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     for folder in asked.folders:
@@ -79,41 +78,37 @@ def main() -> None:
 
 
 def _table(folder: Path, asked: argparse.Namespace) -> None:
-    total, lacking = Counter[str](), Counter[str]()
+    total, lacking, reasons = Counter[str](), Counter[str](), Counter[str]()
+    brief = dict[str, list[str]]()
     os.chdir(folder)
-    print(
-        f"\n## {folder.name}\n\n| config | keys | converted | not needed | no counterpart | plan |\n|---|---|---|---|---|---|"
-    )
     with tempfile.TemporaryDirectory() as kept:
         for name, path in configs(folder / asked.under, Path(kept)):
             try:
                 done = convert_file(path, asked.origin)
             except UserError as error:
-                total["refused"] += 1
-                print(f"| {name} | | | | | not converted: {error.problems[0].what} |")
+                reasons[error.problems[0].what] += 1
+                print(f"{name}: not converted: {error.problems[0].what}")
                 continue
-            kinds = Counter(
-                note.kind
-                for note in done.of_kind("converted", "not needed", "no counterpart")
-                if note.value is not None
-            )
+            kinds = Counter(note.kind for note in done.of_kind("converted", "not needed", "no counterpart"))
             lacking.update(note.key for note in done.of_kind("no counterpart"))
             says = planned(done, Path(kept), asked.gpu_memory)
-            total.update(files=1, plan=not says, **{kind.replace(" ", "_"): number for kind, number in kinds.items()})
-            print(
-                f"| {name} | {kinds.total()} | {kinds['converted']} | {kinds['not needed']} | {kinds['no counterpart']} | {says or 'passes'} |"
+            total.update({"files": 1, "plan": not says, **kinds})
+            meant = kinds["converted"] + kinds["no counterpart"]
+            print(f"{name}: {kinds.total()} keys, {kinds['converted']} of {meant} converted: {says or 'passes'}")
+            parent, _, own = name.rpartition("/")
+            brief.setdefault(parent, []).append(
+                f"{own} {kinds['converted']}/{meant}{' (plan refuses)' if says else ''}"
             )
-    meant = total["converted"] + total["no_counterpart"]
-    keys = meant + total["not_needed"]
+    print("\n" + "; ".join(f"`{parent}`: {', '.join(names)}" for parent, names in brief.items()))
+    meant = total["converted"] + total["no counterpart"]
+    share = f"{total['converted']:,} ({total['converted'] / max(meant, 1):.1%})"
     print(
-        f"\n{folder.name}: {total['files']} files, {keys} keys; of {meant} that mean something {total['converted']} converted",
-        end=" ",
+        "\n| files | keys | not needed here | with a meaning for training | converted | pass plan |\n|---|---|---|---|---|---|"
     )
-    print(
-        f"({total['converted'] / max(meant, 1):.1%}); {total['plan']} pass plan; {total['refused']} files not converted"
-    )
-    for key, number in lacking.most_common() if asked.list else ():
-        print(f"    {number} {key}")
+    keys = [total["files"], meant + total["not needed"], total["not needed"], meant]
+    print(f"| {' | '.join(f'{number:,}' for number in keys)} | {share} | {total['plan']} |\n")
+    for title, counts in {"not converted": reasons, "no counterpart": lacking}.items():
+        print(f"{title}: " + ", ".join(f"{name} {number}" for name, number in counts.most_common(30)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ def write_conversion(
         beside = output.with_suffix(".jinja")
         _write(beside, done.template)
         done.config.setdefault("data", {})["chat_template"] = str(beside)
-    elif done.template:
-        remark = "the chat template is the tokenizer's own: with --output FILE that of the config is written beside it"
-        done = replace(done, remarks=(*done.remarks, remark))
     text = json.dumps(done.to_json(), indent=2, default=str) + "\n" if as_json else commented_yaml(done)
     if output is None:
         print(text, end="")

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.convert.counterparts import Kind, Outcome, Theirs, count, is_off
+from packtrain.convert.counterparts import Kind, Outcome, Theirs, count, is_off, names
 from packtrain.convert.foreign_data import defaults_of, verb_of
 from packtrain.convert.foreign_file import Foreign, read_foreign
 from packtrain.convert.rule_tables import OriginName, Table, table
@@ -81,14 +81,16 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         values["optim.schedule"] = "constant_with_warmup"
     if values.get("optim.schedule") == "cosine" and "optim.schedule_options.min_lr_rate" in values:
         values["optim.schedule"] = "cosine_with_min_lr"
+    if folder := theirs.get("lora_model_dir", "adapter_name_or_path", "adapters"):
+        values["model.path"] = str(names(folder)[0])
+    if theirs.get("rl") == "ipo":
+        values["objective.loss"] = "ipo"
     if values.get("peft.kind") == "lora":
         values.setdefault("model.dtype", "bfloat16")  # in which they load what is frozen
     config = _nested(values)
     notes = _without_faults(config, notes)
-    source = (
-        "--devices" if devices else "of the file" if file.devices else "the file does not say how many: --devices N"
-    )
-    remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
+    told = "as told" if devices or file.devices else "the file does not say how many: --devices N"
+    remarks = [f"Step: {how} ({told}); here it is the same on any number of GPUs."]
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
     remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
@@ -108,9 +110,8 @@ def _recognise(file: Foreign) -> OriginName:
     best = [origin for origin in best if not called or origin == programs[called[1]]]
     if len(best) == 1:
         return best[0]
-    what = (
-        f"it may be of {' or '.join(best)}" if best else "its keys are those of no trainer that packtrain convert knows"
-    )
+    none = "its keys are those of no trainer that packtrain convert knows"
+    what = f"it may be of {' or '.join(best)}" if best else none
     raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
 
 
@@ -138,12 +139,8 @@ def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
     try:
         return rules.rule(key)(value, theirs)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        unset = isinstance(value, str) and "$" in value
-        why = (
-            "the value of a variable that the file does not set"
-            if unset
-            else "its value has another form than expected"
-        )
+        unset = "the value of a variable that the file does not set"
+        why = unset if "$" in str(value) else "its value has another form than expected"
         return Outcome(why=why, kind="no counterpart")
 
 
@@ -164,10 +161,8 @@ def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], s
         how += f" × {longest} tokens. A packed row there counts once, whatever it holds, and its learning rate is for such rows"
         return {"batch.tokens_per_step": micro * accumulation * replicas * longest, **room}, how
     how += ", packed rows there and documents here: take as many as such rows hold" if packed else ""
-    return {
-        "batch.examples_per_step": max(micro * accumulation * replicas, 2 if theirs.verb == "kto" else 1),
-        **room,
-    }, how
+    examples = max(micro * accumulation * replicas, 2 if theirs.verb == "kto" else 1)
+    return {"batch.examples_per_step": examples, **room}, how
 
 
 def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -187,7 +182,8 @@ def _without_faults(config: dict[str, dict[str, Any]], notes: list[Note]) -> lis
             holder = config.get(group, {})
             for name in path[:-1]:
                 holder = holder.get(name, {})
-            if path and path[-1] in holder and not fault.keys[0].startswith(_KEPT):
+            kept = fault.keys[0].startswith(_KEPT) and "secret" not in fault.what
+            if path and path[-1] in holder and not kept:
                 del holder[path[-1]]
                 kind: Kind = "not needed" if fault.because else "no counterpart"
                 notes = [_taken_away(note, ".".join((group, *path)), fault.what, kind) for note in notes]

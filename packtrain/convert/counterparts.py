@@ -72,12 +72,17 @@ def is_off(value: Any) -> bool:
     return value in (0, -1, "", [], {}) or str(value).lower() in ("no", "none", "false", "null", "disabled")
 
 
+def is_on(value: Any) -> bool:
+    """A switch. Raises LookupError for what is none."""
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+
+
 def names(value: Any) -> list[Any]:
     """Names in a list, or in a text with commas; numbers stay numbers."""
     items = value if isinstance(value, list) else [value]
-    return [
-        part for item in items for part in ([item] if not isinstance(item, str) else re.findall(r"[^\s,][^,]*", item))
-    ]
+    parts = [item.split(",") if isinstance(item, str) else [item] for item in items]
+    plain = [item.strip() if isinstance(item, str) else item for part in parts for item in part]
+    return [item for item in plain if item != ""]
 
 
 def refuse(what: object, file: Foreign) -> Any:
@@ -93,14 +98,8 @@ def refused(what: str, value: Any, theirs: Theirs) -> Outcome:
 
 def same(path: str, how: str, value: Any, theirs: Theirs) -> Outcome:
     """A key with the same meaning, and how its value is read."""
-    readers: dict[str, Callable[[Any], Any]] = {
-        "text": str,
-        "number": number,
-        "whole": whole,
-        "names": names,
-        "mapping": dict,
-    }
-    return Outcome({path: readers[how](value) if how in readers else value})
+    readers: dict[str, Callable[[Any], Any]] = {"number": number, "whole": whole, "names": names, "mapping": dict}
+    return Outcome({path: {"text": str, "switch": is_on, **readers}[how](value)})
 
 
 def switch(values: Mapping[str, Any], why: str, kind: Kind, value: Any, theirs: Theirs) -> Outcome:
@@ -139,9 +138,10 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
 
 
 def warmup(value: Any, theirs: Theirs) -> Outcome:
-    """A share or a number of steps: below 1 both are a share here."""
-    if (steps := theirs.get("warmup_steps")) not in (None, 0, value):
-        return Outcome(why=f"warmup_steps={steps} wins over it", kind="not needed")
+    """A share or a number of steps: below 1 both are a share here. Steps win there, where there are any."""
+    wins = next((key for key in ("warmup_steps", "warmup_ratio") if not is_off(theirs.get(key) or 0)), None)
+    if wins and value != theirs.get(wins):
+        return Outcome(why=f"{wins} wins over it", kind="not needed")
     return Outcome({"optim.warmup_steps": number(value)})
 
 
@@ -150,10 +150,8 @@ def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
     epochs = number(theirs.get("num_train_epochs", "num_epochs") or 1)
     if is_off(value) or (number(value) * epochs <= 1 and not theirs.get("max_steps")):
         return AS_HERE if is_off(value) else Outcome(why="once, at the end: a run ends with it anyway", became=path)
-    return Outcome(
-        {path: GUESS},
-        f"theirs is {value} an epoch, ours counts steps: {GUESS} is a guess, choose by the steps of an epoch",
-    )
+    why = f"theirs is {value} an epoch, ours counts steps: {GUESS} is a guess, choose by the steps of an epoch"
+    return Outcome({path: GUESS}, why)
 
 
 def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
@@ -190,14 +188,10 @@ def sharding(value: Any, theirs: Theirs) -> Outcome:
     elif re.search("shard|fsdp", text):
         name = "fsdp2"
     else:
-        return (
-            AS_HERE
-            if is_off(value)
-            else Outcome(why="its stage is not known: choose a strategy", kind="no counterpart")
-        )
-    return Outcome(
-        {"strategy.name": name}, "nothing is kept on the host" if offloads and name != "zero3_offload" else ""
-    )
+        unknown = Outcome(why="its stage is not known: choose a strategy", kind="no counterpart")
+        return AS_HERE if is_off(value) else unknown
+    why = "nothing is kept on the host" if offloads and name != "zero3_offload" else ""
+    return Outcome({"strategy.name": name}, why)
 
 
 def parallel(value: Any, theirs: Theirs) -> Outcome:
@@ -213,15 +207,15 @@ def template(value: Any, theirs: Theirs) -> Outcome:
         {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"},
     )
     if "{%" in text or "{{" in text:
-        return Outcome(became="data.chat_template", template=text)
+        return Outcome(
+            why="its text is a file, which --output writes beside", became="data.chat_template", template=text
+        )
     name = short.get(as_name(text), as_name(text))
     if text.endswith((".jinja", ".j2")) or name in template_names():
         return Outcome({"data.chat_template": name if name in template_names() else text})
     own = text.startswith(("default", "tokenizer_default")) or is_off(text)
-    return Outcome(
-        why="the tokenizer's own" + ("" if own else f": packtrain has none of the name {text}"),
-        became="data.chat_template",
-    )
+    other = "" if own else f": packtrain has none of the name {text}"
+    return Outcome(why=f"the tokenizer's own{other}", became="data.chat_template")
 
 
 def precision(value: Any, theirs: Theirs) -> Outcome:

@@ -20,16 +20,16 @@ _READ = re.compile(
 _TYPES = re.compile(
     r"(alpaca|chat_template|completion|pretrain|sharegpt|chatml|llama3|bradley_terry|input_output|None)([.:].*)?"
 )
+_FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input")
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _EVERY_TURN = "without assistant_only_loss every turn of conversations is trained there, only the assistant's here: data.loss_on=all"
-_OURS: dict[str, ObjectiveKind] = {
-    "sft": "sft",
-    "pt": "sft",
-    "pretrain": "sft",
-    "dpo": "dpo",
-    "kto": "kto",
-    "rm": "reward",
-    "reward": "reward",
+_OURS: dict[str, ObjectiveKind] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
+_OURS |= {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
+_BY_KEYS = {
+    "desirable_weight": "kto",
+    "center_rewards_coefficient": "reward",
+    "beta": "dpo",
+    "max_prompt_length": "dpo",
 }
 _METHODS = re.compile(
     r"(?<![a-z])(orpo|grpo|ppo|cpo|bco|gkd|rloo|nash|xpo|online_dpo|dpo_online|sdpo|prm|distillation|diffusion|dpo|kto|reward|sft)"
@@ -54,9 +54,7 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         kind = item.get("type")
         fields = kind if isinstance(kind, dict) else item
         role = (item.get("message_property_mappings") or {}).get("role", item.get("message_field_role"))
-        named = {
-            at: fields.get(f"field_{at}") for at in ("chosen", "rejected", "instruction", "output", "system", "input")
-        }
+        named = {at: fields.get(f"field_{at}") for at in _FIELDS}
         named["conversations" if role == "from" else "messages"] = item.get("field_messages")
         named["text"] = item.get("field", item.get("text_column"))
         columns |= {ours: name for ours, name in named.items() if name}
@@ -79,18 +77,13 @@ def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         if {"images", "videos", "audios"} & {*named}:
             refuse("pictures or sound", theirs.file)
         columns |= named
-        hub, file = (
-            told.get("hf_hub_url") or (name if "/" in name else None),
-            f"{folder}/{told.get('file_name', f'{name}.json')}",
-        )
+        hub = told.get("hf_hub_url") or (name if "/" in name else None)
+        file = f"{folder}/{told.get('file_name', f'{name}.json')}"
         split = told.get("split") or "train"
-        path = str(hub or theirs.file.find(file) or file)
-        found.append(
-            {"path": path, "subset": told.get("subset"), "split": f"{split}[:{whole(most)}]" if hub and most else split}
-        )
-        remarks += (
-            [] if told or hub else [f"{name} is in no {folder}/dataset_info.json near this config: give its path"]
-        )
+        first = f"{split}[:{whole(most)}]" if hub and most else split
+        found.append({"path": str(hub or theirs.file.find(file) or file), "subset": told.get("subset"), "split": first})
+        if not told and not hub:
+            remarks += [f"{name} is in no {folder}/dataset_info.json near this config: give its path"]
     return _sources(key, found, columns, *remarks)
 
 
@@ -107,21 +100,19 @@ def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     for text in map(str, names(value)):
         if _PICTURES.search(text):
             refuse("pictures or sound", theirs.file)
-        path, _, count = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
+        path, _, rows = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
         local = path.lower().endswith(DATA_SUFFIXES) or theirs.file.find(path)
         path, _, subset = (path, "", "") if local else path.partition(":")
-        found.append(
-            {"path": path, "subset": subset or None, "split": f"train[:{count}]" if count and not local else None}
-        )
-        remarks += ["#N takes N rows by chance; ours the first N of a hub data set, all of a file"] if count else []
+        split = f"train[:{rows}]" if rows and not local else None
+        found.append({"path": path, "subset": subset or None, "split": split})
+        remarks += ["#N takes N rows by chance; ours the first N of a hub data set, all of a file"] if rows else []
     return _sources(key, found, {}, *remarks)
 
 
 def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
     """Documents that were tokenised before."""
-    return _sources(
-        key, [{"path": str(path)} for path in names(value)], {}, "name the documents instead of what was made of them"
-    )
+    found = [{"path": str(path)} for path in names(value)]
+    return _sources(key, found, {}, "name the documents instead of what was made of them")
 
 
 def trl_data(value: Any, theirs: Theirs) -> Outcome:
@@ -141,18 +132,12 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     split = names(theirs.get("dataset_splits") or "train")[0]
     found = []
     for item in settings.get("datasets", [{"id": name, "weight": at, "split": split} for name, at in settings.items()]):
-        source = {
-            "path": str(item.get("id") or item.get("path") or item["data_files"]),
-            "subset": item.get("config", item.get("name")),
-        }
+        path = str(item.get("id") or item.get("path") or item["data_files"])
+        source = {"path": path, "subset": item.get("config", item.get("name"))}
         found.append({**source, "split": item.get("split"), "weight": item.get("weight", item.get("fraction"))})
     size = number(settings.get("test_split_size") or 0)
-    train = _sources(
-        "data.train",
-        found,
-        {},
-        *([f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []),
-    )
+    guess = [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
+    train = _sources("data.train", found, {}, *guess)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
 
@@ -165,7 +150,7 @@ def own_name(value: Any, theirs: Theirs) -> Outcome:
 
 def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
     """Our verb, and how it was found if that is a guess. Raises UserError for a method that packtrain does not have."""
-    values, program, how = file.values, file.program, ""
+    values, how = file.values, ""
     if origin == "axolotl":
         method = "reward" if values.get("reward_model") else values.get("rl") or "sft"
     elif origin == "llamafactory":
@@ -174,37 +159,20 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
         loss = values.get("pref_loss")
         method = other or (loss if loss in ("orpo", "simpo") else values.get("stage", "sft"))
     elif origin == "ms-swift":
-        called, task = (
-            program.replace("/", " ").replace(".py", "").split(" ")[-1],
-            str(values.get("task_type") or "causal_lm"),
-        )
-        megatron = program.startswith("megatron") or {"tensor_model_parallel_size", "train_iters"} & {*values}
-        aligned = values.get("rlhf_type") or ("dpo" if called == "rlhf" else "sft")
-        known = called in ("sft", "pt", "rlhf", "main", "")
-        method = "Megatron" if megatron else task if task != "causal_lm" else aligned if known else called
+        called = re.split(r"[ /]", file.program.removesuffix(".py"))[-1]
+        task = values.get("task_type") or "causal_lm"
+        method = values.get("rlhf_type") or {"rlhf": "dpo", "pt": "sft", "main": "sft", "": "sft"}.get(called, called)
+        method = method if task == "causal_lm" else task
+        if file.program.startswith("megatron") or {"tensor_model_parallel_size", "train_iters"} & {*values}:
+            method = "Megatron"
     else:
-        words = program.split("/")[-1] or "/".join(file.path.absolute().parts[-4:]).lower()
-        by_keys = {
-            "desirable_weight": "kto",
-            "center_rewards_coefficient": "reward",
-            "beta": "dpo",
-            "max_prompt_length": "dpo",
-        }
-        named = _METHODS.search(words)
-        method = (
-            "pictures or sound"
-            if "vlm" in words
-            else named[1]
-            if named
-            else next((verb for key, verb in by_keys.items() if key in values), "sft")
-        )
-        how = (
-            ""
-            if program and named
-            else "by the names of file and folders"
-            if named
-            else "by its keys; else set objective.kind"
-        )
+        words = file.program.split("/")[-1] or "/".join(file.path.absolute().parts[-4:]).lower()
+        if named := _METHODS.search(words):
+            method, how = named[1], "" if file.program else "by the names of file and folders"
+        else:
+            method = next((verb for key, verb in _BY_KEYS.items() if key in values), "sft")
+            how = "by its keys; else set objective.kind"
+        method = "pictures or sound" if "vlm" in words else method
     return _OURS.get(str(method)) or refuse(method, file), how
 
 

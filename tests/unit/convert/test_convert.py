@@ -259,8 +259,20 @@ def test_a_chat_template_in_the_config_becomes_a_file_beside_the_output(tmp_path
     assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("text", ["warmup_steps: 0\nwarmup_ratio: 0.1", "warmup_ratio: 0.1\nwarmup_steps: 0"])
+def test_a_warm_up_of_no_steps_does_not_undo_the_share(text: str, tmp_path: Path) -> None:
+    assert convert(tmp_path, TRL + text)["config"]["optim"]["warmup_steps"] == 0.1
+
+
+@pytest.mark.parametrize("order", ["--adapters a/b --model m/m", "--model m/m --adapters a/b"])
+def test_adapters_to_go_on_with_stand_in_the_place_of_the_model(order: str, tmp_path: Path) -> None:
+    assert convert(tmp_path, f"swift sft --dataset o/d {order}", "x.sh")["config"]["model"]["path"] == "a/b"
+
+
 def test_secrets_are_not_written(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text(f"{TRL}\nhub_token: hf_{'aB3' * 8}\n")
+    data = "dataset_name: https://me:aB3secret@host/data"
+    text = TRL.replace("dataset_name: owner/data", data)
+    (tmp_path / "theirs.yaml").write_text(f"{text}\nhub_token: hf_{'aB3' * 8}\n")
     assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
     assert "aB3" not in (tmp_path / "ours.yaml").read_text()
 
