@@ -96,7 +96,7 @@ def _table(folder: Path, asked: argparse.Namespace) -> None:
             meant = kinds["converted"] + kinds["no counterpart"]
             print(f"{name}: {kinds.total()} keys, {kinds['converted']} of {meant} converted: {says or 'passes'}")
             parent, _, own = name.rpartition("/")
-            brief.setdefault(parent, []).append(
+            brief.setdefault(parent or ".", []).append(
                 f"{own} {kinds['converted']}/{meant}{' (plan refuses)' if says else ''}"
             )
     print("\n" + "; ".join(f"`{parent}`: {', '.join(names)}" for parent, names in brief.items()))

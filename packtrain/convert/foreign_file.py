@@ -36,7 +36,7 @@ _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", "path/to/sft.py"), the options of its launcher,
+    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", or the path of a script), the options of its launcher,
     its environment, and how many `more` training commands the file has."""
 
     path: Path
