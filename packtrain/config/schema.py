@@ -18,6 +18,7 @@ Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
 Rounding = Literal["auto", "never", "final", "stochastic"]
+Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
@@ -44,6 +45,11 @@ class Model:
     trust_remote_code: bool = key(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "float32", "Number format of the weights; auto keeps that of the file."
+    )
+    quantize: Quantize = key(
+        "no",
+        "Load the layers in 4 bits (nf4) or 8 (int8, fp8), to train adapters on them: less memory, somewhat slower "
+        "(docs/precision.md).",
     )
     attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
         "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."

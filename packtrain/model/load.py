@@ -31,6 +31,7 @@ from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.model.layers.experts import loop_over_experts
+from packtrain.model.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
 from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
@@ -70,12 +71,13 @@ def load_model(
     seed: int,
     scores: bool = False,
     mesh: DeviceMesh | None = None,
+    dequantize: bool = False,
 ) -> PreTrainedModel:
-    """The model to train, on the CPU, in `model.dtype`, with adapters where asked for; with `scores` a reward model.
+    """The model to train, on the CPU (quantised: where it is computed with), in `model.dtype`, with adapters where asked for; with `scores` a reward model.
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
     On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
-    merged into them, whole ones.
+    merged into them, whole ones. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -89,6 +91,8 @@ def load_model(
             merges = config is not adapted and peft.kind != "lora"
             with reading_slices(None if merges else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
+    keep_layout(model)
+    model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
@@ -170,6 +174,12 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
     place, dtype, overrides = location(config.path, config), _DTYPES[config.dtype], config.config
     if "gguf_file" not in place:
         model_config = _config_of(config, tokenizer, scores=scores)
+        if config.quantize != "no":
+            if getattr(model_config, "quantization_config", None):
+                what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
+                raise UserError(what, where="model.quantize", fix=fix)
+            computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
+            place["quantization_config"] = quantization_config(config.quantize, computed)
         return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
     labels = {"num_labels": 1} if scores else {}
     loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)

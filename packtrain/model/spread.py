@@ -126,6 +126,9 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
         _fully_shard(model, cast(Any, mesh_of(ranks)), autocast)
     else:
         cast(Any, model).to(ranks.device)
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        # which are the same (train/sync.py): DDP would send all of a base from the first rank, and cannot those in 8 bits
+        cast(Any, model)._ddp_params_and_buffers_to_ignore = frozen
 
 
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:

@@ -41,6 +41,9 @@ NCCL = GIB
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
+QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0}
+"""Of a weight by model.quantize: four bits, a scale in 8 bits for 64 of them, and one in 32 bits for 256 of those; scales of whole rows count for
+nothing."""
 SHARDED = {  # what a strategy shards over the processes
     "ddp": (),
     "zero1": ("optimizer",),
@@ -249,8 +252,9 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     shards = processes // machines if copied else processes
     rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 is for all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
+    saved = model.linear * (model.width - QUANTIZED_BYTES.get(config.model.quantize, model.width))
     parts = {
-        "weights": model.all * model.width + (0 if full else model.trained * trained_width),
+        "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
         "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed adds them up in float32
         "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
         "reference": _reference(config, model),
@@ -352,7 +356,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     """Bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
-    if mixed and width == 4:
+    if mixed and width == 4 and config.model.quantize == "no":
         # autocast keeps those of trained weights until the step ends, others as long as activations
         every = period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every

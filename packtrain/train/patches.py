@@ -57,7 +57,10 @@ def hold_trainer(
     several = holding(args, per_device_train_batch_size=max(args.per_device_train_batch_size, 2))
     # TRL hashes weights for its cache of log-probabilities, which fails on sharded ones (model/reference.py has its own)
     unhashed = holding(sys.modules[kind.__module__], hash_module=lambda _: "")
-    with _adapters_not_copied(model), several, unhashed:
+    # else it rounds adapters on quantised weights to bfloat16, in which small updates are lost
+    base: Any = base_model(model)
+    in_bits = {name: False for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if getattr(base, name, False)}
+    with _adapters_not_copied(model), several, unhashed, holding(base, **in_bits):
         trainer.__init__(
             model=model,
             args=args,

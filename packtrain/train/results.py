@@ -79,9 +79,11 @@ def save_final(
         if not main:
             return []
         if merged:
-            if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
+            seed, quantised = trainer.args.seed, getattr(base_model(model), "is_quantized", False)
+            # the trainer's model has only this process's share of its weights, or not the numbers that they stand for
+            if trainer.settings.sharded or quantised:
                 with loading_whole():
-                    model = load_model(settings, peft, tokenizer, seed=trainer.args.seed, scores=scores)
+                    model = load_model(settings, peft, tokenizer, seed=seed, scores=scores, dequantize=True)
             weights = load_file(_staging(adapters) / "adapter_model.safetensors")
             with merged_in(model, weights, dtype) as whole:
                 if whole.can_generate():

@@ -232,6 +232,27 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
 
 
+def _quantized(config: RunConfig) -> Iterator[Fault]:
+    """model.quantize where it cannot be, or would not train what it says."""
+    if config.model.quantize == "no":
+        return
+    if config.peft.kind == "none":
+        what = "quantised weights cannot be trained: their numbers are too few for an update to be seen"
+        yield Fault(("model.quantize", "peft.kind"), what, "Train adapters on them: peft=lora.", because="peft.kind")
+    if not config.model.is_base_for_adapters:
+        what = "only the files of a model are read in fewer bits, not new weights and .gguf"
+        yield Fault(("model.quantize", "model.path"), what, "Name a hub id or a folder, or remove the key.")
+    if (name := config.strategy.name) in ("zero3", "zero3_offload"):
+        what = f"{name} cuts weights into pieces that their scales do not belong to"
+        yield Fault(("model.quantize", "strategy.name"), what, "Use strategy=ddp, zero2 or fsdp2.")
+    elif (name != "ddp" and config.model.quantize == "fp8") or (name == "fsdp2" and config.model.quantize == "int8"):
+        what = f"{name} cannot send the weights of {config.model.quantize}"
+        yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
+    if config.trainer.mixed_precision == "fp8":
+        what = "products in 8 bits are made of weights in 16"
+        yield Fault(("model.quantize", "trainer.mixed_precision"), what, "Set trainer.mixed_precision=auto.")
+
+
 def check_strategy(config: RunConfig) -> Iterator[Fault]:
     """The impossible combinations of strategy.name with other keys."""
     name, optimizer = config.strategy.name, config.optim.name

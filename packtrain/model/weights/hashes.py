@@ -69,6 +69,8 @@ def _of_rows(tensor: torch.Tensor, first: int, seed: int) -> int:
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if type(tensor).__module__.startswith("torchao."):  # numbers and their scales
+        tensor = tensor.dequantize()
     if tensor.numel():
         flat = memoryview(cast(Any, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
         size = len(flat) // (len(tensor) if tensor.dim() else 1)

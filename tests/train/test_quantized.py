@@ -1,0 +1,73 @@
+"""Adapters on a base in 4 or 8 bits: the same training on several processes, in float32, and merged into what the weights stand for."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import LLAMA, base_config, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packtrain.config.compose import load_config
+from packtrain.config.schema import Model
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import UserError
+
+PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"} | {"vocab_size": len(tokenizer)}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).save_pretrained(folder / "model")
+    peft = {"kind": "lora", "merge": True}
+    model = {"path": str(folder / "model"), "init": "pretrained"}
+    config = base_config(folder, trainer={"max_steps": 3}, model=model, peft=peft)
+    config["model"].pop("config", None)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("quantize", "strategy"),
+    [
+        ("fp8", "ddp"),
+        ("nf4", "fsdp2"),
+        *(
+            pytest.param(*one, marks=pytest.mark.exhaustive)
+            for one in [("nf4", "ddp"), ("nf4", "zero2"), ("int8", "ddp"), ("int8", "zero2")]
+        ),
+    ],
+)
+def test_two_processes_train_as_one_and_adapters_stay_float32(tmp_path: Path, quantize: str, strategy: str) -> None:
+    if find_spec(PACKAGES[quantize]) is None:
+        pytest.skip(f"{PACKAGES[quantize]} is not installed")
+    config = config_of(tmp_path)
+    alone = train(tmp_path, config, f"model.quantize={quantize}", name="alone")
+    two = train(tmp_path, config, f"model.quantize={quantize}", f"strategy={strategy}", name="two", processes=2)
+    assert two.losses == pytest.approx(alone.losses, rel=1e-4 if quantize == "int8" else 1e-5)
+    plain = train(tmp_path, config, name="plain")
+    assert plain.losses[0] != alone.losses[0] == pytest.approx(plain.losses[0], rel=2e-2)
+    saved = load_file(two.folder / "final" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+    merged = AutoModelForCausalLM.from_pretrained(two.folder / "final-merged")
+    assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.quantize=fp8", "peft=none"], "peft.kind"),
+        (["model.quantize=fp8", "peft=lora", "strategy=fsdp2"], "strategy.name"),
+        (["model.quantize=fp8", "peft=lora", "strategy=zero3"], "strategy.name"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], key: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["model.path=some/model", "data.train=quickstart", *overrides])
+    assert key in str(refused.value) and "model.quantize" in str(refused.value)
