@@ -12,6 +12,9 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -289,6 +292,39 @@ def report(
     from packtrain.report.page import report_runs
 
     return report_runs(runs, output)
+
+
+Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
+Dtype = Annotated[Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Number format of the weights.")]
+OutputFolder = Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="By default beside the model.")]
+
+
+@_verb()
+def merge(
+    adapters: Annotated[str, typer.Argument(metavar="ADAPTERS", help="A folder of adapters, or the run that made it.")],
+    output: OutputFolder = None,
+    dtype: Dtype = None,
+) -> int:
+    """Make a whole model of adapters and their base model, which from_pretrained loads."""
+    from packtrain.serve.merge import merge
+
+    with _quietly():
+        place = merge(adapters, output, dtype)
+    print(place)
+    return 0
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Inside the block libraries print nothing but errors, and on stderr."""
+    from packtrain.train.verify.command import stdout_on_stderr
+
+    with stdout_on_stderr():
+        with fast_imports():
+            from packtrain.train.log.console import quiet_libraries
+        quiet_libraries(on_cpu=True)
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:

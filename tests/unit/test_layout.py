@@ -37,6 +37,7 @@ LAYERS = (
     ("train",),
     ("diagnose",),
     ("report",),
+    ("serve",),
     ("bench",),
     ("cli",),
     ("__main__",),
