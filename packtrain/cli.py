@@ -314,6 +314,30 @@ def merge(
     return 0
 
 
+@_verb()
+def export(
+    named: Named,
+    to: Annotated[Literal["hub", "gguf", "ollama", "merged"], typer.Option("--to", help="Where it is to be used.")],
+    name: Annotated[
+        str | None, typer.Option("--repo", "--name", metavar="NAME", help="Its name on the hub, or in Ollama.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="hub: for everybody to see, if it is new there.")] = False,
+    output: OutputFolder = None,
+    converter: Annotated[
+        str | None, typer.Option("--converter", metavar="PATH", help="gguf, ollama: llama.cpp's convert_hf_to_gguf.py.")
+    ] = None,
+    dtype: Dtype = None,
+) -> int:
+    """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
+    from packtrain.serve.export import export
+
+    how: Any = {"name": name, "public": public, "output": output, "converter": converter, "dtype": dtype}
+    with _quietly():
+        lines = export(named, to, **how)
+    print("\n".join(lines))
+    return 0
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Inside the block libraries print nothing but errors, and on stderr."""

@@ -1,0 +1,113 @@
+"""The model card of a trained model: what it is made of, its held-out figures, its config; no secret and no local path."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from packtrain import __version__
+from packtrain.config.objective import TRAITS
+from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
+from packtrain.redact import Redactor
+from packtrain.run_folder import object_of, text_of
+from packtrain.serve.trained import Trained
+
+_LOCAL = "(local)"
+_OF_A_PLACE = ("topology", "tracking")
+"""Groups of the config that say where it ran."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FIGURES = {
+    "train_loss": "training loss, last logged step",
+    "first_eval_loss": "held-out loss before",
+    "eval_loss": "held-out loss after",
+    "steps": "optimizer steps",
+    "examples": "examples trained on",
+    "tokens": "tokens",
+}
+
+
+def is_public_name(path: str | None) -> bool:
+    """Whether it is a name on the hub, and nothing on this machine."""
+    files = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
+    if path is None or path.lower().endswith(files) or os.path.exists(os.path.expanduser(path)):
+        return False
+    return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+
+
+def model_card(trained: Trained) -> str:
+    """README.md of a model, of what its run folder says, if there is one."""
+    run, config = trained.run, {}
+    if run is not None:
+        config = _mapping(yaml.safe_load(text_of(run.config)) or {})
+    model, data = _mapping(config.get("model")), _mapping(config.get("data"))
+    kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
+    base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
+    sets = [path for path in _paths(data) if is_public_name(path)]
+    head: dict[str, Any] = {
+        "library_name": "transformers" if trained.base is None else "peft",
+        "pipeline_tag": "text-classification" if trained.scores else "text-generation",
+        "tags": ["packtrain", kind],
+        **({"base_model": base} if base else {}),
+        **({"datasets": sets} if sets else {}),
+    }
+    of = f"[{base}](https://huggingface.co/{base})" if base else "a model of its own"
+    what = "Adapters for" if trained.base is not None else "Made from"
+    about = TRAITS[kind].about if kind in TRAITS else kind
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", "# Model card"]
+    parts.append(f"{what} {of} by {about} with packtrain {__version__}.")
+    if run is not None:
+        summary = object_of(run.summary)
+        parts += ["## Data", *_data(data, _mapping(summary.get("data")))]
+        rows = [f"| {text} | {_number(summary[key])} |" for key, text in _FIGURES.items() if summary.get(key) is not None]
+        parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
+        parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
+        versions = _mapping(object_of(run.environment).get("versions"))
+        made = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+        parts += ["## Libraries", made or "not recorded"]
+    return Redactor(os.environ).text("\n\n".join(parts)) + "\n"
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what is not set, where it ran, its secrets, and paths of this machine."""
+    kept = {group: _without_paths(values) for group, values in config.items() if group not in _OF_A_PLACE}
+    return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        inner = {name: _without_paths(entry) for name, entry in value.items() if name not in ("output_dir", "cache_dir")}
+        return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
+    if isinstance(value, list):
+        return [_without_paths(entry) for entry in value]
+    if not isinstance(value, str) or is_public_name(value) or value == BUILT_IN:
+        return value
+    is_path = not re.search(r"\s", value) and ("/" in value or "\\" in value or value.startswith("~"))
+    files = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
+    return _LOCAL if is_path or value.lower().endswith(files) or os.path.exists(value) else value
+
+
+def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+    named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in _paths(data)]
+    yield f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."
+    if report:
+        figures = (f"{_number(report.get(key))} {text}" for key, text in (("documents", "documents"), ("tokens", "tokens")))
+        yield f"An epoch has {', '.join(figures)}; {_number(report.get('held_out'))} documents of it were held out."
+
+
+def _paths(data: Mapping[str, Any]) -> list[str]:
+    """What data.train names."""
+    given = data.get("train")
+    sources = given if isinstance(given, list) else [given]
+    return [str(source.get("path") if isinstance(source, Mapping) else source) for source in sources if source]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else "none"
