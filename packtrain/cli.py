@@ -294,9 +294,36 @@ def report(
     return report_runs(runs, output)
 
 
+@_config_verb("eval")
+def evaluate(
+    arguments: Arguments = None,
+    generate: Annotated[
+        int, typer.Option("--generate", metavar="N", min=0, help="Also answer N rows of data.eval.")
+    ] = 0,
+    score: Annotated[
+        str, typer.Option("--score", metavar="HOW", help="exact, regex:PATTERN, or module:function, of answers.")
+    ] = "exact",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 256,
+    tasks: Annotated[str | None, typer.Option("--tasks", metavar="A,B", help="Also tasks of lm_eval.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
+    from packtrain.config.compose import load_config
+    from packtrain.serve.evaluation import Extras, evaluate, start_of
+
+    path, changes = split_arguments(arguments)
+    run = load_config(path, changes, _note)
+    _check_verb(run, run.objective.kind)
+    extras = Extras(generate, score, max_tokens, tuple(tasks.split(",")) if tasks else ())
+    before = start_of(path, changes)
+    return evaluate(run, before, changes, extras, partial(_execute, "eval"), as_json=as_json)
+
+
 Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
 Dtype = Annotated[Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Number format of the weights.")]
-OutputFolder = Annotated[Path | None, typer.Option("--output", "-o", metavar="DIR", help="By default beside the model.")]
+OutputFolder = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="DIR", help="By default beside the model.")
+]
 
 
 @_verb()

@@ -91,7 +91,9 @@ def turns_of(tokenizer: Any) -> Turns | None:
     """The turns of the tokenizer's chat template; None where it has none, or one whose turns are not all alike."""
 
     bos = tokenizer.bos_token or ""
-    bos = bos if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] else ""  # else it is no more than a part of a turn
+    bos = (
+        bos if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+    )  # else it is no more than a part of a turn
 
     def render(*texts: str, ask: bool = False) -> str:
         roles = {_SYSTEM: "system", _ANSWER: "assistant"}

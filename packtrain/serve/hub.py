@@ -21,7 +21,9 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not name:
-        raise UserError("the hub needs a name for the model", where="--repo", fix="Give --repo YOU/NAME, or --repo NAME.")
+        raise UserError(
+            "the hub needs a name for the model", where="--repo", fix="Give --repo YOU/NAME, or --repo NAME."
+        )
     if trained.base is not None and not is_public_name(trained.base):
         what = "these adapters belong to a model in a local folder, which nobody else has"
         fix = f"packtrain export {trained.path} --to merged, then export that folder."

@@ -50,7 +50,8 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     mend_generation_config(model, tokenizer)
     weights: Any = load_peft_weights(str(trained.folder), device="cpu")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with boundary(f"cannot merge {trained.path}", str(target)), published([target]):
-        with torch.no_grad(), merged_in(model, weights, wanted) as whole, weights_at_least(whole, staging(target)):
-            whole.save_pretrained(staging(target))
-            tokenizer.save_pretrained(staging(target))
+    place = staging(target)
+    with boundary(f"cannot merge {trained.path}", str(target)), published([target]), torch.no_grad():
+        with merged_in(model, weights, wanted) as whole, weights_at_least(whole, place):  # noqa: SIM117
+            whole.save_pretrained(place)
+            tokenizer.save_pretrained(place)

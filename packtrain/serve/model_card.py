@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -12,8 +15,9 @@ import yaml
 from packtrain import __version__
 from packtrain.config.objective import TRAITS
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
+from packtrain.config.schema import groups
 from packtrain.redact import Redactor
-from packtrain.run_folder import object_of, text_of
+from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.serve.trained import Trained
 
 _LOCAL = "(local)"
@@ -54,15 +58,19 @@ def model_card(trained: Trained) -> str:
         **({"base_model": base} if base else {}),
         **({"datasets": sets} if sets else {}),
     }
-    of = f"[{base}](https://huggingface.co/{base})" if base else "a model of its own"
-    what = "Adapters for" if trained.base is not None else "Made from"
+    local = "new weights" if model.get("init") == "random" else "a local model"
+    of = f"[{base}](https://huggingface.co/{base})" if base else local
+    what = "Adapters for" if trained.base is not None else "Trained from"
     about = TRAITS[kind].about if kind in TRAITS else kind
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", "# Model card"]
-    parts.append(f"{what} {of} by {about} with packtrain {__version__}.")
+    parts.append(f"{what} {of}: {about} with packtrain {__version__}.")
     if run is not None:
         summary = object_of(run.summary)
         parts += ["## Data", *_data(data, _mapping(summary.get("data")))]
-        rows = [f"| {text} | {_number(summary[key])} |" for key, text in _FIGURES.items() if summary.get(key) is not None]
+        rows = [
+            f"| {text} | {_number(summary[key])} |" for key, text in _FIGURES.items() if summary.get(key) is not None
+        ]
+        rows += [f"| held-out {name} | {_number(value)} |" for name, value in _held_out(run, summary.get("eval_loss"))]
         parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
         parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
         versions = _mapping(object_of(run.environment).get("versions"))
@@ -72,14 +80,22 @@ def model_card(trained: Trained) -> str:
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what is not set, where it ran, its secrets, and paths of this machine."""
-    kept = {group: _without_paths(values) for group, values in config.items() if group not in _OF_A_PLACE}
+    """What the config changes of the defaults, without where it ran, its secrets, and paths of this machine."""
+    defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
+    changed = {
+        group: {key: value for key, value in values.items() if value != defaults[group].get(key)}
+        for group, values in config.items()
+        if group in defaults
+    }
+    kept = {group: _without_paths(values) for group, values in changed.items()}
     return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
 
 
 def _without_paths(value: Any) -> Any:
     if isinstance(value, Mapping):
-        inner = {name: _without_paths(entry) for name, entry in value.items() if name not in ("output_dir", "cache_dir")}
+        inner = {
+            name: _without_paths(entry) for name, entry in value.items() if name not in ("output_dir", "cache_dir")
+        }
         return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
     if isinstance(value, list):
         return [_without_paths(entry) for entry in value]
@@ -94,8 +110,24 @@ def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
     named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in _paths(data)]
     yield f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."
     if report:
-        figures = (f"{_number(report.get(key))} {text}" for key, text in (("documents", "documents"), ("tokens", "tokens")))
-        yield f"An epoch has {', '.join(figures)}; {_number(report.get('held_out'))} documents of it were held out."
+        held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
+        yield f"An epoch has {_number(report.get('documents'))} documents, {_number(report.get('tokens'))} tokens{held}."
+
+
+def _held_out(run: RunFolder, loss: Any) -> Iterator[tuple[str, float]]:
+    """The other figures of the evaluation that found this `loss`."""
+    lines = [line for text in text_of(run.metrics).splitlines() if '"eval_loss"' in text and (line := _line(text))]
+    kept = [line for line in lines if line.get("eval_loss") == loss]
+    for key, value in (kept[-1] if kept else {}).items():
+        if key.startswith("eval_") and key != "eval_loss" and isinstance(value, int | float):
+            yield key.removeprefix("eval_"), value
+
+
+def _line(text: str) -> dict[str, Any]:
+    with suppress(ValueError):  # a torn line
+        if isinstance(content := json.loads(text), dict):
+            return content
+    return {}
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ class Trained:
         if not os.path.isdir(place := os.path.expanduser(self.path)):
             raise UserError(f"{self.path} is no folder", where="MODEL", fix="Download it: hf download, then name it.")
         return Path(place)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where its tokenizer is: adapters may come without one."""
+        own = self.base is None or (self.folder / "tokenizer_config.json").exists()
+        return self.path if own else str(self.base)
 
     @property
     def scores(self) -> bool:
@@ -69,7 +75,9 @@ def adapters_of(path: str | None) -> Peft:
     try:
         return Peft(kind="lora", r=saved["r"], alpha=saved["lora_alpha"], dropout=saved["lora_dropout"])
     except KeyError as error:
-        raise UserError(f"these are no LoRA adapters: there is no {error}", where=str(file), fix="Merge them.") from error
+        raise UserError(
+            f"these are no LoRA adapters: there is no {error}", where=str(file), fix="Merge them."
+        ) from error
 
 
 def load_trained(trained: Trained, dtype: str = "auto", trust: bool = False) -> tuple[Any, Any]:
@@ -79,8 +87,7 @@ def load_trained(trained: Trained, dtype: str = "auto", trust: bool = False) -> 
     from packtrain.model.load import load_model
 
     base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
-    own = trained.base is None or (trained.folder / "tokenizer_config.json").exists()
-    tokenizer = load_tokenizer(Model(path=trained.path, trust_remote_code=trust) if own else base)
+    tokenizer = load_tokenizer(replace(base, path=trained.tokenizer))
     model: Any = load_model(base, Peft(), tokenizer, seed=0, scores=trained.scores)
     if trained.base is not None:
         model = load_adapters(model, trained.path, scores=trained.scores, trained=False)
