@@ -365,6 +365,22 @@ def export(
     return 0
 
 
+@_verb()
+def chat(
+    named: Named,
+    second: Annotated[str | None, typer.Argument(metavar="SECOND", help="A model that answers beside it.")] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the likeliest token each time.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 512,
+) -> int:
+    """Talk to a model in the terminal; each line of a pipe is answered by itself."""
+    from packtrain.serve.chat import converse, load_speakers
+
+    with _quietly():
+        speakers = load_speakers([named, *([second] if second else [])])
+    return converse(speakers, system, temperature, max_tokens)
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Inside the block libraries print nothing but errors, and on stderr."""

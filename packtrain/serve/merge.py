@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     mend_generation_config(model, tokenizer)
     weights: Any = load_peft_weights(str(trained.folder), device="cpu")
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = staging(target)
-    with boundary(f"cannot merge {trained.path}", str(target)), published([target]), torch.no_grad():
-        with merged_in(model, weights, wanted) as whole, weights_at_least(whole, place):  # noqa: SIM117
-            whole.save_pretrained(place)
-            tokenizer.save_pretrained(place)
+    with ExitStack() as stack:
+        stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
+        stack.enter_context(published([target]))
+        stack.enter_context(torch.no_grad())
+        whole = stack.enter_context(merged_in(model, weights, wanted))
+        stack.enter_context(weights_at_least(whole, staging(target)))
+        whole.save_pretrained(staging(target))
+        tokenizer.save_pretrained(staging(target))

@@ -115,9 +115,9 @@ SCORES = "def first(answer, expected, prompt):\n    return prompt.startswith('us
 
 def that_answers_right(*given: Any) -> None:
     """The command, with a model that knows the held-out answers of this file."""
+    import torch
     from transformers import LlamaForCausalLM
 
-    import torch
     from packtrain.data.sources.quickstart import tokenizer
 
     ids = tokenizer()("window, I think")["input_ids"]

@@ -172,16 +172,19 @@ def test_ollama_is_handed_the_file_with_the_chat_template(tmp_path: Path) -> Non
 def render(turns: Turns, system: str, *pairs: tuple[str, str]) -> str:
     """What Ollama makes of a template with .System, .Prompt and .Response: it is filled once for each prompt with its answer."""
     template = re.search(r'TEMPLATE """(.*?)"""', turns.modelfile(), re.DOTALL)[1]  # type: ignore[index]
-    text = ""
-    for at, (prompt, answer) in enumerate(pairs):
-        values = {"System": system if at == 0 else "", "Prompt": prompt, "Response": answer}
-        filled = re.sub(
-            r"\{\{ if \.(\w+) \}\}(.*?)\{\{ end \}\}", lambda m: m[2] if values[m[1]] else "", template, flags=re.DOTALL
-        )  # noqa: B023
-        last = at == len(pairs) - 1
-        filled = filled.split("{{ .Response }}")[0] if last and not answer else filled
-        text += re.sub(r"\{\{ \.(\w+) \}\}", lambda m: values[m[1]], filled)  # noqa: B023
-    return text
+    return "".join(
+        filled(template, System="" if at else system, Prompt=prompt, Response=answer)
+        for at, (prompt, answer) in enumerate(pairs)
+    )
+
+
+def filled(template: str, **values: str) -> str:
+    text = re.sub(
+        r"\{\{ if \.(\w+) \}\}(.*?)\{\{ end \}\}", lambda m: m[2] if values[m[1]] else "", template, flags=re.DOTALL
+    )
+    if not values["Response"]:
+        text = text.split("{{ .Response }}")[0]
+    return re.sub(r"\{\{ \.(\w+) \}\}", lambda m: values[m[1]], text)
 
 
 TEMPLATES = {
