@@ -55,7 +55,8 @@ def counting(how: Callable[..., None], text: str, *given: Any) -> None:
         streamer.put(torch.tensor(tokenizer(f" {systems} systems {do_sample} {max_new_tokens}")["input_ids"]))
         streamer.end()
 
-    LlamaForCausalLM.generate = generate
+    model: Any = LlamaForCausalLM
+    model.generate = generate
     how(text, *given)
 
 

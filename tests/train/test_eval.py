@@ -103,6 +103,15 @@ def test_any_model_is_evaluated_with_its_own_tokenizer_and_the_config_as_it_is_m
     assert evaluated(str(written(tmp_path, new)), f"model.path={tmp_path / 'base'}")["figures"]["eval_loss"] == start
 
 
+def test_two_processes_of_a_launch_find_the_same_and_one_tells_it(tmp_path: Path) -> None:
+    path = str(written(tmp_path, config_of(tmp_path)))
+    alone = evaluated(path)["figures"]
+    told = [done.stdout for done in forked.joined(2, "eval", path, "--json") if done.returncode == 0]
+    assert len(told) == 2 and sorted(map(bool, told)) == [False, True]
+    figures = json.loads(max(told))["figures"]
+    assert figures == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_table_for_people(tmp_path: Path) -> None:
     shown = packtrain(
         "eval", str(written(tmp_path, config_of(tmp_path))), "--generate", "2", "--max-tokens", "4"
@@ -125,7 +134,8 @@ def that_answers_right(*given: Any) -> None:
     def generate(self: Any, input_ids: Any, **_: Any) -> Any:
         return torch.cat([input_ids, torch.tensor([ids])], dim=1)
 
-    LlamaForCausalLM.generate = generate
+    model: Any = LlamaForCausalLM
+    model.generate = generate
     forked.run(*given)
 
 
