@@ -374,10 +374,10 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 512,
 ) -> int:
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
-    from packtrain.serve.chat import converse, load_speakers
+    from packtrain.serve.chat import converse, load_speaker
 
     with _quietly():
-        speakers = load_speakers([named, *([second] if second else [])])
+        speakers = [load_speaker(name) for name in (named, second) if name]
     return converse(speakers, system, temperature, max_tokens)
 
 

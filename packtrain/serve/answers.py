@@ -59,7 +59,8 @@ def answer_held_out(
     judge = score_of(score)
     if objective.traits.scores:
         raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
-    model, tokenizer = _load(settings)
+    how: Any = {"trust": settings.trust_remote_code, "on_gpu": True}
+    model, tokenizer = load_trained(find_trained(str(settings.path)), settings.dtype, **how)
     documents = prepare(data, tokenizer, objective.kind, seed=seed).eval
     if data.chat_template:
         give_template(tokenizer, data.chat_template)
@@ -103,18 +104,11 @@ def check_tasks() -> None:
 
 def run_tasks(tasks: list[str], settings: Model) -> dict[str, Any]:
     """The results of tasks of lm-evaluation-harness, by their names. Raises UserError where it fails, or knows no such task."""
-    model, tokenizer = _load(settings)
+    how: Any = {"trust": settings.trust_remote_code, "on_gpu": True}
+    model, tokenizer = load_trained(find_trained(str(settings.path)), settings.dtype, **how)
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
         loaded = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1 if model.device.type == "cpu" else "auto")
         return dict((simple_evaluate(model=loaded, tasks=tasks) or {})["results"])
-
-
-def _load(settings: Model) -> tuple[Any, Any]:
-    """The model of model.path on a GPU, where there is one, and its tokenizer."""
-    import torch
-
-    model, tokenizer = load_trained(find_trained(str(settings.path)), settings.dtype, settings.trust_remote_code)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

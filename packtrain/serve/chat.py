@@ -24,12 +24,12 @@ _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit"
 
 @dataclass(slots=True)
 class Speaker:
-    """A model that answers; `adapts`: whether its adapters, if it has any, are on."""
+    """A model that answers; `adapts`: whether its adapters are on, None where it has none."""
 
     name: str
     model: Any
     tokenizer: Any
-    adapts: bool = True
+    adapts: bool | None
 
     def stream(self, messages: list[dict[str, str]], temperature: float, tokens: int) -> Iterator[str]:
         """The answer, piece by piece as it is made. Raises UserError where the chat template refuses the conversation."""
@@ -41,19 +41,18 @@ class Speaker:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = self.tokenizer(text, add_special_tokens=not chats, return_tensors="pt").to(self.model.device)
         streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        how: dict[str, Any] = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
+        how: dict[str, Any] = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        how |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         how |= {"max_new_tokens": tokens, "pad_token_id": self.tokenizer.pad_token_id, "streamer": streamer}
-        ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
         def generate() -> None:
             try:
-                self.model.generate(**ids, **how)
+                self.model.generate(**how)
             except Exception as error:  # raised again where the answer is read
                 failed.append(error)
                 streamer.end()
 
-        off = not self.adapts and hasattr(self.model, "disable_adapter")
-        with self.model.disable_adapter() if off else nullcontext():
+        with self.model.disable_adapter() if self.adapts is False else nullcontext():
             worker = Thread(target=generate, daemon=True)
             worker.start()
             yield from streamer
@@ -74,67 +73,59 @@ class Chat:
     turns: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Has every speaker answer; the answers are shown as they are made."""
-        answers = ["" for _ in self.speakers]
-        beside = len(self.speakers) > 1
-        with (
-            Live(console=self.console, vertical_overflow="visible")
-            if beside and self.console.is_terminal
-            else nullcontext() as live
-        ):
+        """Has every speaker answer; answers are shown as they are made, in a terminal those of two beside each other."""
+        names, answers = [speaker.name for speaker in self.speakers], ["" for _ in self.speakers]
+        beside = len(names) > 1 and self.console.is_terminal
+        with Live(console=self.console, vertical_overflow="visible") if beside else nullcontext() as live:
             for at, speaker in enumerate(self.speakers):
-                messages = [{"role": "system", "content": self.system}] if self.system else []
-                for earlier, given in self.turns:
-                    messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": given[at]}]
-                if beside and live is None:
-                    self.console.out(f"{speaker.name}: ", end="")
-                messages.append({"role": "user", "content": question})
-                for piece in speaker.stream(messages, self.temperature, self.tokens):
-                    answers[at] += piece
-                    if live is not None:
-                        live.update(_columns([speaker.name for speaker in self.speakers], answers))
-                        continue
-                    self.console.out(visible(piece, whitespace=True), end="", highlight=False)
-                    self.console.file.flush()
-                if live is None:
+                if not live:
+                    self.console.out(f"{speaker.name}: " if names[1:] else "", end="")
+                for piece in speaker.stream(self._messages(question, at), self.temperature, self.tokens):
+                    answers[at] += visible(piece, whitespace=True)
+                    if live:
+                        (table := Table(*names, expand=True)).add_row(*map(Text, answers))
+                        live.update(table)
+                    else:
+                        self.console.out(visible(piece, whitespace=True), end="")
+                        self.console.file.flush()
+                if not live:
                     self.console.out("")
         self.turns.append((question, answers))
+
+    def _messages(self, question: str, speaker: int) -> list[dict[str, str]]:
+        said = [("system", self.system)] if self.system else []
+        for earlier, answers in self.turns:
+            said += [("user", earlier), ("assistant", answers[speaker])]
+        return [{"role": role, "content": text} for role, text in (*said, ("user", question))]
 
     def obey(self, line: str) -> bool:
         """Carries out a line, a question or a command; returns whether the conversation goes on."""
         command, _, rest = line.strip().partition(" ")
-        if not command.startswith("/"):
-            if line.strip():
-                self.ask(line.strip())
+        adapted = [speaker for speaker in self.speakers if speaker.adapts is not None]
+        if command and not command.startswith("/"):
+            self.ask(line.strip())
         elif command in ("/undo", "/retry") and self.turns:
             question, _ = self.turns.pop()
             if command == "/retry":
                 self.ask(question)
         elif command == "/system":
             self.system = rest.strip()
-        elif command == "/base" and (
-            adapted := [one for one in self.speakers if hasattr(one.model, "disable_adapter")]
-        ):
+        elif command == "/base" and adapted:
             for speaker in adapted:
                 speaker.adapts = not speaker.adapts
                 print(f"{speaker.name}: adapters {'on' if speaker.adapts else 'off'}", file=sys.stderr)
-        elif command != "/quit":
+        elif command not in ("", "/quit"):
             why = {"/undo": "nothing was said", "/retry": "nothing was said", "/base": "there are no adapters"}
             print(f"{command}: {why.get(command, f'no such command; there are {_COMMANDS}')}", file=sys.stderr)
         return command != "/quit"
 
 
-def load_speakers(names: list[str]) -> list[Speaker]:
-    """The models by name, on a GPU where there is one. Raises UserError for one that cannot answer."""
-    import torch
-
-    speakers = []
-    for name in names:
-        if (trained := find_trained(name)).scores:
-            raise UserError("a reward model scores answers, and gives none", where=name, fix="Name another model.")
-        model, tokenizer = load_trained(trained)
-        speakers.append(Speaker(name, model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer))
-    return speakers
+def load_speaker(name: str) -> Speaker:
+    """The model of that name, on a GPU where there is one. Raises UserError for one that cannot answer."""
+    if (trained := find_trained(name)).scores:
+        raise UserError("a reward model scores answers, and gives none", where=name, fix="Name another model.")
+    model, tokenizer = load_trained(trained, on_gpu=True)
+    return Speaker(name, model, tokenizer, True if trained.base else None)
 
 
 def converse(speakers: list[Speaker], system: str, temperature: float, tokens: int) -> int:
@@ -156,9 +147,3 @@ def converse(speakers: list[Speaker], system: str, temperature: float, tokens: i
         while chat.obey(chat.console.input("[bold]> [/]")):
             pass
     return 0
-
-
-def _columns(names: list[str], answers: list[str]) -> Table:
-    table = Table(*names, expand=True)
-    table.add_row(*(Text(visible(answer, whitespace=True)) for answer in answers))
-    return table

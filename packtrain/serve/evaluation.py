@@ -115,14 +115,16 @@ def of_model(config: RunConfig, before: Model, changes: Sequence[str]) -> RunCon
         tokenizer = model.tokenizer if "model.tokenizer" in given else trained.tokenizer
         changed = {} if before.init == "random" else model.config
         model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
-        peft = adapters_of(trained.path)
+        peft = adapters_of(trained)
         if objective.traits.reference and objective.reference in ("auto", "model", "adapters_off", "precomputed"):
             if before.path is None or before.init == "random":
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
             objective = replace(objective, reference=before.path)
     held_out = config.data.eval
-    data = config.data if isinstance(held_out, float) else replace(config.data, train=[*sources(held_out, "eval")])
+    data = (
+        config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
+    )
     nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
     optim = replace(config.optim, dither="no")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import yaml
 
 from packtrain import __version__
@@ -17,6 +16,7 @@ from packtrain.config.objective import TRAITS
 from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
 from packtrain.config.schema import groups
 from packtrain.redact import Redactor
+from packtrain.report.run_record import read_metrics
 from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.serve.trained import Trained
 
@@ -116,18 +116,11 @@ def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
 
 def _held_out(run: RunFolder, loss: Any) -> Iterator[tuple[str, float]]:
     """The other figures of the evaluation that found this `loss`."""
-    lines = [line for text in text_of(run.metrics).splitlines() if '"eval_loss"' in text and (line := _line(text))]
-    kept = [line for line in lines if line.get("eval_loss") == loss]
-    for key, value in (kept[-1] if kept else {}).items():
-        if key.startswith("eval_") and key != "eval_loss" and isinstance(value, int | float):
-            yield key.removeprefix("eval_"), value
-
-
-def _line(text: str) -> dict[str, Any]:
-    with suppress(ValueError):  # a torn line
-        if isinstance(content := json.loads(text), dict):
-            return content
-    return {}
+    columns = read_metrics(run.metrics).columns
+    for line in np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == loss)[-1:]:
+        for key, values in columns.items():
+            if key.startswith("eval_") and key != "eval_loss" and np.isfinite(values[line]):
+                yield key.removeprefix("eval_"), float(values[line])
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:
@@ -142,4 +135,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else "none"
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return f"{value:,.0f}" if whole else f"{value:.4f}" if isinstance(value, float) else "none"

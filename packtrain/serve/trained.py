@@ -47,41 +47,38 @@ class Trained:
 
 def find_trained(named: str) -> Trained:
     """The model that a run folder, a model folder, a .gguf file or a hub id stands for. Raises UserError where it is not there."""
-    place = Path(os.path.expanduser(named))
-    if not place.exists():
-        if is_local(named, MODEL_SUFFIXES):
+    place, path = Path(os.path.expanduser(named)), named
+    if not place.is_dir():
+        if not place.exists() and is_local(named, MODEL_SUFFIXES):
             raise UserError(f"there is no {named}", where="MODEL", fix=nearest(named))
         return Trained(named, None, None)
-    run, path = RunFolder(place), named
+    run, inside = RunFolder(place), RunFolder(place.resolve().parent)
     if run.mark.exists() or run.summary.exists():
         if not run.final.is_dir():
-            fix = "Let the run end, or name a checkpoint's model: RUN_DIR/checkpoints/step-…"
-            raise UserError("this run has no final/ yet", where=named, fix=fix)
+            raise UserError("this run has no final/ yet", where=named, fix="Let the run end, or name another folder.")
         path = str(run.final)
-    elif place.is_dir():
-        run = RunFolder(place.resolve().parent)
-        if not any((place / name).exists() for name in ("config.json", "adapter_config.json")):
-            what = "there is neither a config.json nor an adapter_config.json"
-            raise UserError(what, where=named, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
-    return Trained(path, base_of(path), run if run.summary.exists() and place.is_dir() else None)
+    elif not any((place / name).exists() for name in ("config.json", "adapter_config.json")):
+        what = "there is neither a config.json nor an adapter_config.json"
+        raise UserError(what, where=named, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
+    return Trained(path, base_of(path), next((one for one in (run, inside) if one.summary.exists()), None))
 
 
-def adapters_of(path: str | None) -> Peft:
-    """The settings by which a training goes on with the adapters of a folder; those of no adapters for other models."""
-    if base_of(path) is None:
+def adapters_of(trained: Trained) -> Peft:
+    """The settings by which a training goes on with its adapters; those of no adapters for a whole model."""
+    if trained.base is None:
         return Peft()
-    file = Path(os.path.expanduser(str(path)), "adapter_config.json")
-    saved = read_json(file)
-    try:
-        return Peft(kind="lora", r=saved["r"], alpha=saved["lora_alpha"], dropout=saved["lora_dropout"])
-    except KeyError as error:
-        raise UserError(
-            f"these are no LoRA adapters: there is no {error}", where=str(file), fix="Merge them."
-        ) from error
+    saved = read_json(file := trained.folder / "adapter_config.json")
+    if saved.get("peft_type") != "LORA":
+        raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
+    return Peft(kind="lora", r=saved["r"], alpha=saved["lora_alpha"], dropout=saved["lora_dropout"])
 
 
-def load_trained(trained: Trained, dtype: str = "auto", trust: bool = False) -> tuple[Any, Any]:
-    """The model, on the CPU and in eval mode, and its tokenizer; adapters stay apart from it, frozen (a PeftModel)."""
+def load_trained(
+    trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False
+) -> tuple[Any, Any]:
+    """The model in eval mode, on a GPU if there is one and it is wanted `on_gpu`, and its tokenizer; adapters stay apart (a PeftModel)."""
+    import torch
+
     from packtrain.data.tokens.pretrained import load_tokenizer
     from packtrain.model.adapters import load_adapters
     from packtrain.model.load import load_model
@@ -91,4 +88,5 @@ def load_trained(trained: Trained, dtype: str = "auto", trust: bool = False) -> 
     model: Any = load_model(base, Peft(), tokenizer, seed=0, scores=trained.scores)
     if trained.base is not None:
         model = load_adapters(model, trained.path, scores=trained.scores, trained=False)
-    return model.eval().requires_grad_(False), tokenizer
+    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    return model.to(device).eval().requires_grad_(False), tokenizer

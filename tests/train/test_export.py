@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES.values()], ids=["built in", *TEMPLATES])
 def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> None:
-    tokenizer: Any = quickstart_tokenizer()
+    tokenizer: Any = deepcopy(quickstart_tokenizer())
     tokenizer.chat_template = template or tokenizer.chat_template
     turns = turns_of(tokenizer)
     assert turns is not None
@@ -224,7 +225,7 @@ def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> 
     ids=["refuses a system prompt", "numbers its turns", "has the signs of Go's templates"],
 )
 def test_a_template_that_cannot_be_told_is_left_to_ollama(template: str) -> None:
-    tokenizer: Any = quickstart_tokenizer()
+    tokenizer: Any = deepcopy(quickstart_tokenizer())
     tokenizer.chat_template = template
     assert turns_of(tokenizer) is None
 

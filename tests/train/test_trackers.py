@@ -57,7 +57,9 @@ def with_packages_of_the_folder(*given: Any) -> None:
     forked.run(*given)
 
 
-@pytest.mark.parametrize(("tracker", "package"), [("trackio", "trackio"), ("swanlab", "swanlab"), ("comet", "comet_ml")])
+@pytest.mark.parametrize(
+    ("tracker", "package"), [("trackio", "trackio"), ("swanlab", "swanlab"), ("comet", "comet_ml")]
+)
 def test_a_tracker_is_told_the_figures_of_a_run(
     tracker: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
