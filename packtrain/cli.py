@@ -12,9 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -309,14 +306,12 @@ def evaluate(
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
     from packtrain.config.compose import load_config
-    from packtrain.serve.evaluation import Extras, evaluate, start_of
+    from packtrain.serve.evaluation import Extras, evaluate
 
-    path, changes = split_arguments(arguments)
-    run = load_config(path, changes, _note)
+    run = load_config(*(given := split_arguments(arguments)), _note)
     _check_verb(run, run.objective.kind)
     extras = Extras(generate, score, max_tokens, tuple(tasks.split(",")) if tasks else ())
-    before = start_of(path, changes)
-    return evaluate(run, before, changes, extras, partial(_execute, "eval"), as_json=as_json)
+    return evaluate(given, run, extras, partial(_execute, "eval"), as_json=as_json)
 
 
 Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
@@ -334,8 +329,9 @@ def merge(
 ) -> int:
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
     from packtrain.serve.merge import merge
+    from packtrain.train.verify.command import stdout_on_stderr
 
-    with _quietly():
+    with stdout_on_stderr():
         place = merge(adapters, output, dtype)
     print(place)
     return 0
@@ -357,9 +353,10 @@ def export(
 ) -> int:
     """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
     from packtrain.serve.export import export
+    from packtrain.train.verify.command import stdout_on_stderr
 
     how: Any = {"name": name, "public": public, "output": output, "converter": converter, "dtype": dtype}
-    with _quietly():
+    with stdout_on_stderr():
         lines = export(named, to, **how)
     print("\n".join(lines))
     return 0
@@ -375,23 +372,11 @@ def chat(
 ) -> int:
     """Talk to a model in the terminal; each line of a pipe is answered by itself."""
     from packtrain.serve.chat import converse, load_speaker
-
-    with _quietly():
-        speakers = [load_speaker(name) for name in (named, second) if name]
-    return converse(speakers, system, temperature, max_tokens)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Inside the block libraries print nothing but errors, and on stderr."""
     from packtrain.train.verify.command import stdout_on_stderr
 
     with stdout_on_stderr():
-        with fast_imports():
-            from packtrain.train.log.console import quiet_libraries
-        quiet_libraries(on_cpu=True)
-        warnings.simplefilter("ignore")
-        yield
+        speakers = [load_speaker(name) for name in (named, second) if name]
+    return converse(speakers, system, temperature, max_tokens)
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:

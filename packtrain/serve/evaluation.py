@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from packtrain.config.compose import load_config
+from packtrain.config.objective import REFERENCES
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan
@@ -41,27 +42,18 @@ class Extras:
     tasks: tuple[str, ...]
 
 
-def start_of(path: str | None, changes: Sequence[str]) -> Model:
-    """What the config trains from, without the changes to its model on the command line; nothing where it names none."""
-    try:
-        return load_config(path, [change for change in changes if not change.lstrip("+~").startswith("model.")]).model
-    except UserError:
-        return Model()
-
-
 def evaluate(
+    given: tuple[str | None, list[str]],
     config: RunConfig,
-    before: Model,
-    changes: Sequence[str],
     extras: Extras,
     execute: Callable[[LaunchPlan, RunConfig], int],
     *,
     as_json: bool,
 ) -> int:
-    """Measures, and prints what was found; returns the exit code. `before` and `changes` are those of `of_model`."""
+    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code."""
     if not config.data.eval:
         raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
-    run = of_model(config, before, changes)
+    run = of_model(config, *given)
     more = bool(extras.rows or extras.tasks)
     if more and (run.model.path is None or run.model.init == "random"):
         raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
@@ -103,24 +95,30 @@ def print_figures(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(escape(f"{task}: {', '.join(numbers)}"))
 
 
-def of_model(config: RunConfig, before: Model, changes: Sequence[str]) -> RunConfig:
-    """The config that evaluates the model of `config`; `before` is the model that it has without the `changes` of the command line.
+def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConfig:
+    """The config that evaluates the model of `config`, made of the file `path` by the `changes` of the command line.
 
-    Another model.path stands for itself: with its own tokenizer and adapters, unless they are given. Raises UserError where the
+    A model.path among these stands for itself: with its own tokenizer and adapters, unless they are given. Raises UserError where the
     reference is not known.
     """
     model, objective, peft = config.model, config.objective, config.peft
-    if any(change.startswith("model.path=") for change in changes) and model.path:
-        trained, given = find_trained(model.path), [change.partition("=")[0] for change in changes]
-        tokenizer = model.tokenizer if "model.tokenizer" in given else trained.tokenizer
-        changed = {} if before.init == "random" else model.config
+    keys = [change.partition("=")[0] for change in changes]
+    if "model.path" in keys and model.path:
+        try:
+            own = [change for change in changes if not change.lstrip("+~").startswith("model.")]
+            start = load_config(path, own).model
+        except UserError:  # without the changes it names no model
+            start = Model(init="random")
+        trained = find_trained(model.path)
+        tokenizer = model.tokenizer if "model.tokenizer" in keys else trained.tokenizer
+        changed = {} if start.init == "random" else model.config
         model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
         peft = adapters_of(trained)
-        if objective.traits.reference and objective.reference in ("auto", "model", "adapters_off", "precomputed"):
-            if before.path is None or before.init == "random":
+        if objective.traits.reference and objective.reference in REFERENCES:
+            if start.path is None or start.init == "random":
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
-            objective = replace(objective, reference=before.path)
+            objective = replace(objective, reference=start.path)
     held_out = config.data.eval
     data = (
         config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
@@ -130,8 +128,15 @@ def of_model(config: RunConfig, before: Model, changes: Sequence[str]) -> RunCon
     optim = replace(config.optim, dither="no")
     if config.strategy.name in ("ddp", "fsdp2"):
         optim = replace(optim, name="sgd")  # which has no states; there is no step
-    changed = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer, "optim": optim}
-    return replace(config, **changed, tracking=Tracking())
+    parts: Any = {
+        "model": model,
+        "objective": objective,
+        "peft": peft,
+        "data": data,
+        "trainer": trainer,
+        "optim": optim,
+    }
+    return replace(config, **parts, tracking=Tracking())
 
 
 def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Literal
 
 from packtrain.errors import UserError
 from packtrain.serve.gguf import convert, find_converter, find_ollama, write_modelfile
-from packtrain.serve.hub import push
 from packtrain.serve.merge import beside, check_free_place, merge, write_merged
 from packtrain.serve.trained import Trained, find_trained
 
@@ -32,6 +31,8 @@ def export(
         return [str(merge(named, output, dtype))]
     trained = find_trained(named)
     if to == "hub":
+        from packtrain.serve.hub import push
+
         return [push(trained, name, public=public)]
     if trained.scores:
         what = "a reward model gives scores, and programs that run GGUF want tokens"

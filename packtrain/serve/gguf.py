@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import UserError
-from packtrain.wording import first_line
+from packtrain.wording import shortened
 
 _SCRIPT = "convert_hf_to_gguf.py"
 _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
@@ -63,18 +63,28 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     """Writes `target`/model.gguf, whole or not at all. Raises UserError with the converter's last words where it fails."""
     from packtrain.train.results import published, staging
 
+    place = staging(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with published([target]):
-        staging(target).mkdir()
-        command = [*program, str(model), "--outfile", str(staging(target) / "model.gguf"), "--outtype", outtype]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode or not (staging(target) / "model.gguf").is_file():
-            shutil.rmtree(staging(target))
-            said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["nothing"]
-            fix = "See whether this llama.cpp knows the architecture, and what it needs: pip install -r requirements.txt there."
-            what = f"the converter ended with code {done.returncode}: {first_line(Exception(said[-1]))}"
-            raise UserError(what, where=shlex.join(program), fix=fix)
+        place.mkdir()
+        command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
+        try:
+            _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
+            if not (place / "model.gguf").is_file():
+                raise UserError("the converter wrote nothing", where=shlex.join(command), fix="Run it by hand.")
+        except UserError:
+            shutil.rmtree(place)
+            raise
     return target / "model.gguf"
+
+
+def _run(command: list[str], fix: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["it said nothing"]
+        raise UserError(
+            f"ended with code {done.returncode}: {shortened(said[-1], 400)}", where=shlex.join(command), fix=fix
+        )
 
 
 def write_modelfile(model: Path, file: Path) -> list[str]:
@@ -125,9 +135,5 @@ def find_ollama(folder: Path, name: str) -> list[str]:
     command = ["ollama", "create", name, "-f", str(folder / "Modelfile")]
     if shutil.which("ollama") is None:
         return [f"Ollama is not installed here; where it is: {shlex.join(command)}"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        what = f"ollama create ended with code {done.returncode}: {first_line(Exception(said[-1]))}"
-        raise UserError(what, where=shlex.join(command), fix="See whether its server runs: ollama serve.")
+    _run(command, "See whether its server runs: ollama serve.")
     return [f"ollama run {name}"]

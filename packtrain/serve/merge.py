@@ -37,6 +37,7 @@ def check_free_place(place: Path) -> None:
 
 def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     """Writes the merged model and its tokenizer, whole or not at all."""
+    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
     import torch
     from peft.utils.save_and_load import load_peft_weights
 
@@ -46,7 +47,6 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     from packtrain.train.optim.final_weights import merged_in
     from packtrain.train.results import published, staging
 
-    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
     mend_generation_config(model, tokenizer)
     weights: Any = load_peft_weights(str(trained.folder), device="cpu")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from packtrain import fast_imports
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
@@ -77,11 +79,15 @@ def load_trained(
     trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False
 ) -> tuple[Any, Any]:
     """The model in eval mode, on a GPU if there is one and it is wanted `on_gpu`, and its tokenizer; adapters stay apart (a PeftModel)."""
-    import torch
+    with fast_imports():
+        import torch
 
-    from packtrain.data.tokens.pretrained import load_tokenizer
-    from packtrain.model.adapters import load_adapters
-    from packtrain.model.load import load_model
+        from packtrain.data.tokens.pretrained import load_tokenizer
+        from packtrain.model.adapters import load_adapters
+        from packtrain.model.load import load_model
+        from packtrain.train.log.console import quiet_libraries
+    quiet_libraries(on_cpu=not torch.cuda.is_available())
+    warnings.simplefilter("ignore")
 
     base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(replace(base, path=trained.tokenizer))

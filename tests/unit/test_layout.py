@@ -59,6 +59,7 @@ WITHOUT_TORCH = (
     "plan",
     "launch",
     "report",
+    "serve",
     "cli",
     "packing/bins",
     "monitor/channel",
