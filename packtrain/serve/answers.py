@@ -71,13 +71,11 @@ def answer_held_out(
         made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
         with boundary(f"the score {score} failed", "--score"):
-            answers.append(
-                {**dict(zip(("answer", "expected", "prompt"), texts, strict=True)), "score": float(judge(*texts))}
-            )
+            named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
+            answers.append({**named, "score": float(judge(*texts))})
     if not answers:
-        raise UserError(
-            "no document of data.eval has a prompt", where="--generate", fix="Give conversations or prompts."
-        )
+        what = "no document of data.eval has a prompt"
+        raise UserError(what, where="--generate", fix="Give conversations or prompts.")
     share = sum(answer["score"] for answer in answers) / len(answers)
     return {"rows": len(answers), "score": score, "share": share, "answers": answers}
 
@@ -87,7 +85,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
     labels = getattr(documents, "labels", None)
     for index in range(len(documents)):
         if rows == 0 or not (labels is None or labels[index]):
-            continue
+            continue  # no more are asked for, or it is a bad answer
         document = getattr(documents[index], "chosen", documents[index])
         last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
         if begin := last - int(np.argmin([*document.loss_mask[:last][::-1], False])):

@@ -82,9 +82,8 @@ def _run(command: list[str], fix: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["it said nothing"]
-        raise UserError(
-            f"ended with code {done.returncode}: {shortened(said[-1], 400)}", where=shlex.join(command), fix=fix
-        )
+        what = f"ended with code {done.returncode}: {shortened(said[-1], 400)}"
+        raise UserError(what, where=shlex.join(command), fix=fix)
 
 
 def write_modelfile(model: Path, file: Path) -> list[str]:
@@ -99,17 +98,13 @@ def write_modelfile(model: Path, file: Path) -> list[str]:
 
 def turns_of(tokenizer: Any) -> Turns | None:
     """The turns of the tokenizer's chat template; None where it has none, or one whose turns are not all alike."""
-
-    bos = tokenizer.bos_token or ""
-    bos = (
-        bos if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
-    )  # else it is no more than a part of a turn
+    adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(*texts: str, ask: bool = False) -> str:
         roles = {_SYSTEM: "system", _ANSWER: "assistant"}
         messages = [{"role": roles.get(text, "user"), "content": text} for text in texts]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-        return text.removeprefix(bos)  # Ollama puts it in front by itself
+        return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # as Ollama adds it, too
 
     try:
         asked = render(_SYSTEM, _USER, _ANSWER, _USER, ask=True)

@@ -35,12 +35,15 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
     with boundary("the hub did not take the model", "--repo", fix):
         api = HfApi()
         address = api.create_repo(name, private=not public, exist_ok=True)
+        if not (public or api.model_info(address.repo_id).private):
+            fix = "Take another name, or say that everybody may see the model: --public."
+            raise UserError("this is a public repository already", where=f"--repo {name}", fix=fix)
         operations = [
             CommitOperationAdd(path, str(source) if isinstance(source, Path) else source)
             for path, source in files.items()
         ]
         api.create_commit(address.repo_id, operations, commit_message="Model trained with packtrain")
-    return f"{address} ({'public' if public else 'private, unless it was there before as a public one'})"
+    return f"{address} ({'public' if public else 'private'})"
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:

@@ -23,7 +23,10 @@ from packtrain.serve.trained import Trained
 _LOCAL = "(local)"
 _OF_A_PLACE = ("topology", "tracking")
 """Groups of the config that say where it ran."""
+_FOLDERS = ("output_dir", "cache_dir")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
+_FILES = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
 _FIGURES = {
     "train_loss": "training loss, last logged step",
     "first_eval_loss": "held-out loss before",
@@ -36,17 +39,15 @@ _FIGURES = {
 
 def is_public_name(path: str | None) -> bool:
     """Whether it is a name on the hub, and nothing on this machine."""
-    files = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
-    if path is None or path.lower().endswith(files) or os.path.exists(os.path.expanduser(path)):
+    if path is None or path.lower().endswith(_FILES) or os.path.exists(os.path.expanduser(path)):
         return False
     return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
 
 
 def model_card(trained: Trained) -> str:
     """README.md of a model, of what its run folder says, if there is one."""
-    run, config = trained.run, {}
-    if run is not None:
-        config = _mapping(yaml.safe_load(text_of(run.config)) or {})
+    run = trained.run
+    config = _mapping(yaml.safe_load(text_of(run.config))) if run else {}
     model, data = _mapping(config.get("model")), _mapping(config.get("data"))
     kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
     base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
@@ -67,10 +68,9 @@ def model_card(trained: Trained) -> str:
     if run is not None:
         summary = object_of(run.summary)
         parts += ["## Data", *_data(data, _mapping(summary.get("data")))]
-        rows = [
-            f"| {text} | {_number(summary[key])} |" for key, text in _FIGURES.items() if summary.get(key) is not None
-        ]
-        rows += [f"| held-out {name} | {_number(value)} |" for name, value in _held_out(run, summary.get("eval_loss"))]
+        figures = {text: summary.get(key) for key, text in _FIGURES.items()}
+        figures |= {f"held-out {name}": value for name, value in _held_out(run, summary.get("eval_loss"))}
+        rows = [f"| {name} | {_number(value)} |" for name, value in figures.items() if value is not None]
         parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
         parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
         versions = _mapping(object_of(run.environment).get("versions"))
@@ -83,7 +83,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the config changes of the defaults, without where it ran, its secrets, and paths of this machine."""
     defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
     changed = {
-        group: {key: value for key, value in values.items() if value != defaults[group].get(key)}
+        group: {key: value for key, value in _mapping(values).items() if value != defaults[group].get(key)}
         for group, values in config.items()
         if group in defaults
     }
@@ -93,17 +93,14 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_paths(value: Any) -> Any:
     if isinstance(value, Mapping):
-        inner = {
-            name: _without_paths(entry) for name, entry in value.items() if name not in ("output_dir", "cache_dir")
-        }
+        inner = {name: _without_paths(entry) for name, entry in value.items() if name not in _FOLDERS}
         return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
     if isinstance(value, list):
         return [_without_paths(entry) for entry in value]
     if not isinstance(value, str) or is_public_name(value) or value == BUILT_IN:
         return value
-    is_path = not re.search(r"\s", value) and ("/" in value or "\\" in value or value.startswith("~"))
-    files = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
-    return _LOCAL if is_path or value.lower().endswith(files) or os.path.exists(value) else value
+    is_path = _ROOTED.match(value) or (re.search(r"[/\\]", value) and not re.search(r"\s", value))
+    return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
 
 
 def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import shutil
 import stat
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ def with_a_local_hub(*given: Any) -> None:
     import huggingface_hub
 
     class Api:
+        def model_info(self, name: str) -> Any:
+            return SimpleNamespace(private=name != "me/known")
+
         def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
             if name == "taken/name":
                 raise PermissionError("403 Forbidden: you cannot write to taken/name")
@@ -77,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_hub_gets_the_model_and_its_card_in_private(run: Path, tmp_path: Path) -> None:
     done = sent(tmp_path, str(run), "--repo", "chats", HF_TOKEN=TOKEN)
-    assert done.stdout.startswith("https://huggingface.co/me/chats (private")
+    assert done.stdout.startswith("https://huggingface.co/me/chats (private)")
     assert (tmp_path / "private").read_text() == "True"
     names = {path.name for path in (tmp_path / "hub").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
@@ -108,7 +112,7 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_of_this_machine(tmp_path: P
     settings.write_text(settings.read_text().replace(str(base), "owner/model"))
     (tmp_path / "rows").touch()
     monkeypatch.chdir(tmp_path)
-    sources = ["owner/rows", str(tmp_path / "chats.jsonl"), {"path": "~/more", "split": "train"}, "rows"]
+    sources = ["owner/rows", str(tmp_path / "chats.jsonl"), {"path": "/mnt/my own/rows", "split": "train"}, "rows"]
     config = {
         "model": {"path": "owner/model", "config": {"note": "correct-horse-battery"}},
         "data": {"train": sources, "cache_dir": "/scratch/me", "chat_template": "mine.jinja"},
@@ -122,7 +126,7 @@ def test_a_card_names_what_is_on_the_hub_and_nothing_of_this_machine(tmp_path: P
     head = yaml.safe_load(card.split("---")[1])
     assert head["base_model"] == "owner/model" and head["datasets"] == ["owner/rows"]
     assert head["library_name"] == "peft" and "dpo" in head["tags"]
-    for word in ("correct-horse", "scratch", "jsonl", "~", "mine.jinja", "earlier", "node17", "home/me", "- rows"):
+    for word in ("correct-horse", "scratch", "jsonl", "/mnt", "mine.jinja", "earlier", "node17", "home/me", "- rows"):
         assert word not in card, word
     assert "What is 1/2 of 4?" in card and "beta: 0.3" in card and "seed: 3" in card
     assert public_config({"optim": {"name": "sgd", "beta1": 0.9}, "data": {"eval": None}}) == {"optim": {"name": "sgd"}}
@@ -132,9 +136,11 @@ def test_adapters_of_a_local_model_and_what_the_hub_refuses_are_told(run: Path, 
     adapters = save_adapters(tmp_path / "adapters", save_model(tmp_path / "base"))
     assert "--to merged" in sent(tmp_path, str(adapters), "--repo", "x", expect=2).stderr
     assert "Give --repo" in sent(tmp_path, str(run), expect=2).stderr
+    assert "public repository already" in sent(tmp_path, str(run), "--repo", "known", expect=2).stderr
+    assert not [*(tmp_path / "hub").iterdir()]
     refused = sent(tmp_path, str(run), "--repo", "taken/name", expect=2).stderr
     assert "403 Forbidden" in refused and "HF_TOKEN" in refused and "Traceback" not in refused
-    assert not (tmp_path / "hub").exists()
+    assert not [*(tmp_path / "hub").iterdir()]
 
 
 def test_adapters_are_merged_for_the_converter_and_the_file_is_whole_or_absent(tmp_path: Path) -> None:
