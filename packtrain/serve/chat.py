@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from packtrain.boundary import boundary
@@ -83,7 +83,8 @@ class Chat:
                 for piece in speaker.stream(self._messages(question, at), self.temperature, self.tokens):
                     answers[at] += visible(piece, whitespace=True)
                     if live:
-                        (table := Table(*names, expand=True)).add_row(*map(Text, answers))
+                        table = Table(*(Column(name, ratio=1) for name in names), expand=True)
+                        table.add_row(*map(Text, answers))
                         live.update(table)
                     else:
                         self.console.out(visible(piece, whitespace=True), end="")
