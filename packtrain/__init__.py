@@ -52,4 +52,8 @@ def work(verb: str, config: Any) -> int:
         from packtrain.bench.measured_run import measure_in
 
         return train(verb, config, measure_in)
+    if verb == "eval":
+        from packtrain.train.run import evaluate_in
+
+        return train(verb, config, evaluate_in)
     return train(verb, config)

@@ -310,6 +310,94 @@ def report(
     return report_runs(runs, output)
 
 
+@_config_verb("eval")
+def evaluate(
+    arguments: Arguments = None,
+    generate: Annotated[
+        int, typer.Option("--generate", metavar="N", min=0, help="Also answer N rows of data.eval.")
+    ] = 0,
+    score: Annotated[
+        str, typer.Option("--score", metavar="HOW", help="exact, regex:PATTERN, or module:function, of answers.")
+    ] = "exact",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 256,
+    tasks: Annotated[str | None, typer.Option("--tasks", metavar="A,B", help="Also tasks of lm_eval.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
+    from packtrain.config.compose import load_config
+    from packtrain.serve.evaluation import Extras, evaluate
+
+    run = load_config(*(given := split_arguments(arguments)), _note)
+    _check_verb(run, run.objective.kind)
+    extras = Extras(generate, score, max_tokens, tuple(tasks.split(",")) if tasks else ())
+    return evaluate(given, run, extras, partial(_execute, "eval"), as_json=as_json)
+
+
+Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
+Dtype = Annotated[Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Number format of the weights.")]
+OutputFolder = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="DIR", help="By default beside the model.")
+]
+
+
+@_verb()
+def merge(
+    adapters: Annotated[str, typer.Argument(metavar="ADAPTERS", help="A folder of adapters, or the run that made it.")],
+    output: OutputFolder = None,
+    dtype: Dtype = None,
+) -> int:
+    """Make a whole model of adapters and their base model, which from_pretrained loads."""
+    from packtrain.serve.merge import merge
+    from packtrain.train.verify.command import stdout_on_stderr
+
+    with stdout_on_stderr():
+        place = merge(adapters, output, dtype)
+    print(place)
+    return 0
+
+
+@_verb()
+def export(
+    named: Named,
+    to: Annotated[Literal["hub", "gguf", "ollama", "merged"], typer.Option("--to", help="Where it is to be used.")],
+    name: Annotated[
+        str | None, typer.Option("--repo", "--name", metavar="NAME", help="Its name on the hub, or in Ollama.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="hub: for everybody to see, if it is new there.")] = False,
+    output: OutputFolder = None,
+    converter: Annotated[
+        str | None, typer.Option("--converter", metavar="PATH", help="gguf, ollama: llama.cpp's convert_hf_to_gguf.py.")
+    ] = None,
+    dtype: Dtype = None,
+) -> int:
+    """Take a trained model to the hub (with a model card), llama.cpp or Ollama, or merge its adapters."""
+    from packtrain.serve.export import export
+    from packtrain.train.verify.command import stdout_on_stderr
+
+    how: Any = {"name": name, "public": public, "output": output, "converter": converter, "dtype": dtype}
+    with stdout_on_stderr():
+        lines = export(named, to, **how)
+    print("\n".join(lines))
+    return 0
+
+
+@_verb()
+def chat(
+    named: Named,
+    second: Annotated[str | None, typer.Argument(metavar="SECOND", help="A model that answers beside it.")] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: the likeliest token each time.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 512,
+) -> int:
+    """Talk to a model in the terminal; each line of a pipe is answered by itself."""
+    from packtrain.serve.chat import converse, load_speaker
+    from packtrain.train.verify.command import stdout_on_stderr
+
+    with stdout_on_stderr():
+        speakers = [load_speaker(name) for name in (named, second) if name]
+    return converse(speakers, system, temperature, max_tokens)
+
+
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
     """Launches `verb`; `more` are the optional arguments of `execute`, which only training verbs use."""
     from packtrain.launch.execute import execute

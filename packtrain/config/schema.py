@@ -389,7 +389,7 @@ class Topology:
 class Tracking:
     """Where metrics go beside metrics.jsonl."""
 
-    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = key(
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]] = key(
         [], "Trackers, through transformers' integrations."
     )
     run_name: str | None = key(None, "Name of the run in the trackers; the run folder's name if none.")

@@ -67,6 +67,22 @@ def _names(model: PreTrainedModel) -> str:
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
     """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it. Raises UserError if their settings
     differ from `peft`, or they do not fit."""
+    adapted = load_adapters(model, folder, scores=scores, trained=peft.kind == "lora")
+    if peft.kind != "lora":
+        with boundary(f"cannot merge the adapters of {folder}", "model.path"):
+            untie_if_adapted(adapted)
+            return adapted.merge_and_unload().requires_grad_(True)
+    theirs = adapted.peft_config["default"]
+    for name, value in {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}.items():
+        if value != getattr(peft, name):
+            what = f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}"
+            fix = f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model"
+            raise UserError(what, where=f"peft.{name}", fix=fix)
+    return _head_is_free(adapted, model)
+
+
+def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained: bool) -> Any:
+    """PEFT's model of `model` with the adapters of `folder`, `trained` on or frozen. Raises UserError where they do not fit."""
     from peft import PeftConfig, PeftModel
 
     place = Path(folder).expanduser()
@@ -74,17 +90,24 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
         settings = PeftConfig.from_pretrained(str(place))
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
-        adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=peft.kind == "lora")
+        adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
-        if peft.kind != "lora":
-            return cast(Any, adapted).merge_and_unload().requires_grad_(True)
-    theirs: Any = adapted.peft_config["default"]
-    for name, value in {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}.items():
-        if value != getattr(peft, name):
-            what = f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}"
-            fix = f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model"
-            raise UserError(what, where=f"peft.{name}", fix=fix)
-    return _head_is_free(adapted, model)
+    return adapted
+
+
+def untie_if_adapted(adapted: Any) -> None:
+    """Gives the output head a weight of its own, before adapters are merged into the embeddings that it is tied to, or into it alone: the
+    adapted model reads the other one as it was."""
+    model, head = adapted.get_base_model(), adapted.get_base_model().get_output_embeddings()
+    config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
+    layers = [getattr(part, "base_layer", getattr(part, "original_module", part)) for part in (embeddings, head)]
+    adapts = [part is not layer for part, layer in zip((embeddings, head), layers, strict=True)]
+    if not any(adapts) or None in layers or layers[0].weight is not layers[1].weight:
+        return
+    if all(hasattr(part, "modules_to_save") for part in (embeddings, head)) and embeddings.weight is head.weight:
+        return  # trained as one
+    layers[1].weight = torch.nn.Parameter(layers[1].weight.detach().clone(), requires_grad=False)
+    config.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def _check_weights(adapted: Any, place: Path) -> None:

@@ -71,11 +71,11 @@ def save_final(
             merged.append(folder.merged)
             contents[folder.merged] = "the merged model"
     main = trainer.accelerator.is_main_process
-    with _published([*contents] if main else []):
+    with published([*contents] if main else []):
         if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.names:
-            trainer.checkpoints.save_model(_staging(adapters))
+            trainer.checkpoints.save_model(staging(adapters))
         else:
-            trainer.checkpoints.save_weights_in(dtype, _staging(adapters))
+            trainer.checkpoints.save_weights_in(dtype, staging(adapters))
         if not main:
             return []
         if merged:
@@ -84,39 +84,39 @@ def save_final(
             if trainer.settings.sharded or quantised:
                 with loading_whole():
                     model = load_model(settings, peft, tokenizer, seed=seed, scores=scores, dequantize=True)
-            weights = load_file(_staging(adapters) / "adapter_model.safetensors")
+            weights = load_file(staging(adapters) / "adapter_model.safetensors")
             with merged_in(model, weights, dtype) as whole:
                 if whole.can_generate():
                     whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
-                for place in map(_staging, merged):
+                for place in map(staging, merged):
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
                         tokenizer.save_pretrained(place)
     return [f"{place.name}/ holds {what}" for place, what in contents.items()]
 
 
-def _staging(place: Path) -> Path:
+def staging(place: Path) -> Path:
     """Where a folder is written that is `place` in the end; beside what a link leads to."""
     return aside(Path(os.path.realpath(place)))
 
 
 @contextmanager
-def _published(places: Sequence[Path]) -> Iterator[None]:
-    """Publishes the folders that the block writes as `_staging`; also where a config could not be saved, but the weights were."""
+def published(places: Sequence[Path]) -> Iterator[None]:
+    """Publishes the folders that the block writes as `staging`; also where a config could not be saved, but the weights were."""
     for place in places:
-        shutil.rmtree(_staging(place), ignore_errors=True)  # of a killed run
+        shutil.rmtree(staging(place), ignore_errors=True)  # of a killed run
 
     refusal: UserError | None = None
     try:
         yield
     except UserError as error:
         refusal = error
-    for place in (place for place in places if _staging(place).is_dir()):
-        tidy(_staging(place))
+    for place in (place for place in places if staging(place).is_dir()):
+        tidy(staging(place))
         target = Path(os.path.realpath(place))
         if target.exists() and any(target.iterdir()):  # somebody's, since this run began
             target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-        publish(_staging(place), target)
+        publish(staging(place), target)
     if refusal is not None:
         raise refusal
 

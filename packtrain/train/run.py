@@ -218,6 +218,22 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     return trainer, checkpoint
 
 
+def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
+    """The evaluation of `packtrain eval` in this process: prepared as a training, without a step; the summary has its figures."""
+    folder = RunFolder.of(config.trainer)
+    log = Log(folder.log(ranks.rank), main=ranks.main)
+    warnings_to(log)
+    run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
+    trainer, _ = _prepare(run, time.perf_counter())
+    trainer.listeners, trainer.settings = [], replace(trainer.settings, largest_first=False)
+    trainer.prepare(None)
+    trainer.evaluate()
+    figures = {name: value for name, value in trainer.state.log_history[-1].items() if name.startswith("eval_")}
+    if ranks.main:
+        write_json(folder.summary, figures)
+    return 0
+
+
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
     from packtrain.train.verify.measure import verify
@@ -366,7 +382,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
         os.environ.pop("LOCAL_RANK", None)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
-    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes its own folder
+    own = ("trainer.output_dir",) if verb in ("verify", "eval") else ()  # each launcher makes its own folder
     shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:

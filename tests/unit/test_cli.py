@@ -46,7 +46,8 @@ def test_help_and_refusals_and_plans_do_not_import_torch(tmp_path: Path) -> None
     code = (
         "import contextlib, sys\n"
         "from packtrain.cli import main\n"
-        f"for start in (['-h'], ['sft', '-h'], ['sft', 'bad.yaml'], ['plan', *{COMPLETE!r}]):\n"
+        "for start in (['-h'], ['sft', '-h'], ['sft', 'bad.yaml'], *([verb, '-h'] for verb in ('chat', 'merge', 'export')), "
+        f"['chat', './no'], ['merge', './no'], ['export', '.', '--to', 'gguf'], ['eval', '-h'], ['plan', *{COMPLETE!r}]):\n"
         "    sys.argv = ['packtrain', *start]\n"
         "    with contextlib.suppress(SystemExit): main()\n"
         "    heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)\n"

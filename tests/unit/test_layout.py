@@ -37,6 +37,7 @@ LAYERS = (
     ("train",),
     ("diagnose",),
     ("report",),
+    ("serve",),
     ("bench",),
     ("convert",),
     ("cli",),
@@ -51,7 +52,7 @@ LAUNCH = {
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""
 MAX_FILES, MAX_LINES, MAX_LINES_OF_A_FUNCTION = 14, 600, 70
-MAX_CONDUCTORS = 18
+MAX_CONDUCTORS = 19
 MOST_READ = {"One step of training": 12, "One launch": 18, "One resume": 10}
 """Files through which docs/architecture.md leads a reader."""
 WITHOUT_TORCH = (
@@ -60,6 +61,7 @@ WITHOUT_TORCH = (
     "plan",
     "launch",
     "report",
+    "serve",
     "cli",
     "packing/bins",
     "monitor/channel",
@@ -67,7 +69,7 @@ WITHOUT_TORCH = (
     "bench/launches",
 )
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
-OF_OTHERS = {"serve.py", "mine.py", "kernels/chunked_logprob.py"}
+OF_OTHERS = {"serve.py", "convert_hf_to_gguf.py", "mine.py", "kernels/chunked_logprob.py"}
 OF_OTHERS |= {f"configuration_{name}.py" for name in ("auto", "utils")} | {"auto_mappings.py"}
 """Files that are spoken of and not ours: examples of programs, TRL's and transformers'."""
 MADE_BY_A_RUN = {"checkpoints/", "final/", "logs/"}

@@ -45,6 +45,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *check_resume_despite(config.trainer.resume_despite),
         *check_objective(config, given),
         *_peft(config, given),
+        *_quantized(config),
         *_topology(config.topology),
         *check_strategy(config),
         *check_checkpointing(config),
@@ -248,6 +249,9 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
     elif (name != "ddp" and config.model.quantize == "fp8") or (name == "fsdp2" and config.model.quantize == "int8"):
         what = f"{name} cannot send the weights of {config.model.quantize}"
         yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
+    if name == "fsdp2" and config.peft.merge:
+        what = "adapters on quantised weights that are spread are not merged yet"
+        yield Fault(("peft.merge", "model.quantize", "strategy.name"), what, "Set peft.merge=false.")
     if config.trainer.mixed_precision == "fp8":
         what = "products in 8 bits are made of weights in 16"
         yield Fault(("model.quantize", "trainer.mixed_precision"), what, "Set trainer.mixed_precision=auto.")

@@ -22,6 +22,7 @@ DATA_SUFFIXES = (
 )
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 _OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsandbytes", "adamw_torch_8bit": "torchao"}
+_TRACKER_PACKAGES = {"comet": "comet_ml"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
@@ -50,7 +51,9 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
         yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
     for tracker in dict.fromkeys(trackers):
-        yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
+        yield from _not_installed(
+            "tracking.report_to", tracker, _TRACKER_PACKAGES.get(tracker, tracker), f"'packtrain[{tracker}]'"
+        )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Trackers (tensorboard, wandb, mlflow) that cannot hold up or end a training: metrics.jsonl has everything that they are sent.
+"""Trackers (tensorboard, wandb, mlflow, trackio, swanlab, comet) that cannot hold up or end a training: metrics.jsonl has everything that they are sent.
 
 Each has a thread of its own, and a time limit for each event: without a network wandb tries for minutes when it begins, and without
 end when the process ends.
@@ -23,6 +23,8 @@ from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0
+_INTEGRATIONS = {"comet": "comet_ml"}
+"""What transformers calls a tracker, where that is not its name."""
 _STUCK: list[str] = []
 """The names of trackers of this process that do not answer."""
 _Call = tuple[Callable[[], Any], "Future[None]"]
@@ -83,8 +85,8 @@ class Tracker:
 
 def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
     """A Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
-    made = []
-    for name, kind in zip(names, get_reporting_integration_callbacks(list(names)), strict=True):
+    made, integrations = [], [_INTEGRATIONS.get(name, name) for name in names]
+    for name, kind in zip(names, get_reporting_integration_callbacks(integrations), strict=True):
         with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
             tracker = kind()
         if isinstance(tracker, TensorBoardCallback):  # not a folder named after the machine

@@ -14,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from packtrain.config.schema import Rounding
+from packtrain.model.adapters import untie_if_adapted
 from packtrain.model.load import base_model
 from packtrain.model.weights.stream import gathered
 from packtrain.train.optim.dither import Dither, dithered
@@ -98,6 +99,7 @@ def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) 
     if dtype == torch.float32 != own:
         _move(model, lambda name, weight: weight.cpu().float())
     set_peft_model_state_dict(model, trained)
+    untie_if_adapted(model)
     if dtype == own == torch.bfloat16:
         _add_adapters(model)
     whole = model.merge_and_unload()

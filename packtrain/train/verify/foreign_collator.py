@@ -79,7 +79,7 @@ def verify_collator(
     `attention` is transformers' name of an implementation, its own choice if None; `attached`: after `packtrain.attach(model)`.
     Raises UserError for a collator that cannot be imported, called or understood.
     """
-    thing, tokenizer = _import(spec), load_tokenizer(model)
+    thing, tokenizer = import_named(spec), load_tokenizer(model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     whole = load_model(model, peft, tokenizer, seed=trainer.seed).to(cast(Any, device))
     autocast = decide_precision(whole, trainer.mixed_precision, Ranks(0, 1, device)).autocast
@@ -103,7 +103,7 @@ def verify_collator(
 
 
 @contextmanager
-def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
+def _blaming(spec: str, what: str, fix: str = "", where: str = _OPTION) -> Iterator[None]:
     """An exception inside the block becomes a UserError in its own words."""
     try:
         yield
@@ -112,25 +112,25 @@ def _blaming(spec: str, what: str, fix: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         said = first_line(error).removeprefix(f"{type(error).__name__}: ")
         advice = f"{fix} {TRACEBACK}=1 shows its traceback.".strip()
-        raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=_OPTION, fix=advice) from error
+        raise UserError(f"{spec} {what}: {type(error).__name__}: {said}", where=where, fix=advice) from error
 
 
-def _import(spec: str) -> Any:
+def import_named(spec: str, option: str = _OPTION) -> Any:
     """What MODULE:NAME or FILE.py:NAME names; the file may import what is beside it, modules may be in the working folder.
 
     Raises UserError where there is no such thing, or importing it fails.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise UserError(f"{spec!r} names no function", where=_OPTION, fix="Give MODULE:NAME or FILE.py:NAME.")
+        raise UserError(f"{spec!r} names no function", where=option, fix="Give MODULE:NAME or FILE.py:NAME.")
     file = Path(os.path.expanduser(place)).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise UserError(f"there is no file {place}", where=_OPTION, fix="Name a file, or a module without .py.")
+        raise UserError(f"there is no file {place}", where=option, fix="Name a file, or a module without .py.")
     sys.path.insert(0, str(file.parent if file else Path.cwd()))
-    with _blaming(spec, "cannot be imported"):
+    with _blaming(spec, "cannot be imported", where=option):
         module = importlib.import_module(file.stem if file else place)
     if not hasattr(module, name):
-        raise UserError(f"{place} has no {name}", where=_OPTION, fix=suggest(name, dir(module)))
+        raise UserError(f"{place} has no {name}", where=option, fix=suggest(name, dir(module)))
     return getattr(module, name)
 
 

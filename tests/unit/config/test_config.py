@@ -80,6 +80,9 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
     ("override", "key", "package"),
     [
         ("tracking=wandb", "tracking.report_to", "wandb"),
+        ("tracking=trackio", "tracking.report_to", "trackio"),
+        ("tracking=swanlab", "tracking.report_to", "swanlab"),
+        ("tracking=comet", "tracking.report_to", "comet_ml"),
         ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
         ("optim.name=adamw_torch_8bit", "optim.name", "torchao"),
     ],

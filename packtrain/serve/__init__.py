@@ -1,0 +1,1 @@
+"""After the training: adapters merged, models exported, measured on held-out documents, and talked to."""

