@@ -31,7 +31,7 @@ from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.model.layers.experts import loop_over_experts
-from packtrain.model.quantized import dequantized, keep_layout, quantization_config
+from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
 from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
@@ -178,7 +178,7 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
             if getattr(model_config, "quantization_config", None):
                 what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
                 raise UserError(what, where="model.quantize", fix=fix)
-            computed = model_config.dtype or torch.float32 if dtype == "auto" else dtype
+            computed: Any = model_config.dtype or torch.float32 if dtype == "auto" else dtype
             place["quantization_config"] = quantization_config(config.quantize, computed)
         return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
     labels = {"num_labels": 1} if scores else {}

@@ -217,6 +217,7 @@ def test_files_of_another_training_on_one_machine_are_noticed(folder: Path, tmp_
     config["model"]["path"], config["trainer"]["output_dir"] = "~/model", str(tmp_path / "run")
     path = write_jsonl(tmp_path / "run.yaml", [config])
     arguments = ("sft", str(path), f"strategy={strategy}")
-    for result in forked.results_of(arguments, environments, None, 600, None):
-        assert result.returncode == 3 and "files differ there" in result.stderr, result.stderr
-        assert "model.path" in result.stderr
+    results = forked.results_of(arguments, environments, None, 600, None)
+    assert [result.returncode for result in results] == [3, 3], results
+    said = "".join(result.stderr for result in results)
+    assert "files differ there" in said and "model.path: rank 1 has files with hash" in said

@@ -104,7 +104,7 @@ def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
     return {all_of_it: weight for weight, all_of_it in names.items()}
 
 
-def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> nn.Parameter:
+def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> Any:
     """Makes `value` the parameter of these `names`, and returns it."""
     made = nn.Parameter(value, requires_grad=trained and value.is_floating_point())
     for name in names:
