@@ -18,6 +18,7 @@ Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "xlam", "tokenised"]
 Checkpointing = Literal["auto", "none", "every_4", "every_3", "selective", "every_2", "full"]
 Rounding = Literal["auto", "never", "final", "stochastic"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
@@ -389,9 +390,7 @@ class Topology:
 class Tracking:
     """Where metrics go beside metrics.jsonl."""
 
-    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]] = key(
-        [], "Trackers, through transformers' integrations."
-    )
+    report_to: list[Tracker] = key([], "Trackers, through transformers' integrations.")
     run_name: str | None = key(None, "Name of the run in the trackers; the run folder's name if none.")
 
 

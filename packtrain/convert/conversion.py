@@ -89,8 +89,10 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     values |= {"model.dtype": "bfloat16"} if frozen else {}
     config = _nested(values)
     notes = _without_faults(config, notes)
-    told = "as told" if devices or file.devices else "the file does not say how many: --devices N"
-    remarks = [f"Step: {how} ({told}); here it is the same on any number of GPUs."]
+    source = (
+        "--devices" if devices else "by the file" if file.devices else "the file does not say how many: --devices N"
+    )
+    remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
     remarks += ["Frozen weights are loaded in bfloat16, as there; adapters are float32."] if frozen else []
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []

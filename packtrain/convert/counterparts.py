@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from packtrain.config.objective import LOSSES, ObjectiveKind
 from packtrain.config.rules.paths_and_packages import as_name, template_names
+from packtrain.config.schema import Tracker
 from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
 
@@ -146,7 +147,7 @@ def warmup(value: Any, theirs: Theirs) -> Outcome:
 
 
 def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
-    """How often an epoch; here it is told in steps, and the steps of an epoch depend on the data."""
+    """How often an epoch; here it is counted in steps, and the steps of an epoch depend on the data."""
     epochs = number(theirs.get("num_train_epochs", "num_epochs") or 1)
     if is_off(value) or (number(value) * epochs <= 1 and not theirs.get("max_steps")):
         return AS_HERE if is_off(value) else Outcome(why="once, at the end: a run ends with it anyway", became=path)
@@ -228,8 +229,8 @@ def precision(value: Any, theirs: Theirs) -> Outcome:
 
 def trackers(value: Any, theirs: Theirs) -> Outcome:
     """The trackers that packtrain has; others are named."""
-    asked = [name for name in names(value) if name not in ("none", "all")]
-    known = [name for name in asked if name in ("tensorboard", "wandb", "mlflow")]
+    asked = [{"comet_ml": "comet"}.get(name, name) for name in names(value) if name not in ("none", "all")]
+    known = [name for name in asked if name in get_args(Tracker)]
     why = f"not to {', '.join(str(name) for name in asked if name not in known)}" if known != asked else ""
     if why and not known:
         return Outcome(why=why, kind="no counterpart")
@@ -237,7 +238,7 @@ def trackers(value: Any, theirs: Theirs) -> Outcome:
 
 
 def wandb_project(value: Any, theirs: Theirs) -> Outcome:
-    """A project is told to wandb by its variable."""
+    """The name of a project, which wandb reads from a variable."""
     return Outcome({"tracking.report_to": ["wandb"], "topology.environment": {"WANDB_PROJECT": str(value)}})
 
 

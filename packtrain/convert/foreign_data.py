@@ -72,17 +72,19 @@ def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     known, most = theirs.file.settings_of(f"{folder}/dataset_info.json"), theirs.get("max_samples")
     found, columns, remarks = [], {}, []
     for name in map(str.strip, names(value)):
-        told = known.get(name) or {}
-        named = {_COLUMNS.get(ours, ours): column for ours, column in (told.get("columns") or {}).items()}
+        entry = known.get(name) or {}
+        named = {_COLUMNS.get(ours, ours): column for ours, column in (entry.get("columns") or {}).items()}
         if {"images", "videos", "audios"} & {*named}:
             refuse("pictures or sound", theirs.file)
         columns |= named
-        hub = told.get("hf_hub_url") or (name if "/" in name else None)
-        file = f"{folder}/{told.get('file_name', f'{name}.json')}"
-        split = told.get("split") or "train"
+        hub = entry.get("hf_hub_url") or (name if "/" in name else None)
+        file = f"{folder}/{entry.get('file_name', f'{name}.json')}"
+        split = entry.get("split") or "train"
         first = f"{split}[:{whole(most)}]" if hub and most else split
-        found.append({"path": str(hub or theirs.file.find(file) or file), "subset": told.get("subset"), "split": first})
-        if not told and not hub:
+        found.append(
+            {"path": str(hub or theirs.file.find(file) or file), "subset": entry.get("subset"), "split": first}
+        )
+        if not entry and not hub:
             remarks += [f"{name} is in no {folder}/dataset_info.json near this config: give its path"]
     return _sources(key, found, columns, *remarks)
 
@@ -118,8 +120,8 @@ def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
 def trl_data(value: Any, theirs: Theirs) -> Outcome:
     """A hub data set and its splits."""
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
-    told = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
-    train = _sources("data.train", [source], {}, *([] if told else [_EVERY_TURN]))
+    chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
+    train = _sources("data.train", [source], {}, *([] if chosen else [_EVERY_TURN]))
     if is_off(theirs.get("eval_strategy", "evaluation_strategy")):
         return train
     held_out = _sources("data.eval", [{**source, "split": theirs.get("dataset_test_split") or "test"}], {})
@@ -143,9 +145,9 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
 
 def own_name(value: Any, theirs: Theirs) -> Outcome:
     """A name that is written into the rows of one data set."""
-    told = "self-cognition" in str(theirs.get("dataset"))
-    why = "write the name into the rows of self-cognition" if told else "only the data set self-cognition has it"
-    return Outcome(why=why, kind="no counterpart" if told else "not needed")
+    named = "self-cognition" in str(theirs.get("dataset"))
+    why = "write the name into the rows of self-cognition" if named else "only the data set self-cognition has it"
+    return Outcome(why=why, kind="no counterpart" if named else "not needed")
 
 
 def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:

@@ -92,7 +92,9 @@ def write_modelfile(model: Path, file: Path) -> list[str]:
 
     turns = turns_of(AutoTokenizer.from_pretrained(str(model)))
     (file.parent / "Modelfile").write_text(f"FROM ./{file.name}\n{turns.modelfile() if turns else ''}", "utf-8")
-    left = [] if turns else ["the chat template cannot be told in Ollama's terms: Ollama goes by the one in the .gguf"]
+    left = (
+        [] if turns else ["the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"]
+    )
     return [str(file), str(file.parent / "Modelfile"), *left]
 
 
@@ -119,8 +121,8 @@ def turns_of(tokenizer: Any) -> Turns | None:
     own = first.removesuffix(user)  # a system prompt that the template has where there is none
     default = own.removeprefix(begins).removesuffix(ends)
     alike = next_turn.startswith(end) and between.endswith(user) and after == asks and first.endswith(user)
-    told = bool(default) and own == begins + default + ends
-    if not alike or (own and not told) or any(sign in f"{asked}{own}" for sign in ("{{", '"""')):
+    is_default = bool(default) and own == begins + default + ends
+    if not alike or (own and not is_default) or any(sign in f"{asked}{own}" for sign in ("{{", '"""')):
         return None
     return Turns((begins, ends), (user, asks), end, default)
 

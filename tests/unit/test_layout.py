@@ -258,3 +258,12 @@ def test_what_benchmarks_and_gpu_tests_import_is_there() -> None:
 
 def _inside(package: ModuleType) -> list[str]:
     return [one.name for one in pkgutil.iter_modules(getattr(package, "__path__", []))]
+
+
+def test_the_cases_left_to_exhaustive_are_there() -> None:
+    """A renamed test would be run again everywhere, and nobody would notice."""
+    listed = [line for line in (ROOT / "tests/exhaustive.txt").read_text().splitlines() if "::" in line]
+    assert listed
+    for case in listed:
+        file, _, name = case.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), case

@@ -109,7 +109,7 @@ eval_strategy: steps
 eval_steps: 100
 max_length: 1024
 optim: adamw_torch
-report_to: [wandb, trackio]
+report_to: [wandb, neptune]
 max_steps: -1
 num_train_epochs: 1
 use_peft: false
@@ -138,7 +138,8 @@ def test_axolotl_packed_rows_become_tokens_of_a_step(tmp_path: Path) -> None:
     assert config["peft"] == {"kind": "lora", "r": 32, "alpha": 16, "target_modules": "all-linear"}
     assert config["optim"]["warmup_steps"] == 0.1 and config["optim"]["name"] == "adamw_torch"
     assert config["trainer"]["gradient_checkpointing"] == "full"
-    assert note(done, "load_in_4bit")["became"] is None and note(done, "special_tokens")["became"] is None
+    assert config["model"]["quantize"] == "nf4" and note(done, "load_in_8bit")["why"] == "as without the key"
+    assert note(done, "special_tokens")["became"] is None
     assert "guess" in note(done, "evals_per_epoch")["why"]
 
 
@@ -179,7 +180,7 @@ def test_trl_yaml_takes_the_test_split_and_drops_what_does_nothing(tmp_path: Pat
     assert done["config"]["data"]["eval"] == {"path": "owner/data", "split": "test"}
     assert done["config"]["trainer"]["epochs"] == 1 and "max_steps" not in done["config"]["trainer"]
     assert done["config"]["optim"]["schedule"] == "linear"  # their default
-    assert done["config"]["tracking"] == {"report_to": ["wandb"]} and "trackio" in note(done, "report_to")["why"]
+    assert done["config"]["tracking"] == {"report_to": ["wandb"]} and "neptune" in note(done, "report_to")["why"]
     assert "peft" not in done["config"] and note(done, "lora_r")["became"] is None
 
 
@@ -227,7 +228,7 @@ def test_json_is_read_like_yaml(tmp_path: Path) -> None:
 def test_every_key_is_converted_or_listed_and_the_result_can_be_planned(text: str, name: str, tmp_path: Path) -> None:
     for file in ("a.jsonl", "own.jsonl"):
         (tmp_path / file).write_text('{"text": "a"}\n')
-    text = text.replace("[wandb, trackio]", "none").replace("dataset: pairs, ", "dataset: ")
+    text = text.replace("[wandb, neptune]", "none").replace("dataset: pairs, ", "dataset: ")
     done = convert(tmp_path, text, name)
     written = packtrain("convert", name, "-o", "ours.yaml", folder=tmp_path)
     assert written.returncode == 0 and written.stdout == ""
@@ -253,7 +254,7 @@ def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> No
 
 def test_a_chat_template_in_the_config_becomes_a_file_beside_the_output(tmp_path: Path) -> None:
     text = "{% for message in messages %}${x}{{ message.content }}{% endfor %}"
-    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, trackio]', 'none')}\nchat_template: '{text}'\n")
+    (tmp_path / "theirs.yaml").write_text(f"{TRL.replace('[wandb, neptune]', 'none')}\nchat_template: '{text}'\n")
     assert packtrain("convert", "theirs.yaml", "-o", "ours.yaml", folder=tmp_path).returncode == 0
     assert (tmp_path / "ours.jinja").read_text() == text
     assert packtrain("plan", "ours.yaml", folder=tmp_path).returncode == 0
