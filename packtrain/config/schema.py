@@ -6,8 +6,9 @@ and nothing else defines a default. Fields are declared with `key(default, "sent
 
 from __future__ import annotations
 
+import re
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -23,6 +24,10 @@ Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
+LISTED = "lf:"
+"""Before the name of a data set in LLaMA-Factory's dataset_info.json."""
+_ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
+_IS_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|txt|parquet|arrow|gz|zst)", re.I)
 DEFAULT_EXAMPLES = 8
 DEFAULT_ROW_TOKENS = 8192
 
@@ -77,8 +82,8 @@ class DataSource:
 
     path: str = key(
         "",
-        "Hub id, or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a folder of these, a "
-        "saved data set; or quickstart.",
+        "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
+        "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart.",
     )
     split: str = key(
         "train", "Split of a hub data set, of a saved DatasetDict, or of a folder whose file names speak of it."
@@ -86,6 +91,9 @@ class DataSource:
     subset: str | None = key(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
+    )
+    samples: int | None = key(
+        None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
     )
 
 
@@ -132,14 +140,22 @@ class Data:
 def sources(value: object, role: Split = "train") -> list[DataSource]:
     """A value of data.train or data.eval as a list of sources; [] for none and for a fraction.
 
-    The text `quickstart` stands for its split of that role.
+    The text `quickstart` stands for its split of that role, and owner/name:subset@split for what it says.
     """
     values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
     sources = [
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
     ]
-    return [item for item in sources if isinstance(item, DataSource)]
+    return [_read_name(item) for item in sources if isinstance(item, DataSource)]
+
+
+def _read_name(source: DataSource) -> DataSource:
+    """The subset and split that the name of a hub data set brings."""
+    named = None if _IS_FILE.fullmatch(source.path) else _ON_HUB.fullmatch(source.path)
+    if named is None or not (named[2] or named[3]):
+        return source
+    return replace(source, path=named[1], subset=named[2] or source.subset, split=named[3] or source.split)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

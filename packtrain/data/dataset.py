@@ -270,6 +270,7 @@ def _repeat_by_weight(
     The random part is fixed by (seed, number of the source), in order. Raises UserError if the weight takes no row.
     """
     rows, weight = rows[::together], source.weight
+    weight = weight if source.samples is None else source.samples / len(rows)
     whole, part = int(weight), weight - int(weight)
     extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])

@@ -147,6 +147,7 @@ class _Tokeniser:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
         store, built = open_or_build(self.folder, key, partial(self._build, source), say)
+        given = given if source.samples is None else replace(given, samples=source.samples)
         return Tokenised(given, store, built, source.remark)
 
     def _build(self, source: Source, folder: Path) -> None:

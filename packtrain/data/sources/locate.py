@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource, Split, SplitText
+from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, cut_into_chunks
+from packtrain.data.sources.dataset_info import look_up
 from packtrain.data.sources.files import READABLE, SUFFIXES, kind_of, read_file, suffix_of
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
@@ -51,7 +52,7 @@ class Source:
 
     `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
     `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
-    byte of it changed.
+    byte of it changed. `samples` are its documents in an epoch, where dataset_info.json says so.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Source:
     size: int
     chunks: Callable[[], Iterator[Chunk]]
     remark: str = ""
+    samples: int | None = None
 
     def identity(self, hash_file: Callable[[Path], str]) -> str:
         """A hash of what determines the rows."""
@@ -73,6 +75,14 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind,
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path, where = source.path, f"data.{role}"
+    if path.startswith(LISTED):
+        source, translate, samples = look_up(source, where)
+        plain = locate(source, role, seed, objective, split_text)
+
+        def translated() -> Iterator[Chunk]:
+            return (replace(chunk, translate=translate) for chunk in plain.chunks())
+
+        return replace(plain, key=f"{plain.key} {translate}", chunks=translated, samples=samples)
     if path == "quickstart":
         if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
             named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
