@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -80,6 +81,7 @@ class Model:
 class DataSource:
     """One source of documents."""
 
+    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.")
     path: str = key(
         "",
         "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
@@ -94,6 +96,16 @@ class DataSource:
     )
     samples: int | None = key(
         None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Stage:
+    """The shares of sources in some of the steps."""
+
+    until: int | None = key(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
+    weights: dict[str, Any] = key(
+        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
     )
 
 
@@ -134,6 +146,16 @@ class Data:
         "New order of the documents in every epoch, from trainer.seed. by_prefix: of families of documents that begin alike, which are "
         "then in the same step (sft; docs/modes.md).",
     )
+    temperature: float = key(
+        1.0,
+        "Sources share an epoch by their documents × weight, to the power of 1 / temperature: above 1, small ones are repeated "
+        "(docs/data.md).",
+        minimum=1,
+        maximum=1000,
+    )
+    stages: list[Stage] = key(
+        [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."
+    )
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
@@ -148,6 +170,17 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
     ]
     return [_read_name(item) for item in sources if isinstance(item, DataSource)]
+
+
+def name_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A name for each: its own, else its path, with a number where that is another's too."""
+    names: list[str] = []
+    for source in sources:
+        name, number = source.name or source.path, 1
+        while (named := name if number == 1 else f"{name} {number}") in names:
+            number += 1
+        names.append(named)
+    return tuple(names)
 
 
 def _read_name(source: DataSource) -> DataSource:

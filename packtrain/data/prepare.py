@@ -87,6 +87,7 @@ def prepare(
     template = choose_template(data.chat_template, tokenizer)
     encoder = Encoder(plain_tokenizer(tokenizer), template, data, objective)
     mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
+    how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
         console = Console(stderr=True, quiet=not progress)
@@ -94,7 +95,7 @@ def prepare(
         parts = [tokeniser.tokenise(source, "train") for source in sources(data.train, "train")]
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
-            train = mix(parts, "data.train", kept=[~rows for rows in held])
+            train = mix(parts, "data.train", kept=[~rows for rows in held], **how)
             held_out = mix(parts, "data.eval", kept=held, weigh=False)
         else:
             if data.eval:
@@ -102,7 +103,7 @@ def prepare(
                 held_out = mix(eval_parts, "data.eval")
                 if remark := _remark_overlap(parts, eval_parts):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
-            train = mix(parts, "data.train")
+            train = mix(parts, "data.train", **how)
     made = DATASETS[objective]
     return PreparedData(made(train), None if held_out is None else made(held_out))
 

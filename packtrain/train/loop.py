@@ -29,7 +29,7 @@ from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.log.metrics import MetricsFile, StepMetrics
+from packtrain.train.log.metrics import MetricsFile, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
@@ -103,6 +103,7 @@ class StepTrainer:
         self.times = RankTimes(ranks)
         dtype, forwards = loss.compute_dtype, loss.extra_forwards
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
+        self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
@@ -143,6 +144,7 @@ class StepTrainer:
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.compute_steps(self.args, len(self.steps))
         self._losses_since_log = []
+        self.source_counts.restore(self.state.log_history)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
@@ -246,6 +248,7 @@ class StepTrainer:
         if loss is not None:
             self._losses_since_log.append(loss)
         rate = self.engine.update()
+        self.source_counts.add(self.steps, self.state.global_step)
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         self._read_counts()
@@ -276,7 +279,12 @@ class StepTrainer:
             "learning_rate": rate,
             "tokens": self.state.num_input_tokens_seen,
         }
-        line |= self.step_metrics.close(step) | self.loss.pop_metrics() | self.times.pop_metrics()
+        line |= (
+            self.source_counts.metrics()
+            | self.step_metrics.close(step)
+            | self.loss.pop_metrics()
+            | self.times.pop_metrics()
+        )
         self._log(line | self._pop_seen_updates() | self.spikes.pop_metrics())
 
     def should_evaluate(self) -> bool:

@@ -16,6 +16,7 @@ from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
 from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
+from packtrain.data.mixture import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
@@ -32,6 +33,7 @@ from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
+from packtrain.packing.stages import stage
 from packtrain.plan.known_model import reference_of
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
@@ -86,6 +88,10 @@ class Prepared:
             prefixes=index_prefixes(part) if compares else None,
             **length,
         )
+        if config.data.stages and not evaluation:
+            examples, names = config.batch.examples_per_step or 1, part.report.sources
+            mixture = make_mixture(config.data.stages, dict.fromkeys(names, 1.0), examples, config.trainer.seed)
+            schedule = stage(schedule, mixture, part.source_of, names)
         return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)
 
 

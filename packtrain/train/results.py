@@ -192,6 +192,7 @@ class Summary:
             "best_step": best,
             "tokens": state.num_input_tokens_seen,
             "examples": schedule.documents_before(state.global_step),
+            "sources": self.trainer.source_counts.to_json(),
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
             "data": asdict(report),

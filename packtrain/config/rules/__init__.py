@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from packtrain.config.keys import Fault, check_resume_despite, suggest
 from packtrain.config.objective import is_number
 from packtrain.config.rules.objectives import check_objective
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, name_sources, sources
 from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
@@ -38,6 +38,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
     return [
         *_model(config),
         *_data(config, given),
+        *_stages(config, given),
         *_batch(config),
         *_schedule(config.optim),
         *_rounding(config),
@@ -101,6 +102,45 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         least = -(-data.max_length * each // together)
         fix = f"Set batch.tokens_per_device to at least {least}, or data.max_length to at most {row // each}."
         yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
+
+
+def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Names of sources that are none, stages that are not in order, and what does not go with stages."""
+    stages, key, train = config.data.stages, "data.stages", sources(config.data.train)
+    names = name_sources(train)
+    own = [source.name for source in train if source.name]
+    if twice := next((name for name in own if own.count(name) > 1), None):
+        yield Fault(("data.train",), f"two sources are called {twice!r}", "Give each a name of its own.")
+    if not stages:
+        return
+    ends = [stage.until for stage in stages]
+    if ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted({end for end in ends[:-1] if end}):
+        fix = "Write {until: 1000, weights: {a: 1}}, {until: 2000, …}, and at last {weights: {a: 1, b: 2}}."
+        yield Fault((key,), "each stage but the last needs its last step, later than that of the one before", fix)
+    for at, stage in enumerate(stages):
+        for name, weight in stage.weights.items():
+            path = (f"{key}[{at}].weights.{name}",)
+            if name not in names:
+                yield Fault(path, "no source has this name", suggest(name, names, f"Sources are {', '.join(names)}."))
+            elif not is_number(weight) or weight < 0:
+                yield Fault(path, f"found {shortened(weight)}", "Allowed: number ≥ 0.")
+        if not any(is_number(weight) and weight > 0 for weight in stage.weights.values()):
+            yield Fault((f"{key}[{at}].weights",), "it takes from no source", "Give one a weight above 0.")
+    against = dict[str, str]()
+    if any(source.weight != 1 or source.samples for source in train):
+        against["data.train"] = "stages stand in place of the weights and samples of sources"
+    if config.data.temperature != 1:
+        against["data.temperature"] = "stages say the shares of the sources themselves"
+    if config.batch.examples_per_step is None:
+        against["batch.examples_per_step"] = "stages are shares of the examples of a step, which have to be so many"
+    if config.trainer.max_steps is None:
+        against["trainer.max_steps"] = "a run by stages has no epochs, only steps"
+    if config.data.shuffle == "by_prefix":
+        against["data.shuffle"] = "stages draw examples one by one"
+    if config.objective.reference == "precomputed":
+        against["objective.reference"] = "it is precomputed in the rows of an epoch, and a run by stages has none"
+    for other, what in against.items():
+        yield Fault((other, key), what, f"Set {other}, or leave it out, or leave {key} out.")
 
 
 def _batch(config: RunConfig) -> Iterator[Fault]:

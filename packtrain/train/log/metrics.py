@@ -6,11 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,9 @@ from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
+
+SOURCES = ("source_examples", "source_tokens")
+"""What the keys of the sums of each source begin with."""
 
 
 class LateCopy:
@@ -101,6 +105,41 @@ class StepMetrics:
             return None
         made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
         return made / seconds / (self.peak * self._devices)
+
+
+class SourceCounts:
+    """Examples and tokens of each source that the run has trained on, where there are several: of the global steps, alike on all ranks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names if len(names) > 1 else ()
+        self._counts = np.zeros((2, len(self._names)), np.int64)
+
+    def add(self, steps: Steps, step: int) -> None:
+        """Adds what `step` trains on."""
+        if self._names:
+            numbers = np.array(
+                [n for n in steps.schedule.documents(step).tolist() if steps.trains_on(n, step)], np.int64
+            )
+            sources, number = steps.data.source_of[numbers], len(self._names)
+            tokens = np.bincount(sources, steps.data.lengths[numbers], number).astype(np.int64)
+            self._counts += np.stack([np.bincount(sources, minlength=number), tokens])
+
+    def metrics(self) -> dict[str, int]:
+        """The sums of the run so far, as a line of metrics.jsonl has them."""
+        columns = zip(self._names, *self._counts.tolist(), strict=True)
+        return {
+            f"{kind}/{name}": count for name, *counts in columns for kind, count in zip(SOURCES, counts, strict=True)
+        }
+
+    def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from the last of these lines that has the sums."""
+        last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
+        self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """By the name of each source, as summary.json has it."""
+        columns = zip(self._names, *self._counts.tolist(), strict=True)
+        return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
 
 
 class MetricsFile(TrainerCallback):
