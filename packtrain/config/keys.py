@@ -79,7 +79,7 @@ fixed. A new key of objective, optim or peft is neither free nor fixed; one of m
 WEIGHTS = ("model", "model.weights")
 """What a checkpoint records of the model beside its keys."""
 _FREE = re.compile(
-    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages).*|packing\.(mode|share_prefix|attention_cost)"
+    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages|streaming).*|packing\.(mode|share_prefix|attention_cost)"
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
     r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
 )

@@ -94,6 +94,7 @@ class DataSource:
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
     )
+    repeat: bool = key(False, "With data.streaming: begin it again when it has ended, so that it has no end.")
     samples: int | None = key(
         None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
     )
@@ -152,6 +153,14 @@ class Data:
         "(docs/data.md).",
         minimum=1,
         maximum=1000,
+    )
+    streaming: bool = key(
+        False,
+        "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
+        "bucket (docs/data.md).",
+    )
+    shuffle_buffer: int = key(
+        10_000, "With data.streaming: rows that are shuffled among each other.", minimum=1, maximum=10**7
     )
     stages: list[Stage] = key(
         [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."

@@ -3,7 +3,7 @@
 A `Mixture` says from which source example m of a run comes, for any m: examples are drawn in blocks of BLOCK, in each of which every
 source has its share to the last example, in an order by (seed, stage, block). Neither depends on the length of the run or on the number of
 ranks, so a run goes on from any step, and may become longer. What is done with the choice (which example of the source is next) is the
-business of packing/stages.py, or of the streams of stream.py.
+business of packing/stages.py, or of the streams of streaming.py.
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ class Mixture:
                 total += np.bincount(self._draw(stage, blocks)[:rest], minlength=len(total))
         return total
 
+    def stage_of(self, example: int) -> int:
+        """The number of the stage that an example is of."""
+        return sum(start <= example for start in self.first) - 1
+
     def _place(self, example: int) -> tuple[int, int, int]:
         """Stage, block in it, and place in that."""
-        stage = sum(start <= example for start in self.first) - 1
+        stage = self.stage_of(example)
         return stage, *divmod(example - self.first[stage], BLOCK)
 
     def _draw(self, stage: int, block: int) -> np.ndarray:

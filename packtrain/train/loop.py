@@ -150,6 +150,8 @@ class StepTrainer:
         """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
+            if self.steps.feed is not None:
+                self.steps.feed.go_on_from(checkpoint)
         return iter(step_loader(self.steps, first=self.state.global_step))
 
     def notify(self, event: str, **arguments: Any) -> None:
@@ -170,7 +172,11 @@ class StepTrainer:
         """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.warn_of_failures(". Training goes on")
-        return next(upcoming)
+        since, batches = time.perf_counter(), next(upcoming)
+        self.step_metrics.add_waiting(time.perf_counter() - since)
+        if self.steps.feed is not None:
+            self.state.max_steps = self.steps.feed.end_after(self.state.global_step + 1, self.state.max_steps)
+        return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
@@ -186,7 +192,7 @@ class StepTrainer:
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_metrics.open(total[:6])
+        self.step_metrics.open(total[:6], self.state.global_step)
         self.times.store(total[6:], timed)
         return total[:4]
 
@@ -267,7 +273,6 @@ class StepTrainer:
         If all of them were skipped, the loss is that of the last one before.
         """
         self.clock.enter("step end")
-        step = self.state.global_step
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
@@ -281,7 +286,7 @@ class StepTrainer:
         }
         line |= (
             self.source_counts.metrics()
-            | self.step_metrics.close(step)
+            | self.step_metrics.close()
             | self.loss.pop_metrics()
             | self.times.pop_metrics()
         )
@@ -378,7 +383,8 @@ class StepTrainer:
 
     def _measure_example_losses(self) -> list[tuple[int, float]]:
         """Number and loss of each example of the current step, with the current weights, on all ranks together."""
-        step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
+        losses = list[tuple[int, float]]()
+        steps, step = self.steps.at(self.state.global_step)
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [(number, split) for part, split in parts for number in part.tolist() if steps.trains_on(number, step)]
         self.model.eval()
@@ -407,7 +413,8 @@ class StepTrainer:
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum")).tolist()
         first = next((at for at, one in enumerate(losses) if not math.isfinite(one)), len(losses) - 1)
         step = last - len(losses) + 1 + first
-        self.spikes.stop_at(step, losses[first], self.steps.schedule.documents(step - 1).tolist())
+        steps, at = self.steps.at(step - 1)
+        self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
         """Notifies the listeners of a line, and keeps it in the state of the run."""

@@ -39,6 +39,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_model(config),
         *_data(config, given),
         *_stages(config, given),
+        *_streaming(config, given),
         *_batch(config),
         *_schedule(config.optim),
         *_rounding(config),
@@ -141,6 +142,52 @@ def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         against["objective.reference"] = "it is precomputed in the rows of an epoch, and a run by stages has none"
     for other, what in against.items():
         yield Fault((other, key), what, f"Set {other}, or leave it out, or leave {key} out.")
+
+
+def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """What needs the whole data, which a stream never has, and keys of streams where there is none."""
+    data, key, train = config.data, "data.streaming", sources(config.data.train)
+    if not data.streaming:
+        if "data.shuffle_buffer" in given:
+            yield Fault(
+                ("data.shuffle_buffer", key), "it is of streams alone", f"Set {key}=true, or remove it.", because=key
+            )
+        if any(source.repeat for source in train):
+            yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
+        return
+    against = dict[str, str]()
+    if config.trainer.max_steps is None:
+        against["trainer.max_steps"] = (
+            "how long a stream is, is not known: a run over it has no epochs, but so many steps"
+        )
+    if isinstance(data.eval, float | int) and data.eval:
+        against["data.eval"] = "a fraction of a stream cannot be held out"
+    if config.batch.examples_per_step is None:
+        against["batch.examples_per_step"] = (
+            "tokens_per_step fills rows over the whole data; a step of a stream is so many examples"
+        )
+    if data.shuffle == "by_prefix":
+        against["data.shuffle"] = "which documents begin alike is known of whole data alone"
+    if config.objective.kind == "sft" and config.packing.share_prefix:
+        against["packing.share_prefix"] = "which documents begin alike is known of whole data alone"
+    if data.temperature != 1:
+        against["data.temperature"] = "how many documents the sources have is not known: weights are shares of a stream"
+    if any(source.samples for source in train):
+        against["data.train"] = "samples are those of an epoch, which a stream has not: weights are shares of it"
+    if data.max_length is None:
+        against["data.max_length"] = "how long documents are is not known before they come"
+    if config.objective.reference == "precomputed":
+        against["objective.reference"] = "it would be computed for all of the data before step 1"
+    if config.objective.kind == "kto":
+        against["objective.kind"] = "the last step of a stream may hold a single answer, which has no KL estimate"
+    if config.trainer.on_spike == "rollback":
+        against["trainer.on_spike"] = "examples of a stream cannot be left out afterwards; skip and stop go with it"
+    if config.strategy.sequence_parallel != 1:
+        against["strategy.sequence_parallel"] = (
+            "over how many processes documents are split is decided by the longest of all"
+        )
+    for other, what in against.items():
+        yield Fault((other, key), what, f"Change {other}, or leave {key} out.")
 
 
 def _batch(config: RunConfig) -> Iterator[Fault]:
