@@ -230,8 +230,8 @@ def open_stream(
     encoder, stack, given = make_encoder(data, tokenizer, objective), ExitStack(), sources(data.train, "train")
     console, together = Console(stderr=True, quiet=True), TRAITS[objective].documents
     streams, first_rows, identity = [], [], []
+    tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
-        tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
         chunks = source.chunks()
         format, seen = tokeniser.detect(source, chunks)

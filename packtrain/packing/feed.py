@@ -20,6 +20,7 @@ import torch
 
 from packtrain.data.dataset import DataReport
 from packtrain.data.streaming import Stream, Window
+from packtrain.errors import UserError
 from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.packing.schedule import Schedule
 
@@ -75,14 +76,18 @@ class Feed:
         ready: Queue[tuple[Window, Any, list[Any]] | BaseException | None] = Queue(AHEAD)
         self.close()
         self._stopping = stopping = Event()
-        self._thread = Thread(target=self._make, args=(steps, ready, stopping), name="stream", daemon=True)
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = Thread(target=self._make, args=(steps, ready, stopping, gpu), name="stream", daemon=True)
         self._thread.start()
         while True:
             item = self._await(ready)
             if isinstance(item, BaseException):
                 raise item
-            if item is None:
+            if item is None and self.ended:
                 return
+            if item is None:
+                fix = "Start over with trainer.resume=never, or name an earlier checkpoint."
+                raise UserError("nothing is left of data.train after this checkpoint", where="trainer.resume", fix=fix)
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
@@ -124,7 +129,7 @@ class Feed:
                     read = now
                     progress()
 
-    def _make(self, steps: Any, ready: Queue[Any], stopping: Event) -> None:
+    def _make(self, steps: Any, ready: Queue[Any], stopping: Event, gpu: int | None) -> None:
         def put(item: Any) -> None:
             while not stopping.is_set():
                 try:
@@ -133,10 +138,12 @@ class Feed:
                     continue
 
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # a thread has its own
             for window in self.stream.windows(self.place or None):
                 own = self._steps_of(window, steps)
                 batches = own[0]
-                put((window, own, [batch.pin_memory() for batch in batches] if torch.cuda.is_available() else batches))
+                put((window, own, batches if gpu is None else [batch.pin_memory() for batch in batches]))
                 if stopping.is_set():
                     return
             put(None)

@@ -57,6 +57,7 @@ _KNOWN = (
     Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
     Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
     Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
+    Figure("Waiting for data", {"data_fraction": "share of the time"}, "Speed", "percent"),
     Figure("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
     *(_phase(name, title) for name, title in PHASES.items()),
 )

@@ -102,6 +102,8 @@ def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp
         assert run.summary["sources"]["many"]["examples"] == 20 and run.summary["sources"]["few"]["examples"] == 30
         assert "data.train has ended: step 8 is the last of 100" in run.log
         assert (run.folder / "checkpoints" / "step-000008").is_dir() and run.weights()
+    on = train(tmp_path, config, resume(runs[0], 8), name="beyond", expect=2)
+    assert "nothing is left of data.train" in on.log
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
 
 

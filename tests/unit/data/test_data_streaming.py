@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -164,6 +165,8 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
     (tmp_path / "rows" / "README.md").write_text("words")
     for path, count in (("rows", 60), ("rows/*.parquet", 20), ("rows/a.jsonl", 20)):
         assert len([*chain(*read(open_(f"file://{tmp_path}/{path}").stream))]) == count
+    fsspec.filesystem("memory").pipe("/bucket/x.jsonl", (tmp_path / "rows" / "a.jsonl").read_bytes())
+    assert len([*chain(*read(open_("memory://bucket/*.jsonl").stream))]) == 20
     for path, what in (
         ("none.jsonl", "nothing to read"),
         ("rows/README.md", "nothing to read"),
