@@ -120,6 +120,7 @@ class SourceStream:
                     yield block.examples[at]
                 before, number, taken = before + block.figures, number + 1, 0
                 block = self._fill(following, encoded, 1)
+            self.place = {**self.place, "figures": dict(before)}  # with rows after the last example
             if not self.given.repeat or not (found or first["taken"]):  # a pass without an example would have no end
                 return
             self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
@@ -180,12 +181,12 @@ class Stream:
             wanted = self.mixture.sources(first, first + self.examples_per_step).tolist()
             taken = [self._take(taking, number, source) for number, source in enumerate(wanted, first)]
             found = [item for item in taken if item is not None]
+            place = {"step": step + 1, "sources": [dict(stream.place) for stream in self.streams]}
             if held is not None:
-                yield replace(held, last=not found)
+                yield held if found else replace(held, last=True, place={**place, "step": step})
             if not found:
                 return
-            step += 1
-            held = self._window(found, {"step": step, "sources": [dict(stream.place) for stream in self.streams]})
+            held, step = self._window(found, place), step + 1
 
     def _take(self, taking: list[Iterator[Example]], number: int, source: int) -> tuple[int, Example] | None:
         """Example `number` of the run, of this source, or of another one where it has ended; None where all have."""
