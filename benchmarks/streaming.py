@@ -2,8 +2,11 @@
 
     python benchmarks/streaming.py --rows 20000 100000 --steps 200 [--data FILE.jsonl] [--hidden 256] [--buffer 2000]
 
+    python benchmarks/streaming.py --rows 20000 200000 --through [--data FILE.jsonl] [--buffer 2000]
+
 A random llama of four layers is trained on one CPU thread, on rows of FILE (else on made-up ones of 100 words) over and over, once as a
-stream of each number of rows and once (`whole`) tokenised before. The first ten steps are left out of the figures. Linux only.
+stream of each number of rows and once (`whole`) tokenised before. The first ten steps are left out of the figures. With `--through` nothing is trained: all rows are read, for the most that a stream gives,
+and the memory of the process (without the tokenising ones) after 50 steps and its most. Linux only.
 """
 
 from __future__ import annotations
@@ -16,9 +19,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+from packtrain.config.schema import Data
+from packtrain.data.sources.quickstart import tokenizer
+from packtrain.data.streaming import open_stream
 
 
 def write_rows(file: Path, rows: int, data: Path | None) -> None:
@@ -56,6 +66,22 @@ def measure(folder: Path, file: Path, args: argparse.Namespace, *, streaming: bo
     }
 
 
+def read_through(file: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a stream that is read to its end in steps of 64."""
+    data = Data(
+        train=str(file), streaming=True, shuffle_buffer=args.buffer, cache_dir=str(file.parent), max_length=1024
+    )
+    stream, tokens, held = open_stream(data, tokenizer(), "sft", 64, seed=0).stream, 0, list[int]()
+    started, process = time.perf_counter(), psutil.Process()
+    with stream.stack:
+        for window in stream.windows():
+            tokens += int(window.data.lengths.sum())
+            held.append(process.memory_info().rss >> 20)
+    figures = {"rows": sum(1 for _ in file.open()), "steps": len(held), "tokens": tokens}
+    figures["tokens_per_second"] = round(tokens / (time.perf_counter() - started))
+    return {**figures, "memory_after_50_steps_mib": max(held[:50]), "memory_most_mib": max(held)}
+
+
 def main() -> None:
     """Prints a line of JSON for each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,8 +90,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--buffer", type=int, default=2000)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--through", action="store_true")
     args = parser.parse_args()
-    for number, rows in enumerate(args.rows):
+    for rows in args.rows if args.through else ():
+        with tempfile.TemporaryDirectory() as folder:
+            write_rows(file := Path(folder, "rows.jsonl"), rows, args.data)
+            print(json.dumps(read_through(file, args)), flush=True)
+    for number, rows in enumerate(() if args.through else args.rows):
         for streaming in (True, False) if number == 0 else (True,):
             with tempfile.TemporaryDirectory() as folder:
                 write_rows(file := Path(folder, "rows.jsonl"), rows, args.data)

@@ -75,7 +75,8 @@ def stream_of(run: Run, step: int) -> dict[str, Any]:
     return json.loads((run.folder / "checkpoints" / f"step-{step:06d}" / "stream.json").read_text())
 
 
-@pytest.mark.parametrize("mode", ["padding", pytest.param("padding_free", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["padding", "padding_free"])
 def test_ranks_and_modes_train_on_the_same_documents(unbroken: Run, mode: str) -> None:
     folder = unbroken.folder.parent
     other = train(folder, config_of(folder, packing={"mode": mode}), name=mode, processes=2)
@@ -93,18 +94,17 @@ def test_a_run_on_two_ranks_goes_on_bit_for_bit(unbroken: Run) -> None:
     assert all(torch.equal(weight, two.weights()[name]) for name, weight in again.weights().items())
 
 
-def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp_path: Path, processes: int) -> None:
     config = config_of(tmp_path, rows=20, trainer={"max_steps": 100, "checkpoint_every": 50})
-    runs = [train(tmp_path, config, name=f"on{processes}", processes=processes) for processes in (1, 2)]
-    for run in runs:
-        assert [line["step"] for line in run.steps] == [*range(1, 9)] and run.steps[-1]["examples"] == 1
-        assert (run.summary["status"], run.summary["steps"], run.summary["data_ended"]) == ("done", 8, True)
-        assert run.summary["sources"]["many"]["examples"] == 20 and run.summary["sources"]["few"]["examples"] == 30
-        assert "data.train has ended: step 8 is the last of 100" in run.log
-        assert (run.folder / "checkpoints" / "step-000008").is_dir() and run.weights()
-    on = train(tmp_path, config, resume(runs[0], 8), name="beyond", expect=2)
+    run = train(tmp_path, config, name="ends", processes=processes)
+    assert [line["step"] for line in run.steps] == [*range(1, 9)] and run.steps[-1]["examples"] == 1
+    assert (run.summary["status"], run.summary["steps"], run.summary["data_ended"]) == ("done", 8, True)
+    assert run.summary["sources"]["many"]["examples"] == 20 and run.summary["sources"]["few"]["examples"] == 30
+    assert "data.train has ended: step 8 is the last of 100" in run.log
+    assert (run.folder / "checkpoints" / "step-000008").is_dir() and run.weights()
+    on = train(tmp_path, config, resume(run, 8), name="beyond", processes=processes, expect=2)
     assert "nothing is left of data.train" in on.log
-    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
 
 
 def test_another_buffer_is_no_continuation(unbroken: Run) -> None:
@@ -113,6 +113,7 @@ def test_another_buffer_is_no_continuation(unbroken: Run) -> None:
     train(folder, config, resume(unbroken, 8), name="refused", expect=2)
 
 
+@pytest.mark.exhaustive
 def test_a_bad_row_ends_the_run_with_its_place_on_every_rank(tmp_path: Path) -> None:
     config = config_of(tmp_path, data={"shuffle_buffer": 10})
     with (tmp_path / "many.jsonl").open("a") as file:
@@ -134,6 +135,7 @@ def test_held_out_data_is_read_as_a_whole_and_pairs_are_streamed(tmp_path: Path)
     assert resumed.losses == run.losses[2:]
 
 
+@pytest.mark.exhaustive
 def test_skipped_spikes_name_the_rows_of_their_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, trainer={"on_spike": "skip", "spike_factor": 1.0001, "max_steps": 20})
     config["optim"] |= {"learning_rate": 1e-7}
@@ -146,6 +148,7 @@ def test_skipped_spikes_name_the_rows_of_their_step(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, signal_number: int) -> None:
     config = config_of(tmp_path, rows=4000, trainer={"max_steps": 100_000, "checkpoint_every": None})
