@@ -10,6 +10,7 @@ import torch
 
 from packtrain.bench.attention_cost import measure_attention_cost
 from packtrain.config.schema import RunConfig
+from packtrain.errors import UserError
 from packtrain.model.spread import Ranks, max_over_ranks
 from packtrain.run_folder import write_json
 from packtrain.train.loop import StepTrainer
@@ -20,6 +21,9 @@ from packtrain.train.sync import Peers
 
 def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """Trains, and writes the figures into summary.json; the run logs its first step, and all others in one line."""
+    if config.data.streaming:
+        fix = "Set data.streaming=false, and data.train to a part of the data."
+        raise UserError("modes are compared on data that is there as a whole", where="data.streaming", fix=fix)
     return train_in(config, ranks, peers, finish=_write_figures)
 
 

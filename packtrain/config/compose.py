@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config import rules
+from packtrain.config.dataset_names import name_files
 from packtrain.config.keys import Fault, keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, assignment, carry_out, no_choice, parse, values_of_sweep
 from packtrain.config.rules import paths_and_packages, slurm
@@ -67,7 +68,8 @@ def load_config(
         raise UserError(problems)
     for note in slurm.note_secrets(config.topology.setup):
         say(f"note: {note}")
-    return config
+    folders = [*([file.parent] if file else []), Path()]
+    return replace(config, data=name_files(config.data, folders))
 
 
 @dataclass(frozen=True, slots=True)

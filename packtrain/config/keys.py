@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from packtrain.config.objective import OPTIONS
-from packtrain.config.schema import groups
+from packtrain.config.schema import DataSource, groups
 
 _OPTION = "It is now an entry of objective.options, by TRL's name: {}."
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
@@ -79,7 +79,7 @@ fixed. A new key of objective, optim or peft is neither free nor fixed; one of m
 WEIGHTS = ("model", "model.weights")
 """What a checkpoint records of the model beside its keys."""
 _FREE = re.compile(
-    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$).*|packing\.(mode|share_prefix|attention_cost)"
+    r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages|streaming).*|packing\.(mode|share_prefix|attention_cost)"
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
     r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
 )
@@ -227,7 +227,7 @@ def _words(kind: Any) -> str:
     if kind in simple:
         return simple[kind]
     if is_dataclass(kind):
-        return "source"
+        return "source" if kind is DataSource else "stage"
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:

@@ -6,8 +6,10 @@ and nothing else defines a default. Fields are declared with `key(default, "sent
 
 from __future__ import annotations
 
+import re
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -24,6 +26,10 @@ Shuffle = bool | Literal["by_prefix"]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
+LISTED = "lf:"
+"""Before the name of a data set in LLaMA-Factory's dataset_info.json."""
+_ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
+_IS_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|txt|parquet|arrow|gz|zst)", re.I)
 DEFAULT_EXAMPLES = 8
 DEFAULT_ROW_TOKENS = 8192
 
@@ -76,10 +82,11 @@ class Model:
 class DataSource:
     """One source of documents."""
 
+    name: str | None = key(None, "Name in data.stages and in the figures; none for its path.")
     path: str = key(
         "",
-        "Hub id, or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a folder of these, a "
-        "saved data set; or quickstart.",
+        "Hub id (owner/name:subset@split), or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a "
+        "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart.",
     )
     split: str = key(
         "train", "Split of a hub data set, of a saved DatasetDict, or of a folder whose file names speak of it."
@@ -87,6 +94,20 @@ class DataSource:
     subset: str | None = key(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
+    )
+    repeat: bool = key(False, "With data.streaming: begin it again when it has ended, so that it has no end.")
+    samples: int | None = key(
+        None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Stage:
+    """The shares of sources in some of the steps."""
+
+    until: int | None = key(None, "Its last step; none for the last stage, which lasts to the end.", minimum=1)
+    weights: dict[str, Any] = key(
+        {}, "Name of a source: its share of the examples, in any unit; 0 where it is not named."
     )
 
 
@@ -127,20 +148,57 @@ class Data:
         "New order of the documents in every epoch, from trainer.seed. by_prefix: of families of documents that begin alike, which are "
         "then in the same step (sft; docs/modes.md).",
     )
+    temperature: float = key(
+        1.0,
+        "Sources share an epoch by their documents × weight, to the power of 1 / temperature: above 1, small ones are repeated "
+        "(docs/data.md).",
+        minimum=1,
+        maximum=1000,
+    )
+    streaming: bool = key(
+        False,
+        "Read and tokenise data.train while the run trains on it, in order, for data larger than memory and disk; files may be in a "
+        "bucket (docs/data.md).",
+    )
+    shuffle_buffer: int = key(
+        10_000, "With data.streaming: rows that are shuffled among each other.", minimum=1, maximum=10**7
+    )
+    stages: list[Stage] = key(
+        [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."
+    )
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
     """A value of data.train or data.eval as a list of sources; [] for none and for a fraction.
 
-    The text `quickstart` stands for its split of that role.
+    The text `quickstart` stands for its split of that role, and owner/name:subset@split for what it says.
     """
     values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
     sources = [
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
     ]
-    return [item for item in sources if isinstance(item, DataSource)]
+    return [_read_name(item) for item in sources if isinstance(item, DataSource)]
+
+
+def name_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A name for each: its own, else its path, with a number where that is another's too."""
+    names: list[str] = []
+    for source in sources:
+        name, number = source.name or source.path, 1
+        while (named := name if number == 1 else f"{name} {number}") in names:
+            number += 1
+        names.append(named)
+    return tuple(names)
+
+
+def _read_name(source: DataSource) -> DataSource:
+    """The subset and split that the name of a hub data set brings."""
+    named = None if _IS_FILE.fullmatch(source.path) else _ON_HUB.fullmatch(source.path)
+    if named is None or not (named[2] or named[3]):
+        return source
+    return replace(source, path=named[1], subset=named[2] or source.subset, split=named[3] or source.split)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

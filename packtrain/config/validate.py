@@ -99,7 +99,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
             what = "this key was removed" if path in REMOVED else "there is no such key"
             faults.append(Fault((path,), what, advice_for(path)))
         elif name not in known:
-            fix = suggest(name, known, f"A source has {', '.join(known)}.")
+            fix = suggest(name, known, f"A {words((cls,))} has {', '.join(known)}.")
             faults.append(Fault((path,), "there is no such key", fix))
         else:
             taken = _as(value, members(known[name].type), path, faults)

@@ -11,11 +11,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import DataSource
+from packtrain.config.schema import DataSource, name_sources
+from packtrain.data.mixture import temper
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.wording import counted
@@ -105,6 +107,11 @@ class TokenDataset:
         self.trained: np.ndarray = np.concatenate([store.trained for store in self.stores])[rows]
         self.fingerprint = _hash("".join(store.fingerprint for store in self.stores).encode(), rows)
 
+    @cached_property
+    def source_of(self) -> np.ndarray:
+        """int16[n]: the number of each document's source, in report.sources."""
+        return (np.searchsorted(self._first, self.rows, side="right") - 1).astype(np.int16)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -153,6 +160,11 @@ class PairDataset:
             self.margins: np.ndarray = np.concatenate(margins)[documents.rows[::2]]
             self.fingerprint = _hash(documents.fingerprint.encode(), self.margins)
 
+    @cached_property
+    def source_of(self) -> np.ndarray:
+        """int16[n]: the number of each pair's source."""
+        return self.documents.source_of[::2]
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -176,6 +188,11 @@ class UnpairedDataset:
         desirable = int(np.count_nonzero(self.labels))
         figures = LabelFigures(desirable, len(self.labels) - desirable)
         self.report: DataReport = replace(documents.report, labels=figures)
+
+    @cached_property
+    def source_of(self) -> np.ndarray:
+        """int16[n]: the number of each answer's source."""
+        return self.documents.source_of
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -225,21 +242,29 @@ def mix_sources(
     together: int = 1,
     kept: Sequence[np.ndarray] | None = None,
     weigh: bool = True,
+    temperature: float = 1.0,
 ) -> TokenDataset:
     """All parts, each as often as its weight (once, unless they `weigh`), with the report of what they hold.
 
     `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
-    `kept` selects rows, a bool[rows] for each part; None takes all of them.
+    `kept` selects rows, a bool[rows] for each part; None takes all of them. `temperature` is data.temperature.
     """
     stores = [part.store for part in parts]
     kept = [np.ones(len(store.fates), bool) for store in stores] if kept is None else kept
     rows, sums, dropped, first = [], Counter[str](), Counter[str](), 0
+    sizes = np.array([int(store.fates["documents"][here].sum()) for store, here in zip(stores, kept, strict=True)])
+    weights = [
+        part.source.weight if part.source.samples is None else part.source.samples * together / max(size, 1)
+        for part, size in zip(parts, sizes.tolist(), strict=True)
+    ]
+    weights = temper(np.array(weights), sizes, temperature) if temperature > 1 else np.array(weights)
     for number, (store, here) in enumerate(zip(stores, kept, strict=True)):
         own = first + np.flatnonzero(np.repeat(here, store.fates["documents"]))
         first += len(store)
         sums["held_out"] += len(store) - len(own)
         if len(own):
-            rows.append(_repeat_by_weight(own, parts[number].source, number, seed, key, together) if weigh else own)
+            weight = (parts[number].source, float(weights[number]))
+            rows.append(_repeat_by_weight(own, *weight, number, seed, key, together) if weigh else own)
         fates = store.fates[here]
         times = np.bincount(fates["dropped"], minlength=1).tolist()
         dropped.update({store.reasons[reason]: times[reason] for reason in range(1, len(times)) if times[reason]})
@@ -255,7 +280,7 @@ def mix_sources(
         tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
         trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),
         format=", ".join(dict.fromkeys(store.format for store in stores)),
-        sources=tuple(part.source.path for part in parts),
+        sources=name_sources([part.source for part in parts]),
         seconds=sum(part.store.seconds for part in parts if part.built),
         remarks=tuple(part.remark for part in parts if part.remark),
     )
@@ -263,13 +288,13 @@ def mix_sources(
 
 
 def _repeat_by_weight(
-    rows: np.ndarray, source: DataSource, number: int, seed: int, key: str, together: int
+    rows: np.ndarray, source: DataSource, weight: float, number: int, seed: int, key: str, together: int
 ) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
     The random part is fixed by (seed, number of the source), in order. Raises UserError if the weight takes no row.
     """
-    rows, weight = rows[::together], source.weight
+    rows = rows[::together]
     whole, part = int(weight), weight - int(weight)
     extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])

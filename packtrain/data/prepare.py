@@ -60,6 +60,8 @@ class PreparedData:
 
     train: Any
     eval: Any
+    stream: Any = None
+    """With data.streaming what is trained on (streaming.py); `train` then has the first rows."""
 
 
 DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {
@@ -81,30 +83,37 @@ def prepare(
 ) -> PreparedData:
     """Tokenise (or find in the cache) what `data` names for the objective; `progress` shows a bar on stderr.
 
-    Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
+    With data.streaming only data.eval is. Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
     a launch may call it: one works, the others wait.
     """
-    template = choose_template(data.chat_template, tokenizer)
-    encoder = Encoder(plain_tokenizer(tokenizer), template, data, objective)
+    encoder = make_encoder(data, tokenizer, objective)
     mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
+    how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
     with ExitStack() as stack:
         console = Console(stderr=True, quiet=not progress)
-        tokeniser = _Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
-        parts = [tokeniser.tokenise(source, "train") for source in sources(data.train, "train")]
+        tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
+        trained = [] if data.streaming else sources(data.train, "train")
+        parts = [tokeniser.tokenise(source, "train") for source in trained]
         if isinstance(data.eval, (int, float)) and data.eval:
             held = hold_out(parts, data.eval)
-            train = mix(parts, "data.train", kept=[~rows for rows in held])
+            train = mix(parts, "data.train", kept=[~rows for rows in held], **how)
             held_out = mix(parts, "data.eval", kept=held, weigh=False)
         else:
             if data.eval:
                 eval_parts = [tokeniser.tokenise(source, "eval") for source in sources(data.eval, "eval")]
                 held_out = mix(eval_parts, "data.eval")
-                if remark := _remark_overlap(parts, eval_parts):
+                if parts and (remark := _remark_overlap(parts, eval_parts)):
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
-            train = mix(parts, "data.train")
+            train = mix(parts, "data.train", **how) if parts else None
     made = DATASETS[objective]
-    return PreparedData(made(train), None if held_out is None else made(held_out))
+    return PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
+
+
+def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind) -> Encoder:
+    """What makes documents of rows."""
+    template = choose_template(data.chat_template, tokenizer)
+    return Encoder(plain_tokenizer(tokenizer), template, data, objective)
 
 
 def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
@@ -117,7 +126,7 @@ def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
 
 
 @dataclass
-class _Tokeniser:
+class Tokeniser:
     """Builds the store of a source, or finds it in the cache.
 
     Chunks are encoded in order: a few in this process, many in worker processes that live until the stack is closed.
@@ -147,20 +156,21 @@ class _Tokeniser:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
         store, built = open_or_build(self.folder, key, partial(self._build, source), say)
+        given = given if source.samples is None else replace(given, samples=source.samples)
         return Tokenised(given, store, built, source.remark)
 
     def _build(self, source: Source, folder: Path) -> None:
         started = time.monotonic()
         chunks = source.chunks()
-        format, seen = self._detect(source, chunks)
+        format, seen = self.detect(source, chunks)
         self.encoder.check(format, source.name)
         writer, rows = StoreWriter(folder), 0
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[rows]:,} rows"))
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task("tokenising", total=source.size or None, rows=0)
-            for chunk, outcome in self._encode(chain(seen, chunks), format):
+            for chunk, outcome in self.encode(chain(seen, chunks), format):
                 if outcome.problems:
-                    raise _refuse_rows(outcome.problems)
+                    raise refuse_rows(outcome.problems)
                 writer.add(outcome)
                 rows += len(outcome.fates)
                 bar.update(task, advance=chunk.size, rows=rows)
@@ -172,7 +182,7 @@ class _Tokeniser:
                 raise UserError(what, where=source.name, fix=fix)
             writer.finish(format, time.monotonic() - started)
 
-    def _detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
+    def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
         """The source's format, from the columns of the first chunk that has a readable row; and the chunks read."""
         seen: list[Chunk] = []
         problems = []
@@ -186,15 +196,20 @@ class _Tokeniser:
                 data, objective = self.encoder.data, self.encoder.objective
                 return detect_format(columns[0], names, data.format, data.columns, source.name, objective), seen
         if problems:
-            raise _refuse_rows(problems)
+            raise refuse_rows(problems)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
 
-    def _encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
+    def encode(
+        self, chunks: Iterator[Chunk], format: Format, *, ahead: bool = False
+    ) -> Iterator[tuple[Chunk, EncodedChunk]]:
+        """The chunks in order; `ahead`: always by other processes, of which each process of a launch has its share."""
         processes = count_tokenising_processes()
-        first = list(islice(chunks, FEW_CHUNKS + 1))
+        if ahead:
+            processes = max(processes // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        first = [] if ahead else list(islice(chunks, FEW_CHUNKS + 1))
         rows, size = sum(map(len, first)), sum(chunk.size for chunk in first)
         small = len(first) <= FEW_CHUNKS and rows <= FEW_ROWS and size <= FEW_BYTES
-        if small or processes == 1:
+        if not ahead and (small or processes == 1):
             yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in chain(first, chunks))
             return
         self.pool = pool = self.pool or self._start(processes)
@@ -220,7 +235,7 @@ class _Tokeniser:
         return pool
 
 
-def _refuse_rows(problems: list[Problem]) -> UserError:
+def refuse_rows(problems: list[Problem]) -> UserError:
     """The error of the first rows that cannot be used."""
     *others, last = problems[:MAX_PROBLEMS]
     return UserError([*others, replace(last, fix=f"{last.fix} Later rows may have the same problem.")])
@@ -230,10 +245,12 @@ _encoder: Encoder
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """In a worker: one thread, as there is a process per core; Ctrl-C reaches the whole group, but the parent ends workers."""
+    """In a worker: one thread, as there is a process per core; signals reach the whole group, but the parent ends workers, which a stream
+    needs until its last step."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None

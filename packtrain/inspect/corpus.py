@@ -19,6 +19,7 @@ from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
+from packtrain.errors import UserError
 from packtrain.packing.prefix_index import PrefixIndex, index_prefixes
 
 
@@ -136,6 +137,12 @@ def open_corpus(
     kind, seed = config.objective.kind, config.trainer.seed
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
+        if config.data.streaming:
+            what, fix = (
+                "a stream is not read as a whole",
+                "Set data.streaming=false, and data.train to a part of the data.",
+            )
+            raise UserError(what, where="data.streaming", fix=fix)
         prepared = prepare(config.data, tokenizer, kind, seed=seed, progress=progress)
     plain, template = plain_tokenizer(tokenizer), choose_template(config.data.chat_template, tokenizer)
     ends = ChatEncoder(plain, template).end_ids if template else {plain.eos_id}

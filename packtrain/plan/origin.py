@@ -28,10 +28,13 @@ FORMAT = "checkpoint.format"
 """Raised by one when checkpoints can no longer be read as before."""
 _OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
+_STAGES = "data.stages"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
 _NAME = re.compile(r"step-(\d+)")
-_AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.shuffle|trainer\.seed")
+_AT_ONCE = re.compile(
+    r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.(shuffle|stages|streaming)|trainer\.seed"
+)
 """Keys whose fact is their value in the config."""
 
 
@@ -45,7 +48,11 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
-    facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
+    facts = {name: value for name, value in facts.items() if not name.startswith((*_OPTIONS, _STAGES))}
+    data = config["data"]
+    facts.pop("data.shuffle_buffer", None)
+    facts["data.streaming"] = f"true, with shuffle_buffer={data['shuffle_buffer']}" if data["streaming"] else None
+    facts[_STAGES] = json.dumps(config["data"]["stages"]) if config["data"]["stages"] else None
     for path in _OPTIONS:  # one fact each: an option that is taken away changes the training, too
         group, _, name = path.partition(".")
         facts[path] = json.dumps(config[group][name], sort_keys=True)

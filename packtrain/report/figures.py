@@ -14,6 +14,7 @@ POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
 """Upper limits; a point takes about 15 bytes of the page."""
 HELD_OUT = "eval_"
+OF_SOURCES = "source_tokens/"
 X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
 PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
 _NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs", "eval_answers"}
@@ -56,6 +57,7 @@ _KNOWN = (
     Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
     Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
     Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
+    Figure("Waiting for data", {"data_fraction": "share of the time"}, "Speed", "percent"),
     Figure("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
     *(_phase(name, title) for name, title in PHASES.items()),
 )
@@ -77,7 +79,10 @@ def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
     # the held-out curve of a key is in the figure of that key
     held_out = {key for key in keys if key.startswith(HELD_OUT) and key.removeprefix(HELD_OUT) in known | {*keys}}
-    figures = (*_KNOWN, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
+    by_source = {key: key.removeprefix(OF_SOURCES) for key in keys if key.startswith(OF_SOURCES)}
+    keys = {key: None for key in keys if not key.startswith(("source_examples/", OF_SOURCES))}
+    of_data = Figure("Tokens of each source", by_source, "Data", noisy=False)
+    figures = (*_KNOWN, of_data, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
     return [(figure, curves) for figure in figures if (curves := list(_curves(figure, runs)))]
 
 

@@ -133,7 +133,8 @@ def memory_error(
     if (tried := work.tried) is not None:
         numbers, when = tried.tolist(), "before step 1, where the largest micro-batch of the first pass is tried"
     else:
-        numbers = schedule.micro_batches(work.step, steps.rank, steps.world_size)[work.micro - 1][0].tolist()
+        own, at = steps.at(work.step)
+        numbers = own.schedule.micro_batches(at, steps.rank, steps.world_size)[work.micro - 1][0].tolist()
         when = f"in step {work.step + 1} (micro-batch {work.micro})"
     names = ", ".join(places(numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" if numbers[_NAMED:] else "")
     if ranks.device.type == "cuda":

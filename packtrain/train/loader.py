@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -95,6 +95,12 @@ class Steps(Dataset):
     """Examples, and from which step on they are left out (train/spikes.py)."""
     given_up: frozenset[int] = frozenset()
     """Steps that train on nothing."""
+    feed: Any = field(default=None, kw_only=True)
+    """The Feed (packing/feed.py) of a stream, whose first rows these steps then are of; None: what is trained on are these steps."""
+
+    def at(self, step: int) -> tuple[Steps, int]:
+        """The steps that a step at work is one of, and its number in them."""
+        return (self, step) if self.feed is None else (self.feed.current, 0)
 
     def __len__(self) -> int:
         return self.schedule.total_steps
@@ -113,6 +119,8 @@ class Steps(Dataset):
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens of every document of a step over all ranks, int [n], and of the beginnings that are computed with another, int [m] (None: none)."""
+        if self.feed is not None:
+            return self.feed.current.documents_of(0)
         documents, index = self.schedule.documents(step), self.schedule.prefixes
         return self.data.lengths[documents], None if index is None else index.repeated(documents)
 
@@ -170,6 +178,8 @@ class PairSteps(Steps):
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """See Steps: the chosen and the rejected document of each pair, which may share their prompt."""
+        if self.feed is not None:
+            return self.feed.current.documents_of(0)
         pairs = self.schedule.documents(step)
         shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
@@ -351,8 +361,10 @@ def loader_processes() -> int:
     return int(torch.cuda.is_available())
 
 
-def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> DataLoader:
-    """Loads `steps` from number `first` on."""
+def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[list[MicroBatch]]:
+    """Loads `steps` from number `first` on; those of a stream from where it is."""
+    if isinstance(steps, Steps) and steps.feed is not None:
+        return steps.feed.load(steps)
     return DataLoader(
         steps,
         batch_size=None,

@@ -29,7 +29,7 @@ from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.log.metrics import MetricsFile, StepMetrics
+from packtrain.train.log.metrics import MetricsFile, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
@@ -103,6 +103,7 @@ class StepTrainer:
         self.times = RankTimes(ranks)
         dtype, forwards = loss.compute_dtype, loss.extra_forwards
         self.step_metrics = StepMetrics(self.accelerator, self.model, dtype, settings.steps, forwards=forwards)
+        self.source_counts = SourceCounts(settings.steps.data.report.sources)
         loss.report_phase = self.clock.enter
         self.state, self.control = TrainerState(), TrainerControl()
         self.listeners: list[Any] = list(callbacks)
@@ -143,11 +144,14 @@ class StepTrainer:
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.compute_steps(self.args, len(self.steps))
         self._losses_since_log = []
+        self.source_counts.restore(self.state.log_history)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
+            if self.steps.feed is not None:
+                self.steps.feed.go_on_from(checkpoint)
         return iter(step_loader(self.steps, first=self.state.global_step))
 
     def notify(self, event: str, **arguments: Any) -> None:
@@ -168,7 +172,11 @@ class StepTrainer:
         """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.warn_of_failures(". Training goes on")
-        return next(upcoming)
+        since, batches = time.perf_counter(), next(upcoming)
+        self.step_metrics.add_waiting(time.perf_counter() - since)
+        if self.steps.feed is not None:
+            self.state.max_steps = self.steps.feed.end_after(self.state.global_step + 1, self.state.max_steps)
+        return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
@@ -184,7 +192,7 @@ class StepTrainer:
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self.step_metrics.open(total[:6])
+        self.step_metrics.open(total[:6], self.state.global_step)
         self.times.store(total[6:], timed)
         return total[:4]
 
@@ -246,6 +254,7 @@ class StepTrainer:
         if loss is not None:
             self._losses_since_log.append(loss)
         rate = self.engine.update()
+        self.source_counts.add(self.steps, self.state.global_step)
         self.state.global_step += 1
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         self._read_counts()
@@ -264,7 +273,6 @@ class StepTrainer:
         If all of them were skipped, the loss is that of the last one before.
         """
         self.clock.enter("step end")
-        step = self.state.global_step
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(torch.stack(losses).mean())).mean().item()
@@ -276,7 +284,12 @@ class StepTrainer:
             "learning_rate": rate,
             "tokens": self.state.num_input_tokens_seen,
         }
-        line |= self.step_metrics.close(step) | self.loss.pop_metrics() | self.times.pop_metrics()
+        line |= (
+            self.source_counts.metrics()
+            | self.step_metrics.close()
+            | self.loss.pop_metrics()
+            | self.times.pop_metrics()
+        )
         self._log(line | self._pop_seen_updates() | self.spikes.pop_metrics())
 
     def should_evaluate(self) -> bool:
@@ -370,7 +383,8 @@ class StepTrainer:
 
     def _measure_example_losses(self) -> list[tuple[int, float]]:
         """Number and loss of each example of the current step, with the current weights, on all ranks together."""
-        step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
+        losses = list[tuple[int, float]]()
+        steps, step = self.steps.at(self.state.global_step)
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
         mine = [(number, split) for part, split in parts for number in part.tolist() if steps.trains_on(number, step)]
         self.model.eval()
@@ -399,7 +413,8 @@ class StepTrainer:
             losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum")).tolist()
         first = next((at for at, one in enumerate(losses) if not math.isfinite(one)), len(losses) - 1)
         step = last - len(losses) + 1 + first
-        self.spikes.stop_at(step, losses[first], self.steps.schedule.documents(step - 1).tolist())
+        steps, at = self.steps.at(step - 1)
+        self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
         """Notifies the listeners of a line, and keeps it in the state of the run."""

@@ -16,7 +16,9 @@ from packtrain.attention.over_ranks import KEY as SPLIT_KEY
 from packtrain.attention.over_ranks import open_group
 from packtrain.boundary import boundary
 from packtrain.config.schema import RunConfig
+from packtrain.data.mixture import make_mixture
 from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.streaming import open_stream
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -32,6 +34,7 @@ from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.packing.prefix_index import index_prefixes
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.split_rows import choose_ranks_per_row
+from packtrain.packing.stages import stage
 from packtrain.plan.known_model import reference_of
 from packtrain.plan.memory import Memory, estimate
 from packtrain.proof.choice import AttentionChoice, prove_backend
@@ -68,7 +71,8 @@ class Prepared:
     @property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        return max(self.objective.longest_document(part) for part in (self.data.train, self.data.eval) if part)
+        longest = max(self.objective.longest_document(part) for part in (self.data.train, self.data.eval) if part)
+        return longest if self.data.stream is None else max(longest, self.config.data.max_length or 0)
 
     def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
         """The steps over a data set: one pass in order, unless `length` (max_steps, epochs, shuffle) says otherwise."""
@@ -86,6 +90,10 @@ class Prepared:
             prefixes=index_prefixes(part) if compares else None,
             **length,
         )
+        if config.data.stages and not (evaluation or config.data.streaming):
+            examples, names = config.batch.examples_per_step or 1, part.report.sources
+            mixture = make_mixture(config.data.stages, dict.fromkeys(names, 1.0), examples, config.trainer.seed)
+            schedule = stage(schedule, mixture, part.source_of, names)
         return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)
 
 
@@ -105,7 +113,11 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
     config = run.config
     with boundary("the data cannot be used", "data.train"):
         kind, progress = config.objective.kind, progress and run.ranks.main
-        run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress)
+        if config.data.streaming:
+            examples = config.batch.examples_per_step or 1
+            run.data = open_stream(config.data, run.tokenizer, kind, examples, seed=config.trainer.seed)
+        else:
+            run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress)
         if config.data.chat_template:
             give_template(run.tokenizer, config.data.chat_template)
     agree_on_data(run.peers, run.data, timeout_s=preparing_s(config.topology.step_timeout))

@@ -173,7 +173,8 @@ class Summary:
 
     def to_json(self, status: str) -> dict[str, Any]:
         """The content of summary.json."""
-        state, report = self.trainer.state, self.data.train.report
+        state, report, feed = self.trainer.state, self.data.train.report, self.trainer.steps.feed
+        report = report if feed is None else feed.report(state.num_input_tokens_seen)
         losses = [line["loss"] for line in state.log_history if "loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
         best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
@@ -191,7 +192,9 @@ class Summary:
             "best_eval_loss": None if best is None else evals[best],
             "best_step": best,
             "tokens": state.num_input_tokens_seen,
-            "examples": schedule.documents_before(state.global_step),
+            "examples": schedule.documents_before(state.global_step) if feed is None else feed.examples,
+            "data_ended": None if feed is None else feed.ended,
+            "sources": self.trainer.source_counts.to_json(),
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
             "data": asdict(report),

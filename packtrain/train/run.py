@@ -38,6 +38,7 @@ from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
+from packtrain.packing.feed import Feed
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
@@ -48,6 +49,7 @@ from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_step_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.largest_row import memory_error
 from packtrain.train.library_errors import explained
+from packtrain.train.loader import Steps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log, quiet_libraries, warnings_to
 from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
@@ -104,6 +106,7 @@ class Run:
     prepared: Prepared = field(init=False)
     before: list[str] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
 
 
 Work = Callable[[RunConfig, Ranks, Peers | None], int]
@@ -152,7 +155,13 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
-    trainer, checkpoint = _prepare(run, started)
+    with run.closing:
+        return _train(run, *_prepare(run, started), finish, started)
+
+
+def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Finish | None, started: float) -> int:
+    """The run from step 1 on; returns the exit code."""
+    config, log = run.config, run.log
     if checkpoint is not None:
         # until the first step, since ranks finish reading at different times
         limit_collectives(TimeLimits(config.topology.step_timeout).collective_s("checkpoint"))
@@ -224,10 +233,11 @@ def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> 
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
-    trainer, _ = _prepare(run, time.perf_counter())
-    trainer.listeners, trainer.settings = [], replace(trainer.settings, largest_first=False)
-    trainer.prepare(None)
-    trainer.evaluate()
+    with run.closing:
+        trainer, _ = _prepare(run, time.perf_counter())
+        trainer.listeners, trainer.settings = [], replace(trainer.settings, largest_first=False)
+        trainer.prepare(None)
+        trainer.evaluate()
     figures = {name: value for name, value in trainer.state.log_history[-1].items() if name.startswith("eval_")}
     if ranks.main:
         write_json(folder.summary, figures)
@@ -253,8 +263,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     spread_model(prepared)
     settle_attention(prepared)
     split = settle_split(prepared)
-    until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
-    steps = prepared.steps(data.train, **until, shuffle=config.data.shuffle)
+    steps = _training_steps(run)
     evaluation = prepared.steps(data.eval, evaluation=True) if data.eval else None
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
@@ -294,7 +303,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         backend=prepared.backend.backend.name if prepared.backend else None,
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout),
-        spikes=_spike_rules(run, data),
+        spikes=_spike_rules(run, data, steps),
         largest_first=tries_largest(config.trainer, ranks),
         checkpointing=checkpointing,
         offload=config.trainer.activation_offload,
@@ -311,6 +320,19 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     given = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
     prepared.objective.prove(trainer, log, prepared.attention, **given)
     return trainer
+
+
+def _training_steps(run: Run) -> Steps:
+    """The steps that are trained on, of a data set or of a stream."""
+    config, data = run.config, run.prepared.data
+    until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
+    steps = run.prepared.steps(data.train, **until, shuffle=config.data.shuffle)
+    if data.stream is None:
+        return steps
+    feed = Feed(data.stream, run.prepared.objective.slots, run.log.warn)
+    run.closing.push(data.stream.stack)
+    run.closing.callback(feed.close)
+    return feed.attach(steps)
 
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
@@ -342,7 +364,7 @@ def _try_saving(run: Run) -> None:
     _wait_for_all(run, "saving")
 
 
-def _spike_rules(run: Run, data: PreparedData) -> SpikeRules:
+def _spike_rules(run: Run, data: PreparedData, steps: Steps) -> SpikeRules:
     """The rules by which steps are judged, with where their examples come from."""
     config = run.config
 
@@ -352,7 +374,8 @@ def _spike_rules(run: Run, data: PreparedData) -> SpikeRules:
         by_row = find_places(corpus, rows)
         return [by_row[row] for row in rows]
 
-    return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
+    how = config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes
+    return SpikeRules(*how, places if steps.feed is None else steps.feed.rows)
 
 
 def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
@@ -477,7 +500,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
 
 def _describe_data(run: Run, data: PreparedData) -> None:
     """data.json, for the report: here data and tokenizer are open. It is an extra: what goes wrong is noted in the log."""
-    if not run.ranks.main or len(data.train) > _MAX_DESCRIBED:
+    if not run.ranks.main or len(data.train) > _MAX_DESCRIBED or data.stream is not None:
         return
     from packtrain.inspect.summary import summarise
 

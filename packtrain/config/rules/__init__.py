@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from packtrain.config.keys import Fault, check_resume_despite, suggest
 from packtrain.config.objective import is_number
 from packtrain.config.rules.objectives import check_objective
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, name_sources, sources
 from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
@@ -38,6 +38,8 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
     return [
         *_model(config),
         *_data(config, given),
+        *_stages(config, given),
+        *_streaming(config, given),
         *_batch(config),
         *_schedule(config.optim),
         *_rounding(config),
@@ -101,6 +103,91 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         least = -(-data.max_length * each // together)
         fix = f"Set batch.tokens_per_device to at least {least}, or data.max_length to at most {row // each}."
         yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
+
+
+def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Names of sources that are none, stages that are not in order, and what does not go with stages."""
+    stages, key, train = config.data.stages, "data.stages", sources(config.data.train)
+    names = name_sources(train)
+    own = [source.name for source in train if source.name]
+    if twice := next((name for name in own if own.count(name) > 1), None):
+        yield Fault(("data.train",), f"two sources are called {twice!r}", "Give each a name of its own.")
+    if not stages:
+        return
+    ends = [stage.until for stage in stages]
+    if ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted({end for end in ends[:-1] if end}):
+        fix = "Write {until: 1000, weights: {a: 1}}, {until: 2000, …}, and at last {weights: {a: 1, b: 2}}."
+        yield Fault((key,), "each stage but the last needs its last step, later than that of the one before", fix)
+    for at, stage in enumerate(stages):
+        for name, weight in stage.weights.items():
+            path = (f"{key}[{at}].weights.{name}",)
+            if name not in names:
+                yield Fault(path, "no source has this name", suggest(name, names, f"Sources are {', '.join(names)}."))
+            elif not is_number(weight) or weight < 0:
+                yield Fault(path, f"found {shortened(weight)}", "Allowed: number ≥ 0.")
+        if not any(is_number(weight) and weight > 0 for weight in stage.weights.values()):
+            yield Fault((f"{key}[{at}].weights",), "it takes from no source", "Give one a weight above 0.")
+    against = dict[str, str]()
+    if any(source.weight != 1 or source.samples for source in train):
+        against["data.train"] = "stages stand in place of the weights and samples of sources"
+    if config.data.temperature != 1:
+        against["data.temperature"] = "stages say the shares of the sources themselves"
+    if config.batch.examples_per_step is None:
+        against["batch.examples_per_step"] = "stages are shares of the examples of a step, which have to be so many"
+    if config.trainer.max_steps is None:
+        against["trainer.max_steps"] = "a run by stages has no epochs, only steps"
+    if config.data.shuffle == "by_prefix":
+        against["data.shuffle"] = "stages draw examples one by one"
+    if config.objective.reference == "precomputed":
+        against["objective.reference"] = "it is precomputed in the rows of an epoch, and a run by stages has none"
+    for other, what in against.items():
+        yield Fault((other, key), what, f"Set {other}, or leave it out, or leave {key} out.")
+
+
+def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """What needs the whole data, which a stream never has, and keys of streams where there is none."""
+    data, key, train = config.data, "data.streaming", sources(config.data.train)
+    if not data.streaming:
+        if "data.shuffle_buffer" in given:
+            yield Fault(
+                ("data.shuffle_buffer", key), "it is of streams alone", f"Set {key}=true, or remove it.", because=key
+            )
+        if any(source.repeat for source in train):
+            yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
+        return
+    against = dict[str, str]()
+    if config.trainer.max_steps is None:
+        against["trainer.max_steps"] = (
+            "how long a stream is, is not known: a run over it has no epochs, but so many steps"
+        )
+    if isinstance(data.eval, float | int) and data.eval:
+        against["data.eval"] = "a fraction of a stream cannot be held out"
+    if config.batch.examples_per_step is None:
+        against["batch.examples_per_step"] = (
+            "tokens_per_step fills rows over the whole data; a step of a stream is so many examples"
+        )
+    if data.shuffle == "by_prefix":
+        against["data.shuffle"] = "which documents begin alike is known of whole data alone"
+    if config.objective.kind == "sft" and config.packing.share_prefix:
+        against["packing.share_prefix"] = "which documents begin alike is known of whole data alone"
+    if data.temperature != 1:
+        against["data.temperature"] = "how many documents the sources have is not known: weights are shares of a stream"
+    if any(source.samples for source in train):
+        against["data.train"] = "samples are those of an epoch, which a stream has not: weights are shares of it"
+    if data.max_length is None:
+        against["data.max_length"] = "how long documents are is not known before they come"
+    if config.objective.reference == "precomputed":
+        against["objective.reference"] = "it would be computed for all of the data before step 1"
+    if config.objective.kind == "kto":
+        against["objective.kind"] = "the last step of a stream may hold a single answer, which has no KL estimate"
+    if config.trainer.on_spike == "rollback":
+        against["trainer.on_spike"] = "examples of a stream cannot be left out afterwards; skip and stop go with it"
+    if config.strategy.sequence_parallel != 1:
+        against["strategy.sequence_parallel"] = (
+            "over how many processes documents are split is decided by the longest of all"
+        )
+    for other, what in against.items():
+        yield Fault((other, key), what, f"Change {other}, or leave {key} out.")
 
 
 def _batch(config: RunConfig) -> Iterator[Fault]:

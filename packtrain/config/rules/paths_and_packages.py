@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packtrain.config.keys import Fault, near, suggest
 from packtrain.config.objective import REFERENCES
-from packtrain.config.schema import Data, RunConfig, sources
+from packtrain.config.schema import LISTED, Data, RunConfig, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -93,6 +93,8 @@ def _data(data: Data) -> Iterator[Fault]:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         for at, source in enumerate(sources(value)):
             place = f"{key}[{at}]" if isinstance(value, list) else key
+            if "://" in source.path or source.path.startswith(LISTED):
+                continue
             if not any(sign in source.path for sign in "*?["):
                 yield from _missing(place, source.path, DATA_SUFFIXES)
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):

@@ -7,7 +7,7 @@ into chunks. A row that cannot be read is replaced by a `BadRow` that says why.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Chunk:
     """Some rows of the file or data set `origin`, as values or as a batch of a table.
 
     `numbers` are those of their lines or, where `by_line` is not set, of the rows, from 1. `size` is in bytes or rows, as the
-    source's.
+    source's. `translate` renames the columns of each row (dataset_info.py).
     """
 
     origin: str
@@ -50,6 +50,7 @@ class Chunk:
     values: Sequence[Value] | pa.RecordBatch
     size: int
     by_line: bool = True
+    translate: Callable[[RawRow], RawRow] | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -62,6 +63,7 @@ class Chunk:
             else:
                 value = self.values[at]
                 row = _parse_line(value) if isinstance(value, bytes) else value
+            row = row if self.translate is None else self.translate(row)
             yield f"{self.origin}{':' if self.by_line else ', row '}{number}", row
 
 

@@ -14,7 +14,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -31,6 +31,7 @@ from packtrain.data.sources.chunks import (
     cut_into_chunks,
     refuse_repeated_keys,
 )
+from packtrain.data.sources.remote import RemoteFile
 from packtrain.errors import UserError
 
 COMPRESSED = (".gz", ".zst")
@@ -40,36 +41,37 @@ SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed i
 READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
 
-def suffix_of(path: Path) -> str | None:
+def suffix_of(path: Path | RemoteFile) -> str | None:
     """The suffix of SUFFIXES that the file's name ends with; None for a file that is not read."""
     name = path.name.lower()
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: Path | RemoteFile) -> str:
     """The suffix of SUFFIXES without that of a compression; "" for a file that is not read."""
     suffix = suffix_of(path) or ""
     return next((suffix.removesuffix(packed) for packed in COMPRESSED if suffix.endswith(packed)), suffix)
 
 
-def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]:
-    """The rows of one file, in order; `split_text` says what is a row of running text.
+def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first: int = 0) -> Iterator[Chunk]:
+    """The rows of one file, in order, from chunk number `first` on; `split_text` says what is a row of running text.
 
     Raises UserError when the file as a whole cannot be read.
     """
     kind = kind_of(path)
     try:
         if kind in _TABLES:
-            yield from _cut_table(path, _read_parquet(path) if kind == ".parquet" else _read_arrow(path))
-            return
-        if kind in (".csv", ".tsv"):
-            yield from cut_into_chunks(str(path), _read_csv(path, "\t" if kind == ".tsv" else None))
+            yield from _read_parquet(path, first) if kind == ".parquet" else islice(_read_arrow(path), first, None)
+        elif kind in (".csv", ".tsv"):
+            yield from islice(
+                cut_into_chunks(str(path), _read_csv(path, "\t" if kind == ".tsv" else None)), first, None
+            )
         elif kind == ".txt":
-            yield from cut_into_chunks(str(path), _read_texts(path, split_text))
+            yield from islice(cut_into_chunks(str(path), _read_texts(path, split_text)), first, None)
         elif kind == ".json" and _is_list(path):
-            yield from cut_into_chunks(str(path), _read_json_list(path), by_line=False)
+            yield from islice(cut_into_chunks(str(path), _read_json_list(path), by_line=False), first, None)
         else:
-            yield from cut_into_chunks(str(path), _read_lines(path))
+            yield from islice(cut_into_chunks(str(path), _read_lines(path)), first, None)
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
@@ -79,23 +81,28 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
         raise UserError(f"cannot read the file: {error}", where=str(path), fix=fix) from error
 
 
-def _open_bytes(path: Path) -> BinaryIO:
+def _open_raw(path: Path | RemoteFile) -> BinaryIO:
+    return path.open() if isinstance(path, RemoteFile) else open(path, "rb", 1 << 20)
+
+
+def _open_bytes(path: Path | RemoteFile) -> BinaryIO:
     """The file, decompressed where its name ends in one of COMPRESSED."""
     name = path.name.lower()
     if name.endswith(".gz"):
-        return cast(BinaryIO, gzip.open(path))
+        return cast(BinaryIO, gzip.open(_open_raw(path)))
     if name.endswith(".zst"):
-        unpacked: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        packed = pa.OSFile(str(path)) if isinstance(path, Path) else pa.PythonFile(path.open(), mode="r")
+        unpacked: Any = pa.CompressedInputStream(packed, "zstd")
         return io.BufferedReader(unpacked, 1 << 20)
-    return open(path, "rb", 1 << 20)
+    return _open_raw(path)
 
 
-def _open_text(path: Path, newline: str | None = "") -> TextIO:
+def _open_text(path: Path | RemoteFile, newline: str | None = "") -> TextIO:
     """The file as text, `newline` as in `open`."""
     return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", newline=newline)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+def _read_lines(path: Path | RemoteFile) -> Iterator[tuple[int, bytes, int]]:
     """Each line that is not blank, with its number and its length."""
     with _open_bytes(path) as file:
         first = file.readline().removeprefix(codecs.BOM_UTF8)
@@ -104,12 +111,12 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
                 yield number, line, len(line)
 
 
-def _is_list(path: Path) -> bool:
+def _is_list(path: Path | RemoteFile) -> bool:
     with _open_text(path) as file:
         return file.read(1 << 16).lstrip().startswith("[")
 
 
-def _read_json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
+def _read_json_list(path: Path | RemoteFile) -> Iterator[tuple[int, RawRow, int]]:
     """Each element of a JSON list, with its number and an equal share of the file's size."""
     with _open_text(path) as file:
         text = file.read()
@@ -122,7 +129,7 @@ def _read_json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
         yield number, check_object(row), len(text) // len(rows)
 
 
-def _read_texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
+def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
     """Each text with the line that it begins on and its length: the file, its lines, or what blank lines separate.
 
     Blank ones are no rows; a text has no line end before or after it.
@@ -148,7 +155,7 @@ def _refuse_nul(row: dict[str, Any]) -> RawRow:
     return row
 
 
-def _read_csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
+def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
     """Each row with its line and its length. All fields are strings: a column of digits stays text.
 
     Without a `separator` it is what the first line has most of: Excel writes semicolons in half of Europe, and tabs.
@@ -179,8 +186,8 @@ def _read_csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, 
                 yield line, BadRow("broken csv", what), 1
 
 
-def _cut_table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
-    first = 1
+def _cut_table(path: Path | RemoteFile, batches: Iterator[pa.RecordBatch], first: int = 1) -> Iterator[Chunk]:
+    """Chunks of the batches, whose rows are numbered from `first`."""
     for batch in batches:
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             rows = range(start, min(start + CHUNK_ROWS, batch.num_rows))
@@ -189,17 +196,25 @@ def _cut_table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]
             first += len(rows)
 
 
-def _read_parquet(path: Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=CHUNK_ROWS)
+def _read_parquet(path: Path | RemoteFile, first: int) -> Iterator[Chunk]:
+    """The chunks of each group of rows, from number `first` on; groups before it are not read."""
+    row = 1
+    with _open_raw(path) as raw, pq.ParquetFile(raw) as file:
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if (chunks := -(-rows // CHUNK_ROWS)) > first:
+                cut = _cut_table(path, file.iter_batches(CHUNK_ROWS, row_groups=[group]), row)
+                yield from islice(cut, first, None)
+            first, row = max(first - chunks, 0), row + rows
 
 
-def _read_arrow(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_arrow(path: Path | RemoteFile) -> Iterator[Chunk]:
     """A file of Arrow's IPC, which is a stream (so `datasets` writes it) or a file with an index (Feather)."""
-    with pa.memory_map(str(path)) as mapped:
+    opened = pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(path.open(), mode="r")
+    with opened as mapped:
         if mapped.read(6) == b"ARROW1":
             indexed = pa.ipc.open_file(mapped)
-            yield from map(indexed.get_batch, range(indexed.num_record_batches))
+            yield from _cut_table(path, map(indexed.get_batch, range(indexed.num_record_batches)))
         else:
             mapped.seek(0)
-            yield from pa.ipc.open_stream(mapped)
+            yield from _cut_table(path, iter(pa.ipc.open_stream(mapped)))

@@ -6,10 +6,10 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,10 +17,12 @@ import pyarrow as pa
 
 from packtrain.config.objective import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource, Split, SplitText
+from packtrain.config.schema import LISTED, DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, cut_into_chunks
+from packtrain.data.sources.dataset_info import look_up
 from packtrain.data.sources.files import READABLE, SUFFIXES, kind_of, read_file, suffix_of
+from packtrain.data.sources.remote import RemoteFile, list_hub, list_remote
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 
@@ -51,28 +53,60 @@ class Source:
 
     `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
     `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
-    byte of it changed.
+    byte of it changed. `samples` are its documents in an epoch, where dataset_info.json says so.
     """
 
     name: str
     key: str
-    paths: tuple[Path, ...]
+    paths: tuple[Path | RemoteFile, ...]
     size: int
     chunks: Callable[[], Iterator[Chunk]]
     remark: str = ""
+    samples: int | None = None
+    readers: tuple[tuple[str, Callable[[int], Iterator[Chunk]]], ...] = ()
+    """Of each file its name, and what reads its chunks from a number on."""
+
+    def parts(self) -> Sequence[tuple[str, Callable[[int], Iterator[Chunk]]]]:
+        """As `readers`; of what has no files as of one."""
+        return self.readers or [(self.name, lambda first: islice(self.chunks(), first, None))]
 
     def identity(self, hash_file: Callable[[Path], str]) -> str:
         """A hash of what determines the rows."""
-        parts = (self.key, *(f"{suffix_of(path)} {hash_file(path)}" for path in self.paths))
+        files = [path for path in self.paths if isinstance(path, Path)]
+        parts = (self.key, *(f"{suffix_of(path)} {hash_file(path)}" for path in files))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind, split_text: SplitText) -> Source:
+def locate(
+    source: DataSource,
+    role: Split,
+    seed: int,
+    objective: ObjectiveKind,
+    split_text: SplitText,
+    *,
+    streaming: bool = False,
+) -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
+    `streaming`: files of a bucket or of the hub are read where they are.
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path, where = source.path, f"data.{role}"
+    if path.startswith(LISTED):
+        source, translate, samples = look_up(source, where)
+        plain = locate(source, role, seed, objective, split_text, streaming=streaming)
+
+        def translated(read: Callable[..., Iterator[Chunk]], *first: int) -> Iterator[Chunk]:
+            return (replace(chunk, translate=translate) for chunk in read(*first))
+
+        readers = tuple((name, partial(translated, read)) for name, read in plain.readers)
+        found = replace(plain, key=f"{plain.key} {translate}", chunks=partial(translated, plain.chunks))
+        return replace(found, samples=samples, readers=readers)
+    if "://" in path:
+        if not streaming:
+            fix = "Set data.streaming=true, or copy the files to this machine."
+            raise UserError(f"{path} is read where it is only as a stream", where=where, fix=fix)
+        return _from_remote(path, list_remote(path, where), split_text, where)
     if path == "quickstart":
         if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
             named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
@@ -85,6 +119,8 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind,
     if not (local.exists() or any(sign in path for sign in "*?[")):
         forgotten = next((f"{path}{suffix}" for suffix in SUFFIXES if os.path.exists(f"{local}{suffix}")), "")
         if not (looks_local(path) or forgotten):
+            if streaming:
+                return _from_remote(f"{path} [{source.split}]", list_hub(source, where), split_text, where)
             return load_from_hub(source, where)
         hint = f"Did you mean {forgotten}?" if forgotten else nearest(path)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{hint} A hub id is owner/name."
@@ -115,15 +151,23 @@ def _generate(split: Split, seed: int, objective: ObjectiveKind) -> Source:
     return Source("quickstart", f"quickstart {objective} {split} {seed}", (Path(str(quickstart.__file__)),), 0, chunks)
 
 
-def _from_files(name: str, files: list[Path], split_text: SplitText, remark: str = "") -> Source:
+def _from_remote(name: str, files: list[RemoteFile], split_text: SplitText, where: str) -> Source:
+    read = [file for file in files if suffix_of(file) and not _is_about_data(file.name)]
+    if not read:
+        raise UserError(f"{name}: there is nothing to read in it", where=where, fix=_READABLE)
+    return _from_files(name, read, split_text)
+
+
+def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: SplitText, remark: str = "") -> Source:
     remarks, key = [remark], "files"
     if any(kind_of(path) == ".txt" for path in files):
         remarks.append(f"each {'.txt file' if split_text == 'document' else split_text} is a row (data.split_text)")
         key += f" {split_text}"
-    size = sum(path.stat().st_size for path in files)
+    size = sum(path.stat().st_size for path in files if isinstance(path, Path))
     said = "; ".join(f"{name}: {remark}" for remark in remarks if remark)
     read = partial(read_file, split_text=split_text)
-    return Source(name, key, tuple(files), size, lambda: chain.from_iterable(map(read, files)), said)
+    readers = tuple((str(file), partial(read_file, file, split_text)) for file in files)
+    return Source(name, key, tuple(files), size, lambda: chain.from_iterable(map(read, files)), said, readers=readers)
 
 
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:

@@ -23,7 +23,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +112,7 @@ class StoreWriter:
         """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
         fates = chunk.fates
         self.dropped.update(fate.dropped for fate in fates if fate.dropped)
-        numbers: list[Any] = [self._reasons.setdefault(fate.dropped, len(self._reasons)) for fate in fates]
-        rows = [tuple(fate._replace(dropped=number)) for fate, number in zip(fates, numbers, strict=True)]
-        self._fates.append(np.array(rows, FATES))
+        self._fates.append(_as_array(fates, self._reasons))
         if len(chunk.lengths):
             for name, values in ((TOKENS, chunk.ids), (MASK, chunk.mask)):
                 with open(self.folder / name, "ab") as file:
@@ -136,6 +134,12 @@ class StoreWriter:
             "reasons": list(self._reasons),
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _as_array(fates: list[Fate], reasons: dict[str, int]) -> np.ndarray:
+    """FATES[rows]; a reason of `reasons`, which grows, is stored as its number."""
+    numbers: list[Any] = [reasons.setdefault(fate.dropped, len(reasons)) for fate in fates]
+    return np.array([tuple(fate._replace(dropped=at)) for fate, at in zip(fates, numbers, strict=True)], FATES)
 
 
 class Store:
@@ -183,6 +187,36 @@ class Store:
         """Document number `index`, from 0."""
         inside = slice(self._borders[index], self._borders[index + 1])
         return Document(self._ids[inside], self._mask[inside])
+
+
+class MemoryStore(Store):
+    """A store that is in memory alone: ids int32[T], mask bool[T] and lengths int32[n] of documents, and the FATES of their rows."""
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        lengths: np.ndarray,
+        fates: np.ndarray,
+        format: str,
+        reasons: Sequence[str] = ("",),
+    ) -> None:
+        self._ids, self._mask, self.lengths, self.fates = ids, mask, lengths, fates
+        self.format, self.reasons, self.seconds = format, [*reasons], 0.0
+        self._borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.trained = np.add.reduceat(mask, self._borders[:-1], dtype=np.int32) if len(lengths) else lengths
+        self.fingerprint = hashlib.blake2b(ids.tobytes() + mask.tobytes(), digest_size=16).hexdigest()
+
+    @classmethod
+    def of(cls, chunk: EncodedChunk, format: str) -> MemoryStore:
+        """The store of one chunk."""
+        reasons = {"": 0}
+        return cls(chunk.ids, chunk.mask, chunk.lengths, _as_array(chunk.fates, reasons), format, [*reasons])
+
+    def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Store."""
+        inside = slice(self._borders[first], self._borders[end])
+        return self._ids[inside], self._mask[inside]
 
 
 def hash_file(path: Path, memory: Path) -> str:

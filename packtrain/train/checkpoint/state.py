@@ -26,6 +26,7 @@ from packtrain.model.save import weights_at_least
 from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
 from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.feed import PLACE
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.plan.origin import ORIGIN, list_checkpoints, same_format, world_of, written_into
 from packtrain.run_folder import write_json
@@ -71,6 +72,8 @@ class Checkpoints:
             writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
             writer.write_now(lambda: write_json(staging / ORIGIN, self._settings.origin))
             writer.write_now(lambda: write_json(staging / STATE, list(spikes.figures)))
+            if (feed := self._settings.steps.feed) is not None:
+                writer.write_now(lambda: write_json(staging / PLACE, feed.place))
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:

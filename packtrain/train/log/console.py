@@ -154,7 +154,7 @@ def log_steps(
     each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"
     evaluated = "" if evaluation is None else f", evaluated in {counted(len(evaluation), 'steps')}"
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
-    if examples > len(data.train):
+    if examples > len(data.train) and data.stream is None:
         log.warn(f"a step of {examples:,} is more than the {counted(len(data.train), thing)} of an epoch")
 
 

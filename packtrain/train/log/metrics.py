@@ -6,11 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,9 @@ from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
+
+SOURCES = ("source_examples", "source_tokens")
+"""What the keys of the sums of each source begin with."""
 
 
 class LateCopy:
@@ -57,16 +61,22 @@ class StepMetrics:
         self._steps, self._devices = steps, accelerator.num_processes
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
-    def open(self, counts: torch.Tensor) -> None:
-        """Begins a step with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
+    def open(self, counts: torch.Tensor, step: int) -> None:
+        """Begins `step` with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
         self._last, self._sum = LateCopy(counts), self._sum + counts
-        self._opened += 1
+        if self._flops is not None:
+            self._made += self._flops.of(*self._steps.documents_of(step))
         self._since = time.perf_counter() if self._since is None else self._since
 
     def take_last(self) -> list[int]:
         """The counts of the step that was begun last."""
         assert self._last is not None
         return self._last.tolist()
+
+    def add_waiting(self, seconds: float) -> None:
+        """Adds the time that a step waited for its data; that of the first step since the last line began before it."""
+        self._waited += seconds
+        self._since = time.perf_counter() - seconds if self._since is None else self._since
 
     def exclude_time(self, seconds: float) -> None:
         """Excludes `seconds` from the training time."""
@@ -75,14 +85,15 @@ class StepMetrics:
     def forget(self) -> None:
         """Drops the figures since the last line."""
         self._last: LateCopy | None = None
-        self._opened, self._since = 0, cast("float | None", None)
+        self._since = cast("float | None", None)
+        self._made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
-    def close(self, step: int) -> dict[str, Any]:
-        """The figures of the line that is logged after `step` steps of the run; resets the sums."""
+    def close(self) -> dict[str, Any]:
+        """The figures of the line that is logged now; resets the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
-        done, device = range(step - self._opened, step), self._sum.device
+        device, made, waited = self._sum.device, self._made, self._waited
         self.forget()
         # the most that torch has held on this GPU so far, or what this process holds of the machine's memory
         on_gpu = device.type == "cuda"
@@ -91,16 +102,46 @@ class StepMetrics:
             "tokens_per_second": tokens / seconds,
             "padding_fraction": 1 - tokens / max(slots, 1),
             "examples": examples,
-            "mfu": self._mfu(done, seconds),
+            "mfu": None if self.peak is None or self._flops is None else made / seconds / (self.peak * self._devices),
+            "data_fraction": min(waited / seconds, 1.0),
             "memory_bytes": held,
         }
 
-    def _mfu(self, steps: range, seconds: float) -> float | None:
-        """The FLOPs that `steps` took of what all devices could have made at their peak; None if that is not known."""
-        if self.peak is None or self._flops is None:
-            return None
-        made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
-        return made / seconds / (self.peak * self._devices)
+
+class SourceCounts:
+    """Examples and tokens of each source that the run has trained on, where there are several: of the global steps, alike on all ranks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names if len(names) > 1 else ()
+        self._counts = np.zeros((2, len(self._names)), np.int64)
+
+    def add(self, steps: Steps, step: int) -> None:
+        """Adds what `step` trains on."""
+        if self._names:
+            steps, step = steps.at(step)
+            numbers = np.array(
+                [n for n in steps.schedule.documents(step).tolist() if steps.trains_on(n, step)], np.int64
+            )
+            sources, number = steps.data.source_of[numbers], len(self._names)
+            tokens = np.bincount(sources, steps.data.lengths[numbers], number).astype(np.int64)
+            self._counts += np.stack([np.bincount(sources, minlength=number), tokens])
+
+    def metrics(self) -> dict[str, int]:
+        """The sums of the run so far, as a line of metrics.jsonl has them."""
+        columns = zip(self._names, *self._counts.tolist(), strict=True)
+        return {
+            f"{kind}/{name}": count for name, *counts in columns for kind, count in zip(SOURCES, counts, strict=True)
+        }
+
+    def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from the last of these lines that has the sums."""
+        last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
+        self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """By the name of each source, as summary.json has it."""
+        columns = zip(self._names, *self._counts.tolist(), strict=True)
+        return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
 
 
 class MetricsFile(TrainerCallback):

@@ -1,0 +1,76 @@
+"""Names of LLaMA-Factory's data sets (`lf:alpaca_en_demo`) → the `dataset_info.json` that has them (`lf:data/dataset_info.json#alpaca_en_demo`).
+
+The file is searched for beside the config and below its folder, and then where the command runs: LLaMA-Factory's own configs lie in
+examples/ and its file in data/, and its commands run in the folder above both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from packtrain.config.keys import suggest
+from packtrain.config.schema import LISTED, Data, DataSource
+from packtrain.errors import UserError
+
+FILE = "dataset_info.json"
+_PLACES = (FILE, f"data/{FILE}", f"*/{FILE}", f"*/*/{FILE}")
+
+
+def name_files(data: Data, folders: Iterable[Path]) -> Data:
+    """`data` with the file of each name that has none. Raises UserError for a name that no file, or more than one, has."""
+    found = [file for folder in folders for file in _files(folder)]
+
+    def named(value: Any, key: str) -> Any:
+        if isinstance(value, list):
+            return [named(item, key) for item in value]
+        if isinstance(value, DataSource):
+            return replace(value, path=named(value.path, key))
+        if not isinstance(value, str) or not value.startswith(LISTED) or "#" in value:
+            return value
+        return f"{LISTED}{_file_of(value.removeprefix(LISTED), found, key)}#{value.removeprefix(LISTED)}"
+
+    return replace(data, train=named(data.train, "data.train"), eval=named(data.eval, "data.eval"))
+
+
+def read_info(file: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a dataset_info.json by name. Raises UserError where it cannot be read, or is another's file of that name."""
+    try:
+        entries = json.loads(file.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "Write lf:NAME, or lf:FOLDER/dataset_info.json#NAME."
+        raise UserError(f"cannot read the list of data sets: {error}", where=str(file), fix=fix) from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        what = "this is no list of data sets as LLaMA-Factory has it, an object for each name"
+        raise UserError(what, where=str(file), fix="Name another file.")
+    return entries
+
+
+def _files(folder: Path) -> list[Path]:
+    """The lists that are nearest to `folder`: one beside it comes before those in folders below."""
+    for pattern in _PLACES:
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
+
+
+def _file_of(name: str, files: list[Path], key: str) -> Path:
+    lists: dict[Path, dict[str, Any]] = {}
+    for file in files:
+        with suppress(UserError):  # `datasets` saves a file of this name beside its own
+            lists.setdefault(file.resolve(), {}).update(dict.fromkeys(read_info(file), file))
+    having = [entries[name] for entries in lists.values() if name in entries]
+    if len(having) == 1:
+        return having[0]
+    fix = f"Write {LISTED}FOLDER/{FILE}#{name}."
+    if having:
+        raise UserError(f"{' and '.join(map(str, having))} both have {name!r}", where=key, fix=fix)
+    if not lists:
+        raise UserError(f"no {FILE} is beside this config or below its folder", where=key, fix=fix)
+    known = [entry for entries in lists.values() for entry in entries]
+    what = f"{' and '.join(str(file) for file in dict.fromkeys(files))} has no data set {name!r}"
+    raise UserError(what, where=key, fix=suggest(name, known, f"It has {', '.join(known[:8])} …", 3))

@@ -1,0 +1,64 @@
+"""Files that are read where they are, through fsspec: of buckets (s3://, gs://, https://) and of the Hugging Face hub (hf://)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+from packtrain.config.schema import DataSource
+from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at a URL."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> BinaryIO:
+        """The bytes of the file, fetched as they are read."""
+        return cast(Any, fsspec.open(self.url, "rb")).open()
+
+
+def list_remote(url: str, where: str) -> list[RemoteFile]:
+    """The file at `url`, or the files of a folder or a glob there, in the order of names. Raises UserError where it cannot be reached."""
+    try:
+        system, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        if any(sign in path for sign in "*?["):
+            found = system.glob(path)
+        else:
+            found = [path] if system.isfile(path) else system.find(path)
+        return [RemoteFile(str(system.unstrip_protocol(name))) for name in sorted(map(str, found))]
+    except ImportError as error:
+        raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
+    except Exception as error:  # whatever the library of a bucket raises: no access, no such bucket, no network
+        what = f"{url} cannot be read: {type(error).__name__}: {error}"
+        raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
+
+
+def list_hub(source: DataSource, where: str) -> list[RemoteFile]:
+    """The files of a split of a hub data set. Raises UserError for one that is not made of files."""
+    import datasets
+
+    with offline_unless_reachable() as online:
+        try:
+            files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
+        except Exception as error:  # as by load_dataset
+            fix = "Check the spelling and the subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
+            raise UserError(f"the hub has no such data set: {error}", where=where, fix=fix) from error
+    if not files or source.split not in files:
+        named = f"its splits are {', '.join(map(str, files))}" if files else "it is not made of files"
+        fix = "Name a split, or its files as hf://datasets/OWNER/NAME/PATH."
+        raise UserError(f"no files of the split {source.split!r} of {source.path}: {named}", where=where, fix=fix)
+    return [RemoteFile(str(file)) for file in files[source.split]]

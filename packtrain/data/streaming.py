@@ -1,0 +1,263 @@
+"""data.streaming: sources that are read in order while the run trains on them, and never held as a whole.
+
+A source is read in blocks of data.shuffle_buffer rows. While the examples of one block are taken, in an order by (seed, source, pass,
+block), the next block is tokenised, as far as the first one is used up: two blocks are in memory. What comes next depends only on where
+the block begins (file, chunk of rows) and how many of its examples were taken, so that is all that a checkpoint holds, and a
+run that goes on tokenises one block again. A window that slides would mix a little better, and a checkpoint would hold its rows.
+
+From which source an example comes is said by its number (mixture.py). Once a source has ended, the others take its share.
+
+Every rank reads and tokenises the whole stream for itself. The same documents on all ranks are then a matter of arithmetic: nothing is
+exchanged, and no rank waits for another one's disk. The price is that the tokenising is done once a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from packtrain.config.objective import TRAITS, ObjectiveKind
+from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
+from packtrain.data.dataset import SUMMED, DataReport, TokenDataset, Tokenised, mix_sources
+from packtrain.data.mixture import Mixture, make_mixture
+from packtrain.data.prepare import DATASETS, PreparedData, Tokeniser, make_encoder, prepare, refuse_rows
+from packtrain.data.sources.chunks import Chunk
+from packtrain.data.sources.locate import Source, locate
+from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
+from packtrain.errors import UserError
+
+Place = dict[str, Any]
+"""Where a source's block begins (file, its name, chunk), which one of which pass it is, how many examples of it were `taken`, and what
+became of the rows before it and with it; whether the source has `ended`. As JSON holds it."""
+_START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "taken": 0, "before": {}, "figures": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Documents that are trained on together (a pair: two), each as ids int32[n] and mask bool[n]; the row's fate, and where it is."""
+
+    documents: list[tuple[np.ndarray, np.ndarray]]
+    fate: np.void
+    row: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The examples of one step as a data set of the objective, with the row of each.
+
+    `place` is where the stream goes on after it; `last` says that nothing is left.
+    """
+
+    data: Any
+    rows: list[str]
+    place: dict[str, Any]
+    last: bool = False
+
+
+@dataclass
+class _Block:
+    """The examples of consecutive rows, the place of the first, and what became of the rows."""
+
+    start: tuple[int, str, int] | None = None
+    examples: list[Example] = field(default_factory=list)
+    figures: Counter[str] = field(default_factory=Counter)
+
+    def add(self, chunk: Chunk, encoded: EncodedChunk, together: int) -> None:
+        """Adds what has become of a chunk."""
+        store, fates = MemoryStore.of(encoded, ""), encoded.fates
+        self.figures["rows"] += len(fates)
+        self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
+        for fate in (fate for fate in fates if not fate.dropped):
+            self.figures.update(kept=1, **{name: int(getattr(fate, name)) for name in SUMMED})
+        at, desirable = np.repeat(np.arange(len(fates)), store.fates["documents"]), store.labels()
+        for first in range(0, len(store), together):
+            documents = [store[number] for number in range(first, first + together)]
+            fate = store.fates[at[first]].copy()
+            fate["documents"], fate["desirable"] = together, desirable[first]
+            row = f"{chunk.origin}{':' if chunk.by_line else ', row '}{chunk.numbers[at[first]]}"
+            self.examples.append(Example([(part.input_ids, part.loss_mask) for part in documents], fate, row))
+
+
+@dataclass
+class SourceStream:
+    """The examples of one source; `place` follows them."""
+
+    source: Source
+    given: DataSource
+    number: int
+    format: Format
+    together: int
+    tokeniser: Tokeniser
+    place: Place = field(default_factory=lambda: dict(_START))
+    chunks_read: int = 0
+
+    def examples(self) -> Iterator[Example]:
+        """Those from `place` on. Raises UserError for rows that cannot be used, and where another file is at this place."""
+        data, taken = self.tokeniser.encoder.data, self.place["taken"]
+        while True:
+            first, found, encoded = self.place, False, self._encode()
+            number, before = first["block"], Counter(first["before"])
+            block = self._fill(_Block(), encoded, 1)
+            while block.start is not None:
+                order, following = np.arange(len(block.examples)), _Block()
+                if data.shuffle:
+                    seed = [self.tokeniser.seed, 5, self.number, first["pass"], number]
+                    order = np.random.default_rng(seed).permutation(order)
+                known = {**dict(zip(("file", "name", "chunk"), block.start, strict=True)), "block": number}
+                known |= {"pass": first["pass"], "before": dict(before), "figures": dict(before + block.figures)}
+                for done, at in enumerate(order[taken:].tolist(), taken + 1):
+                    found, self.place = True, {**known, "taken": done}
+                    self._fill(following, encoded, done / len(order))
+                    yield block.examples[at]
+                before, number, taken = before + block.figures, number + 1, 0
+                block = self._fill(following, encoded, 1)
+            self.place = {**self.place, "figures": dict(before)}  # with rows after the last example
+            if not self.given.repeat or not (found or first["taken"]):  # a pass without an example would have no end
+                return
+            self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
+
+    def _fill(self, block: _Block, encoded: Iterator[tuple[tuple, Chunk, EncodedChunk]], share: float) -> _Block:
+        """`block` with at least this share of its rows, if there are so many."""
+        data = self.tokeniser.encoder.data
+        while block.figures["rows"] < share * (data.shuffle_buffer if data.shuffle else 1):
+            if (item := next(encoded, None)) is None:
+                break
+            block.start = block.start or item[0]
+            block.add(*item[1:], self.together)
+        return block
+
+    def _encode(self) -> Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]]:
+        """The chunks from `place` on, with their places, tokenised ahead."""
+        places: deque[tuple[int, str, int]] = deque()
+        file, skip, parts = self.place["file"], self.place["chunk"], self.source.parts()
+        if self.place["name"] not in ("", parts[file][0] if file < len(parts) else None):
+            what = f"the run had come to {self.place['name']}, and other files are there now"
+            raise UserError(
+                what, where="data.train", fix="Put the files back, or start over with trainer.resume=never."
+            )
+
+        def chunks() -> Iterator[Chunk]:
+            for number, (name, read) in enumerate(parts[file:], file):
+                first = skip if number == file else 0
+                for at, chunk in enumerate(read(first), first):
+                    places.append((number, name, at))
+                    yield chunk
+
+        for chunk, encoded in self.tokeniser.encode(chunks(), self.format, ahead=True):
+            self.chunks_read += 1
+            if encoded.problems:
+                raise refuse_rows(encoded.problems)
+            yield places.popleft(), chunk, encoded
+
+
+@dataclass
+class Stream:
+    """The steps of all sources together; `report` is that of their first rows."""
+
+    streams: list[SourceStream]
+    mixture: Mixture
+    objective: ObjectiveKind
+    examples_per_step: int
+    report: DataReport
+    stack: ExitStack
+
+    def windows(self, place: dict[str, Any] | None = None) -> Iterator[Window]:
+        """Step by step, from the beginning or from the `place` of a window on."""
+        step, held = place["step"] if place else 0, None
+        for number, stream in enumerate(self.streams):
+            stream.place = dict(place["sources"][number] if place else _START)
+        taking = [stream.examples() for stream in self.streams]
+        while True:
+            first = step * self.examples_per_step
+            wanted = self.mixture.sources(first, first + self.examples_per_step).tolist()
+            taken = [self._take(taking, number, source) for number, source in enumerate(wanted, first)]
+            found = [item for item in taken if item is not None]
+            place = {"step": step + 1, "sources": [dict(stream.place) for stream in self.streams]}
+            if held is not None:
+                yield held if found else replace(held, last=True, place={**place, "step": step})
+            if not found:
+                return
+            held, step = self._window(found, place), step + 1
+
+    def _take(self, taking: list[Iterator[Example]], number: int, source: int) -> tuple[int, Example] | None:
+        """Example `number` of the run, of this source, or of another one where it has ended; None where all have."""
+        while True:
+            stream = self.streams[source]
+            if not stream.place.get("ended"):
+                if (example := next(taking[source], None)) is not None:
+                    return source, example
+                stream.place = {**stream.place, "ended": True}
+            goes_on = [not stream.place.get("ended") for stream in self.streams]
+            shares = np.array(self.mixture.shares[self.mixture.stage_of(number)]) * goes_on
+            if not shares.any():
+                return None
+            drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
+            source = int(drawn.choice(len(shares), p=shares / shares.sum()))
+
+    def _window(self, taken: list[tuple[int, Example]], place: dict[str, Any]) -> Window:
+        documents = [document for _, example in taken for document in example.documents]
+        ids, mask = (np.concatenate(column) for column in zip(*documents, strict=True))
+        lengths = np.array([len(ids) for ids, _ in documents], np.int32)
+        store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
+        data = TokenDataset([store], np.arange(len(store)), self.report)
+        data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
+        return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place)
+
+    def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
+        """What became of the rows that were read up to this place; `trained` are figures of what was trained on."""
+        figures = sum((Counter(own["figures"]) for own in place["sources"]), Counter[str]())
+        known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
+        dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
+        remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
+        return replace(self.report, **known, **trained, dropped=dropped, remarks=remarks)
+
+
+def open_stream(
+    data: Data, tokenizer: Any, objective: ObjectiveKind, examples_per_step: int, *, seed: int
+) -> PreparedData:
+    """`data.train` as a stream, its first rows as data set `train` for all that has to know what rows are like; `data.eval` is read as a whole.
+
+    Raises UserError where a source is not there, or its first rows cannot be used.
+    """
+    encoder, stack, given = make_encoder(data, tokenizer, objective), ExitStack(), sources(data.train, "train")
+    console, together = Console(stderr=True, quiet=True), TRAITS[objective].documents
+    streams, first_rows, identity = [], [], []
+    tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
+    for number, named in enumerate(given):
+        source = locate(named, "train", seed, objective, data.split_text, streaming=True)
+        chunks = source.chunks()
+        format, seen = tokeniser.detect(source, chunks)
+        encoder.check(format, source.name)
+        for chunk in chain(seen, chunks):
+            outcome = encoder.encode(chunk, format)
+            if outcome.problems:
+                raise refuse_rows(outcome.problems)
+            if len(outcome.lengths):
+                break
+        else:
+            raise UserError(
+                "no document remains of any row", where=source.name, fix="See data.format, data.max_length."
+            )
+        first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
+        identity.append([named.weight, named.repeat, *(name for name, _ in source.parts())])
+        streams.append(SourceStream(source, named, number, format, together, tokeniser))
+    sample = mix_sources(first_rows, "data.train", seed, together=together, weigh=False)
+    sample.fingerprint = hashlib.blake2b(
+        f"{sample.fingerprint} {json.dumps(identity)}".encode(), digest_size=16
+    ).hexdigest()
+    told = "data.streaming: these figures are of the first rows of each source"
+    sample.report = replace(sample.report, remarks=(*sample.report.remarks, told))
+    weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
+    mixture = make_mixture(data.stages, weights, examples_per_step, seed)
+    stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
+    held_out = prepare(data, tokenizer, objective, seed=seed).eval if data.eval else None
+    return PreparedData(DATASETS[objective](sample), held_out, stream)

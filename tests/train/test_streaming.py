@@ -1,0 +1,167 @@
+"""Runs over streams: the same documents in each step on any number of ranks, exact when they go on, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from answer_runs import preferences
+from running import ENVIRONMENT, Run, base_config, conversations, train, write_jsonl
+
+from tests.train import forked
+
+
+def config_of(folder: Path, rows: int = 400, **groups: dict[str, Any]) -> dict[str, Any]:
+    files = [
+        write_jsonl(folder / f"{name}.jsonl", conversations(size, seed))
+        for name, size, seed in (("many", rows, 1), ("few", 30, 2))
+    ]
+    named = [
+        {"path": str(file), "name": file.stem, "weight": weight} for file, weight in zip(files, (3, 1), strict=True)
+    ]
+    groups["data"] = {"train": named, "streaming": True, "shuffle_buffer": 100, **groups.get("data", {})}
+    groups["trainer"] = {"max_steps": 12, "checkpoint_every": 4, "keep_checkpoints": None, **groups.get("trainer", {})}
+    return base_config(folder, **groups)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("streamed")
+    return train(folder, config_of(folder), name="unbroken")
+
+
+def resume(run: Run, step: int) -> str:
+    return f"trainer.resume={run.folder}/checkpoints/step-{step:06d}"
+
+
+def test_the_summary_and_metrics_tell_what_was_streamed(unbroken: Run) -> None:
+    summary, last = unbroken.summary, unbroken.steps[-1]
+    assert (summary["examples"], summary["data_ended"], summary["epoch"]) == (12 * 7, False, 0)
+    data = summary["data"]
+    assert data["documents"] == 84 and data["tokens"] == summary["tokens"] == last["tokens"]
+    assert 84 < data["rows"] == data["kept"] + sum(data["dropped"].values()) <= 430
+    assert sum(source["examples"] for source in summary["sources"].values()) == 84
+    assert 0 < data["trained_tokens"] < data["tokens"] and all(
+        0 <= line["data_fraction"] <= 1 for line in unbroken.steps
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_bit_for_bit_from_its_place(unbroken: Run, processes: int) -> None:
+    folder = unbroken.folder.parent
+    name = f"resumed-{processes}"
+    resumed = train(folder, config_of(folder), resume(unbroken, 8), name=name, processes=processes)
+    assert [line["step"] for line in resumed.steps] == [9, 10, 11, 12]
+    if processes == 1:
+        assert resumed.losses == unbroken.losses[8:]
+        assert all(torch.equal(weight, unbroken.weights()[name]) for name, weight in resumed.weights().items())
+    else:  # sums are made in another order
+        assert resumed.losses == pytest.approx(unbroken.losses[8:], rel=1e-5)
+    for key in ("sources", "examples", "tokens"):
+        assert resumed.summary[key] == unbroken.summary[key]
+    assert resumed.summary["data"] == unbroken.summary["data"]
+    assert stream_of(resumed, 12) == stream_of(unbroken, 12)
+
+
+def stream_of(run: Run, step: int) -> dict[str, Any]:
+    return json.loads((run.folder / "checkpoints" / f"step-{step:06d}" / "stream.json").read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["padding", "padding_free"])
+def test_ranks_and_modes_train_on_the_same_documents(unbroken: Run, mode: str) -> None:
+    folder = unbroken.folder.parent
+    other = train(folder, config_of(folder, packing={"mode": mode}), name=mode, processes=2)
+    assert other.losses == pytest.approx(unbroken.losses, rel=1e-5)
+    assert other.summary["sources"] == unbroken.summary["sources"]
+    assert stream_of(other, 12) == stream_of(unbroken, 12)
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_two_ranks_goes_on_bit_for_bit(unbroken: Run) -> None:
+    folder = unbroken.folder.parent
+    two = train(folder, config_of(folder), name="two", processes=2)
+    again = train(folder, config_of(folder), resume(two, 4), name="two-again", processes=2)
+    assert again.losses == two.losses[4:]
+    assert all(torch.equal(weight, two.weights()[name]) for name, weight in again.weights().items())
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp_path: Path, processes: int) -> None:
+    config = config_of(tmp_path, rows=20, trainer={"max_steps": 100, "checkpoint_every": 50})
+    run = train(tmp_path, config, name="ends", processes=processes)
+    assert [line["step"] for line in run.steps] == [*range(1, 9)] and run.steps[-1]["examples"] == 1
+    assert (run.summary["status"], run.summary["steps"], run.summary["data_ended"]) == ("done", 8, True)
+    assert run.summary["sources"]["many"]["examples"] == 20 and run.summary["sources"]["few"]["examples"] == 30
+    assert "data.train has ended: step 8 is the last of 100" in run.log
+    assert (run.folder / "checkpoints" / "step-000008").is_dir() and run.weights()
+    on = train(tmp_path, config, resume(run, 8), name="beyond", processes=processes, expect=2)
+    assert "nothing is left of data.train" in on.log
+
+
+def test_another_buffer_is_no_continuation(unbroken: Run) -> None:
+    folder = unbroken.folder.parent
+    config = config_of(folder, data={"shuffle_buffer": 50})
+    train(folder, config, resume(unbroken, 8), name="refused", expect=2)
+
+
+@pytest.mark.exhaustive
+def test_a_bad_row_ends_the_run_with_its_place_on_every_rank(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data={"shuffle_buffer": 10})
+    with (tmp_path / "many.jsonl").open("a") as file:
+        file.write('{"messages": 3}\n')
+    (tmp_path / "bad.yaml").write_text(json.dumps({**config, "trainer": {**config["trainer"], "max_steps": 300}}))
+    for ended in forked.joined(2, "sft", str(tmp_path / "bad.yaml")):
+        assert ended.returncode == 2 and "many.jsonl:401" in ended.stderr
+
+
+def test_held_out_data_is_read_as_a_whole_and_pairs_are_streamed(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "pairs.jsonl", preferences(40, seed=0))
+    held_out = write_jsonl(tmp_path / "held.jsonl", preferences(8, seed=1))
+    data: dict[str, Any] = {"train": str(rows), "eval": str(held_out), "shuffle_buffer": 20}
+    data["max_length"] = 120
+    config = config_of(tmp_path, data=data, trainer={"max_steps": 3, "checkpoint_every": 2})
+    run = train(tmp_path, config, name="dpo", command="dpo")
+    assert run.losses[0] == pytest.approx(0.6931, abs=1e-3) and run.evals[-1]["eval_pairs"] == 8
+    resumed = train(tmp_path, config, resume(run, 2), name="dpo-2", command="dpo")
+    assert resumed.losses == run.losses[2:]
+
+
+@pytest.mark.exhaustive
+def test_skipped_spikes_name_the_rows_of_their_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path, trainer={"on_spike": "skip", "spike_factor": 1.0001, "max_steps": 20})
+    config["optim"] |= {"learning_rate": 1e-7}
+    run = train(tmp_path, config, name="spikes")
+    lines = [json.loads(line) for line in (run.folder / "spikes.jsonl").read_text().splitlines()]
+    assert lines and all(len(line["documents"]) == 7 for line in lines)
+    assert {document["place"].rpartition(":")[0] for line in lines for document in line["documents"]} <= {
+        str(tmp_path / "many.jsonl"),
+        str(tmp_path / "few.jsonl"),
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, signal_number: int) -> None:
+    config = config_of(tmp_path, rows=4000, trainer={"max_steps": 100_000, "checkpoint_every": None})
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "packtrain", "sft", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        for _ in range(600):
+            if (tmp_path / "run" / "metrics.jsonl").exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        os.killpg(process.pid, signal_number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal_number, said
+    run = Run(tmp_path / "run")
+    assert run.summary["status"] == "stopped"
+    assert stream_of(run, run.summary["steps"])["step"] == run.summary["steps"]
