@@ -42,8 +42,8 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
     if model.kernels == "liger":
         yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
     if model.quantize != "no":
-        package = "torchao" if model.quantize == "fp8" else "bitsandbytes"
-        yield from _not_installed("model.quantize", model.quantize, package, package)
+        package, extra = ("torchao", "fp8") if model.quantize == "fp8" else ("bitsandbytes", "quantize")
+        yield from _not_installed("model.quantize", model.quantize, package, f"'packtrain[{extra}]'")
     if trainer.mixed_precision == "fp8":
         yield from _not_installed("trainer.mixed_precision", "fp8", "torchao", "'packtrain[fp8]'")
     compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # as torch searches for it
