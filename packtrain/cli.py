@@ -298,7 +298,9 @@ def doctor(
 
 @_verb()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir).")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir, or trainer.mirror).")
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),

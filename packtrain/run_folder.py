@@ -146,7 +146,7 @@ class RunFolder:
         if self.root.exists() and not os.access(self.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
         gives_way = self.gives_way(resume)
-        self._set_mark()
+        self.set_mark()
         if gives_way and self.logs.exists() and not self.logs_before.exists():
             self.logs.rename(self.logs_before)
             if job := os.environ.get("SLURM_JOB_ID"):  # Slurm has put the log and script of this job there
@@ -190,7 +190,8 @@ class RunFolder:
         inside = Path(real).is_relative_to(os.path.realpath(self.checkpoints))
         return inside or os.path.dirname(real) == os.path.realpath(self.root)
 
-    def _set_mark(self) -> None:
+    def set_mark(self) -> None:
+        """Makes the folder, if need be, and the mark that says whose it is."""
         self.root.mkdir(parents=True, exist_ok=True)
         if not self.mark.exists():  # if a power failure lost it, the checkpoints would seem foreign
             write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
@@ -204,7 +205,7 @@ class RunFolder:
         while os.path.lexists(target := (root.parent if beside else root) / f"{root.name}.{number}"):
             number += 1
         moved = RunFolder(target)
-        moved._set_mark()
+        moved.set_mark()
         for entry in entries:
             if os.path.lexists(entry):
                 entry.rename(moved.logs if entry == self.logs_before else target / entry.name)

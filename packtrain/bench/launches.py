@@ -77,7 +77,7 @@ def run_bench(
 
 def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
     """The config without checkpoints, evaluations, answers to samples and trackers."""
-    nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
+    nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], **nothing)
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
 

@@ -115,8 +115,13 @@ def load_points(
     named = []
     for point, name in zip(points, names, strict=True):
         folder = f"{point.config.trainer.output_dir}/{name}"
-        config = replace(point.config, trainer=replace(point.config.trainer, output_dir=folder))
-        named.append(Point(config, (*point.chosen, assignment("trainer.output_dir", folder))))
+        own = {"output_dir": folder} | (
+            {"mirror": f"{mirror}/{name}"} if (mirror := point.config.trainer.mirror) else {}
+        )
+        config = replace(point.config, trainer=replace(point.config.trainer, **own))
+        named.append(
+            Point(config, (*point.chosen, *(assignment(f"trainer.{key}", value) for key, value in own.items())))
+        )
     return named, shared
 
 

@@ -310,6 +310,11 @@ class Trainer:
     resume_despite: list[str] = key([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
+    mirror: str | None = key(
+        None,
+        "URL of a folder in a bucket (s3://…, gs://…, whatever fsspec knows) that gets a copy of the run, and that a run on a fresh machine "
+        "goes on from (docs/resume.md).",
+    )
     on_spike: Literal["stop", "skip", "rollback"] = key(
         "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
@@ -416,6 +421,12 @@ class Topology:
         "Most seconds that a collective operation may take. A run in which the others wait for a process that makes no "
         "progress is ended with a diagnosis after nine tenths of this; a checkpoint may take three times as long.",
         minimum=10,
+    )
+    grace: int | None = key(
+        None,
+        "Seconds from SIGTERM to the end of the processes, where machines are taken away (Kubernetes: 30, spot machines of AWS: 120): a "
+        "checkpoint that would take longer, by the last one, is not begun (docs/resume.md); none for all the time it takes.",
+        minimum=1,
     )
     environment: dict[str, Any] = key(
         {}, "Environment variables of every process; they win over those that packtrain chooses."

@@ -32,6 +32,7 @@ from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, errors_copied_to
+from packtrain.mirror import Mirror
 from packtrain.monitor.channel import ADDRESS, SECRET, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
@@ -77,7 +78,14 @@ def execute(
 
         def open_folder(plan: LaunchPlan, resume: str) -> None:
             nonlocal has_opened
+            mirror = Mirror(config.trainer.mirror, folder) if config.trainer.mirror and not has_opened else None
+            if mirror is not None:
+                check_free(folder.root)
+                mirror.fetch(resume)
             open_attempt(config, given, folder, lock, plan, resume)
+            if mirror is not None:
+                mirror.start()
+                stack.callback(mirror.close)
             if not has_opened:
                 stack.callback(on_end, folder)
             has_opened = True

@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +25,7 @@ from packtrain.config.yaml_files import shown
 from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.inspect.rendering import DATA_CSS, data_section, percent, templates_in
+from packtrain.mirror import fetch_record
 from packtrain.report import headline
 from packtrain.report.figures import PHASES, points_of
 from packtrain.report.run_record import RunRecord, harmless, read_run
@@ -42,17 +45,30 @@ _KINDS = {
 def report_runs(places: Sequence[str], output: Path | None) -> int:
     """Writes the report of the runs in these folders, prints its path, returns the exit code. Raises UserError where it cannot be written.
 
-    By default the report of one run is in its folder, that of several in the current one.
+    By default the report of one run is in its folder, that of several, or of one in a bucket, in the current one.
     """
-    folders = [RunFolder(place) for place in dict.fromkeys(Path(os.path.expanduser(name)) for name in places)]
-    runs = [read_run(folder) for folder in folders]
+    with ExitStack() as stack:
+        folders = [RunFolder(place) for place in dict.fromkeys(_folder_of(name, stack) for name in places)]
+        runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         above = [harmless(folder.root.resolve().parent.name) for folder in folders]
         runs = [replace(run, name=f"{name}/{run.name}") for run, name in zip(runs, above, strict=True)]
-    file = output or (folders[0].report if len(folders) == 1 else Path("report.html"))
+    file = output or (folders[0].report if len(folders) == 1 and "://" not in places[0] else Path("report.html"))
     write_page(file, text := page(runs))
     print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
+
+
+def _folder_of(place: str, stack: ExitStack) -> Path:
+    """The run folder that is named; of a URL what the report needs of it, until the `stack` is closed."""
+    if "://" not in place:
+        return Path(os.path.expanduser(place))
+    folder = Path(
+        stack.enter_context(TemporaryDirectory(prefix="packtrain-report-")), place.rstrip("/").rpartition("/")[2]
+    )
+    folder.mkdir()
+    fetch_record(place, folder)
+    return folder
 
 
 def report_at_end(folder: RunFolder) -> None:

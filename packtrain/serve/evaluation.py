@@ -123,7 +123,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     data = (
         config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
     )
-    nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
+    nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
     optim = replace(config.optim, dither="no")
     if config.strategy.name in ("ddp", "fsdp2"):

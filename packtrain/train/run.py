@@ -154,7 +154,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
+    run = Run(config, ranks, peers, folder, log, StopRequest(config.topology.grace), TerminalProgress(log))
     with run.closing:
         return _train(run, *_prepare(run, started), finish, started)
 

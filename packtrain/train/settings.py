@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +64,17 @@ class StopRequest:
     process that is alone stops after the step at hand.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float | None = None) -> None:
+        """`grace_s` is topology.grace."""
         self.signal = self.agreed = 0
+        self._grace_s, self._ends_at = grace_s, math.inf
+
+    def shortage_of_time(self, seconds: float) -> str:
+        """Why what takes so many seconds cannot be done before this process is ended, "" if it can."""
+        left = self._ends_at - time.monotonic()
+        if seconds <= left:
+            return ""
+        return f"the last one took {seconds:.0f} s, and {max(left, 0):.0f} of the {self._grace_s:g} s after SIGTERM are left (topology.grace)"
 
     def counts(self) -> list[int]:
         """[1 if this process was sent SIGINT, 1 if it was sent SIGTERM], for the reduction over ranks."""
@@ -78,11 +89,18 @@ class StopRequest:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+        self._count_down(number)
 
     def agree(self, interrupts: int, terminations: int) -> None:
         """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
         if not self.agreed and (interrupts or terminations):
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
+            self._count_down(self.agreed)
+
+    def _count_down(self, number: int) -> None:
+        """From the first that this process knows of a SIGTERM, which another one may have received."""
+        if number == signal.SIGTERM and self._grace_s is not None:
+            self._ends_at = min(self._ends_at, time.monotonic() + self._grace_s)
 
 
 def training_arguments(

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from packtrain.config.compose import load_config
 from packtrain.errors import Problem, UserError
 from packtrain.plan.origin import check_length
+from packtrain.train.checkpoint.folder import complete
 from packtrain.train.settings import StopRequest
 from tests.train import forked
 
@@ -134,6 +135,30 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     assert run.summary["status"] == ("stopped" if code else "done") and run.summary["steps"] == 1
     assert (run.folder / "final").exists() != bool(code)
     assert (run.folder / "checkpoints" / "step-000001").exists()
+
+
+@pytest.mark.parametrize(("grace", "written"), [(1, 2), (60, 3)])
+def test_a_checkpoint_that_would_take_longer_than_the_grace_time_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: int, written: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def listen(self: StopRequest) -> None:
+        monkeypatch.setattr(self, "counts", lambda: [0, int(self.steps_left() == 0)])
+
+    def complete_slowly(staging: Path, target: Path) -> None:
+        time.sleep(1.2)
+        complete(staging, target)
+
+    asked_twice_a_step = iter([1] * 5)
+    monkeypatch.setattr(StopRequest, "listen", listen)
+    monkeypatch.setattr(StopRequest, "steps_left", lambda self: next(asked_twice_a_step, 0), raising=False)
+    monkeypatch.setattr("packtrain.train.checkpoint.state.complete", complete_slowly)
+    trainer = {"max_steps": 9, "checkpoint_every": 2}
+    config = base_config(tmp_path, trainer=trainer, topology={"grace": grace})
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    run = train_here(load_config(str(path), []), tmp_path / "run", expect=143)
+    assert run.summary["status"] == "stopped" and run.summary["steps"] == 3
+    assert max(int(place.name[5:]) for place in (run.folder / "checkpoints").iterdir()) == written
+    assert ("after SIGTERM are left (topology.grace); the newest is that of step 2" in run.log) == (written == 2)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:

@@ -27,6 +27,7 @@ LAYERS = (
     ("run_folder",),
     ("monitor",),
     ("plan",),
+    ("mirror",),
     ("data",),
     ("packing",),
     ("inspect",),
@@ -46,7 +47,7 @@ LAYERS = (
 """Each imports only what stands before it."""
 LAUNCH = {
     *("boundary", "durable", "errors", "exit_code", "redact", "standard_streams", "time_limit", "wording"),
-    *("config", "run_folder", "monitor", "plan"),
+    *("config", "run_folder", "monitor", "plan", "mirror"),
 }
 """What `launch` imports: it starts training as processes, never by an import."""
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}

@@ -50,6 +50,7 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
     if trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
         yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
+    yield from _bucket("trainer.mirror", trainer.mirror)
     for tracker in dict.fromkeys(trackers):
         yield from _not_installed(
             "tracking.report_to", tracker, _TRACKER_PACKAGES.get(tracker, tracker), f"'packtrain[{tracker}]'"
@@ -87,6 +88,20 @@ def without_package(optimizer: str) -> str:
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
     if importlib.util.find_spec(package) is None:
         yield Fault((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
+
+
+def _bucket(key: str, url: str | None) -> Iterator[Fault]:
+    """A URL that fsspec cannot open: of no protocol that it knows, or of one whose package is missing."""
+    if url is None:
+        return
+    from fsspec.registry import known_implementations
+
+    protocol, sign, _ = url.partition("://")
+    if not sign or protocol not in known_implementations:
+        fix = suggest(protocol, known_implementations, "It begins with s3://, gs://, az://, … (docs/resume.md).")
+        yield Fault((key,), f"{url!r} is no URL of a bucket", fix)
+    elif importlib.util.find_spec(package := known_implementations[protocol]["class"].partition(".")[0]) is None:
+        yield from _not_installed(key, f"{protocol}://", package, package)
 
 
 def _data(data: Data) -> Iterator[Fault]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -59,6 +60,7 @@ class Checkpoints:
         writer.wait()
         writer.warn_of_failures()
         step, main, folder = state.global_step, self._accelerator.is_main_process, self._settings.checkpoints
+        since = time.monotonic()
         staging = staging_of(folder, step)
         if reason := self._open(staging):
             writer.outcome.failed.append((step, reason))
@@ -74,7 +76,7 @@ class Checkpoints:
             writer.write_now(lambda: write_json(staging / STATE, list(spikes.figures)))
             if (feed := self._settings.steps.feed) is not None:
                 writer.write_now(lambda: write_json(staging / PLACE, feed.place))
-        writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
+        writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None, since)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """The state dict of the model; of adapters without the frozen weights."""
@@ -84,12 +86,13 @@ class Checkpoints:
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
-        """Makes the folder of a checkpoint if its disk has room; returns, on all ranks, why it has none."""
+        """Makes the folder of a checkpoint if there is room and time for it; returns, on all ranks, why there is not."""
         reason = ""
         if self._accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             try:
                 reason = _shortage_of_space(staging, self._checkpoint_bytes())
+                reason = reason or self._settings.stop.shortage_of_time(self.writer.outcome.seconds)
                 if not reason:
                     staging.mkdir(parents=True)
             except OSError as error:

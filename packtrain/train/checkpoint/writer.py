@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ class WriteOutcome:
 
     written: int = 0
     newest: int | None = None
+    seconds: float = 0.0
+    """That the newest one took, from the first copy to the seal."""
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,10 +121,10 @@ class CheckpointWriter:
         """Does `work` now, which writes something small; if it fails, the checkpoint does, and this rank stays in step."""
         self._early = self._early or self._first_fault([work])
 
-    def begin(self, step: int, staging: Path, seal: Callable[[], object] | None) -> None:
+    def begin(self, step: int, staging: Path, seal: Callable[[], object] | None, since: float) -> None:
         """Starts to write what was collected as the checkpoint of `step`; `seal`, of rank 0, is done when all have written.
 
-        If one fails, `staging` is removed.
+        If one fails, `staging` is removed. `since` is when it began to be collected (time.monotonic).
         """
         if self.group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
@@ -129,7 +132,7 @@ class CheckpointWriter:
         self._kept = self._fits_in_memory
         parts = self._early, self._jobs, [seal] if seal else []
         self._jobs, self._early = [], ""
-        self._thread = _thread(lambda: self._write(step, staging, *parts))
+        self._thread = _thread(lambda: self._write(step, staging, *parts, since))
         if not self._fits_in_memory:
             self.wait()
 
@@ -165,7 +168,7 @@ class CheckpointWriter:
             self.warn_of_failures()
         self._stager = None  # frees the copies
 
-    def _write(self, step: int, staging: Path, early: str, jobs: _Jobs, seal: _Jobs) -> None:
+    def _write(self, step: int, staging: Path, early: str, jobs: _Jobs, seal: _Jobs, since: float) -> None:
         """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
         try:
             # all ranks or none: FSDP2's jobs wait for those of the other ranks
@@ -184,6 +187,7 @@ class CheckpointWriter:
             self.outcome.failed.append((step, why))
         else:
             self.outcome.written, self.outcome.newest = self.outcome.written + 1, step
+            self.outcome.seconds = time.monotonic() - since
         self._waits.put(None)
 
     def _first_fault(self, jobs: _Jobs) -> str:

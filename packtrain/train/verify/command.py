@@ -43,7 +43,7 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
     `execute` carries out the plan, in this process if there is only one. trainer.output_dir is not touched.
     """
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
-    aside = replace(config, trainer=replace(config.trainer, output_dir=folder, resume="never"))
+    aside = replace(config, trainer=replace(config.trainer, output_dir=folder, resume="never", mirror=None))
     launch = on_this_machine(aside, "verify")
     logs_are_named = not launch.in_process  # an error names them, so they are kept
     try:

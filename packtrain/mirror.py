@@ -1,0 +1,268 @@
+"""A run's copy in a bucket (trainer.mirror): at any URL that fsspec writes to, with the credentials that its package finds by itself.
+
+A thread of the process that has opened the run folder copies what is new there: each checkpoint once it is complete, metrics and other small
+files every minute, final/ when the run is done. A checkpoint is one by its manifest, which comes last and goes first, so that half of
+one is never read; a finished run is one by its summary.json, which follows final/. Training neither waits for the copy nor ends
+by its failures, which are told and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from packtrain.durable import aside, hash_of, publish
+from packtrain.errors import PeerFailed, UserError
+from packtrain.plan.origin import MANIFEST, list_checkpoints, written_into
+from packtrain.redact import clean
+from packtrain.run_folder import RunFolder
+from packtrain.wording import first_line
+
+KEY = "trainer.mirror"
+_INSIDE = re.compile(r"checkpoints/step-(\d+)/(.+)")
+_POLL_S, _SMALL_S = 2.0, 60.0
+_PAUSES_S = (5.0, 10.0, 20.0, 60.0, 300.0)
+"""After the first failure, the second, …"""
+_TRIES = 3
+"""To reach the bucket at the start, and to copy the rest at the end."""
+_SILENT_S = 300
+"""Without a byte, after which the end of a run no longer waits for the copy."""
+
+
+class Mirror:
+    """The copy of the run in `folder` at `url`."""
+
+    def __init__(self, url: str, folder: RunFolder) -> None:
+        import fsspec
+
+        self.url, self._folder = url.rstrip("/"), folder
+        options: Any = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
+        self._system, self._root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url, **options))
+        self._names: set[str] = set()
+        self._manifests: dict[int, bytes] = {}
+        """Of the checkpoints that are there."""
+        self._copied: dict[str, tuple[int, int]] = {}
+        """Size and time of last change of what was copied of the other files."""
+        self._ending, self._heard_at, self._failure = threading.Event(), time.monotonic(), ""
+        self._small_at = 0.0
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def fetch(self, resume: str) -> None:
+        """Before a run: gets the newest checkpoint and the figures until there, if the run folder has none as new and `resume` is auto.
+
+        Raises UserError where the bucket cannot be written to, or has a run that this one would replace; PeerFailed where it does not answer.
+        """
+        self._look()
+        done = self._there("summary.json") and json.loads(self._read("summary.json")).get("status") == "done"
+        newest = max(list_checkpoints(self._folder.checkpoints), default=-1)
+        newer = [] if done or resume != "auto" else sorted(step for step in self._manifests if step > newest)[::-1]
+        if newer and not any(self._download(step) for step in newer):
+            what = f"no checkpoint in {self.url} is what its manifest says"
+            raise UserError(what, where=KEY, fix="Name another place, or an intact checkpoint in trainer.resume.")
+        goes_on = list_checkpoints(self._folder.checkpoints) and not self._folder.gives_way(resume)
+        if (done or self._manifests) and not goes_on:
+            has = "a finished run" if done else "checkpoints of a run"
+            fix = "Name another place, or remove what is there."
+            raise UserError(f"{self.url} has {has}, which this one does not continue", where=KEY, fix=fix)
+
+    def start(self) -> None:
+        """Begins to copy."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copies what is left, as long as it gets on, and says so if it does not."""
+        self._ending.set()
+        while self._thread.is_alive() and time.monotonic() - self._heard_at < _SILENT_S:
+            self._thread.join(_POLL_S)
+        if self._failure or self._thread.is_alive():
+            why = self._failure or f"nothing was sent for {_SILENT_S} s"
+            _say(f"{self.url} has not all of the run ({why}): the rest is in {self._folder.root} alone")
+
+    def _look(self) -> None:
+        """Lists what is there, and leaves the mark of a run folder, to know that it may."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._system.invalidate_cache()
+                self._system.pipe_file(self._at(self._folder.mark.name), b"packtrain copies a run to this folder.\n")
+                self._names = {name[len(self._root) :].lstrip("/") for name in self._system.find(self._root)}
+                found = [match for name in self._names if (match := _INSIDE.fullmatch(name)) and match[2] == MANIFEST]
+                self._manifests = {int(match[1]): self._read(match[0]) for match in found}
+                return
+            except Exception as error:
+                what = f"{self.url} cannot be written to: {_shortly(error)}"
+                if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
+                    fix = "Check the URL, and the credentials by which its package gets there."
+                    raise UserError(what, where=KEY, fix=fix) from error
+                if not left:
+                    raise PeerFailed(what, where=KEY, fix="Try again, or leave the key out.") from error
+                time.sleep(_PAUSES_S[0])
+
+    def _download(self, step: int) -> bool:
+        """Puts a checkpoint into the run folder with the small files; whether it is what its manifest says."""
+        target = self._folder.checkpoints / f"step-{step:06d}"
+        staging, there = aside(target), f"checkpoints/{target.name}"
+        _say(f"getting {target.name} from {self.url}")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        (staging / MANIFEST).write_bytes(self._manifests[step])
+        written = written_into(staging)
+        try:
+            for name, (_, digest) in written.items():
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                self._system.get_file(self._at(f"{there}/{name}"), str(staging / name))
+                if hash_of(staging / name) != digest:
+                    raise ValueError(f"{name} is not as it was written")
+            if not written:
+                raise ValueError(f"{MANIFEST} is none")
+        except (FileNotFoundError, ValueError) as error:
+            _say(f"{there} in {self.url} is damaged: {_shortly(error)}")
+            shutil.rmtree(staging, ignore_errors=True)
+            return False
+        self._folder.set_mark()
+        for name in self._names:
+            if "/" not in name:
+                (self._folder.root / name).write_bytes(self._read(name))
+        publish(staging, target)
+        return True
+
+    def _work(self) -> None:
+        """The thread: copies what is new until the run has ended, and then the rest."""
+        failures = 0
+        while not self._ending.wait(_PAUSES_S[min(failures, len(_PAUSES_S)) - 1] if failures else _POLL_S):
+            failures = 0 if self._try_to_copy() else failures + 1
+        for _ in range(_TRIES):
+            if self._try_to_copy(everything=True):
+                return
+            time.sleep(_PAUSES_S[0])
+
+    def _try_to_copy(self, *, everything: bool = False) -> bool:
+        """Copies what is new; a failure is told once. Whether there was none."""
+        now = time.monotonic()
+        small = everything or now - self._small_at > _SMALL_S
+        try:
+            self._copy_new(small=small)
+        except Exception as error:
+            if (why := _shortly(error)) != self._failure:
+                _say(f"copying to {self.url} failed and is tried again: {why}")
+            self._failure = why
+            return False
+        if self._failure:
+            _say(f"copying to {self.url} works again")
+        self._failure, self._small_at = "", now if small else self._small_at
+        return True
+
+    def _copy_new(self, *, small: bool) -> None:
+        """What the bucket has not yet, checkpoints first; it loses what the run folder no longer has."""
+        folder = self._folder
+        if folder.attempt.root.is_dir():  # what is there is an earlier run's until this one begins
+            return
+        checkpoints = list_checkpoints(folder.checkpoints)
+        for step, checkpoint in reversed(checkpoints.items()):
+            try:
+                self._copy_checkpoint(step, checkpoint)
+            except FileNotFoundError:
+                if checkpoint.is_dir():  # else it was removed meanwhile, since there is a newer one
+                    raise
+        there = {int(match[1]) for name in self._names if (match := _INSIDE.fullmatch(name))}
+        for step in there - set(checkpoints) if checkpoints else ():
+            self._remove_checkpoint(step)
+        done = folder.status() == "done"
+        if not (small or done):
+            return
+        finals = [folder.final, folder.adapters, folder.merged]
+        inside = [path for final in finals if done for path in final.rglob("*") if path.is_file()]
+        for path in [*inside, *(path for path in folder.entries() if path.is_file() and path != folder.summary)]:
+            self._copy(path)
+        gone = {name for name in self._names if name.startswith(tuple(f"{final.name}/" for final in finals))}
+        for name in gone - {str(path.relative_to(folder.root)) for path in inside}:
+            self._remove(name)
+        if folder.summary.exists():
+            self._copy(folder.summary)
+        else:
+            self._remove(folder.summary.name)
+
+    def _copy_checkpoint(self, step: int, checkpoint: Path) -> None:
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        if self._manifests.get(step) == manifest:
+            return
+        self._remove_checkpoint(step)
+        for name in written_into(checkpoint):
+            self._put(checkpoint / name)
+        for log in (self._folder.metrics, self._folder.spikes):  # a run that goes on from it needs their lines
+            if log.exists():
+                self._copy(log)
+        self._put(checkpoint / MANIFEST)
+        self._manifests[step] = manifest
+
+    def _remove_checkpoint(self, step: int) -> None:
+        inside = f"checkpoints/step-{step:06d}/"
+        self._remove(f"{inside}{MANIFEST}")
+        self._manifests.pop(step, None)
+        for name in [name for name in self._names if name.startswith(inside)]:
+            self._remove(name)
+
+    def _copy(self, path: Path) -> None:
+        """Copies a file that has changed since it was copied."""
+        stat, name = path.stat(), str(path.relative_to(self._folder.root))
+        if self._copied.get(name) != (stat.st_size, stat.st_mtime_ns):
+            self._put(path)
+            self._copied[name] = (stat.st_size, stat.st_mtime_ns)
+
+    def _put(self, path: Path) -> None:
+        from fsspec.callbacks import Callback
+
+        mirror = self
+
+        class Heard(Callback):
+            def call(self, *_: Any, **__: Any) -> None:
+                mirror._heard_at = time.monotonic()
+
+        name = str(path.relative_to(self._folder.root))
+        self._names.add(name)
+        self._system.put_file(str(path), self._at(name), callback=Heard())
+        self._heard_at = time.monotonic()
+
+    def _remove(self, name: str) -> None:
+        if name in self._names:
+            with suppress(FileNotFoundError):
+                self._system.rm_file(self._at(name))
+            self._names.discard(name)
+            self._copied.pop(name, None)
+
+    def _there(self, name: str) -> bool:
+        return name in self._names
+
+    def _read(self, name: str) -> bytes:
+        return cast(bytes, self._system.cat_file(self._at(name)))
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def fetch_record(url: str, folder: Path) -> None:
+    """Gets the small files of a run at `url` into `folder`, for its report. Raises UserError where there is none."""
+    import fsspec
+
+    try:
+        system, root = cast("tuple[Any, str]", fsspec.core.url_to_fs(url.rstrip("/")))
+        files = [path for path in system.ls(root, detail=False) if system.isfile(path)]
+        for path in files:
+            system.get_file(path, str(folder / path.rpartition("/")[2]))
+    except Exception as error:
+        fix = "Check the URL, and the credentials by which its package gets there."
+        raise UserError(f"{url} cannot be read: {_shortly(error)}", where=url, fix=fix) from error
+
+
+def _shortly(error: Exception) -> str:
+    return clean(first_line(error))
+
+
+def _say(line: str) -> None:
+    print(clean(line), file=sys.stderr, flush=True)

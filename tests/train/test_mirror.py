@@ -1,0 +1,106 @@
+"""Runs with a copy in a bucket of a real S3 server (moto's): killed, they go on elsewhere; whatever becomes of the bucket, they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from running import Run, assert_same_bits, base_config, packtrain, train
+
+from tests.ports import free_port
+from tests.train import forked
+
+SECRET = "0123456789abcdefWonderful"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """A server with the bucket `runs`, and the variables by which it is reached."""
+    import boto3
+
+    port = free_port()
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
+    env = {
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=env["AWS_ENDPOINT_URL"],
+        region_name="us-east-1",
+        aws_access_key_id="someone",
+        aws_secret_access_key=SECRET,
+    )
+    until = time.monotonic() + 60
+    while True:
+        try:
+            client.create_bucket(Bucket="runs")
+            break
+        except Exception:
+            assert time.monotonic() < until
+            time.sleep(0.3)
+    yield server, env
+    server.kill()
+
+
+def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
+    bucket: tuple[subprocess.Popen[bytes], dict[str, str]], tmp_path: Path
+) -> None:
+    server, env = bucket
+    config = base_config(tmp_path, trainer={"checkpoint_every": 2, "max_steps": 40})
+    unbroken = train(tmp_path, config, name="unbroken")
+    config["trainer"]["mirror"] = "s3://runs/some/where"
+    file = tmp_path / "mirrored.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "packtrain", "sft", str(file), f"trainer.output_dir={tmp_path}/one"]
+    run = subprocess.Popen(command, env={**forked.ENVIRONMENT, **env}, stderr=subprocess.DEVNULL)
+    import s3fs
+
+    system, until = (
+        s3fs.S3FileSystem(key="someone", secret=SECRET, endpoint_url=env["AWS_ENDPOINT_URL"]),
+        time.time() + 120,
+    )
+    while not system.glob("runs/some/where/checkpoints/step-*/manifest.json", refresh=True):
+        assert run.poll() is None and time.time() < until
+        system.invalidate_cache()
+        time.sleep(0.1)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    done = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/two", env=env)
+    assert "resuming from step-" in done.stdout and "getting step-" in done.stderr
+    assert_same_bits(resumed := Run(tmp_path / "two"), unbroken)
+    assert [line["step"] for line in resumed.steps] == list(range(1, 41))
+    there = {name.removeprefix("runs/some/where/") for name in system.find("runs/some/where", refresh=True)}
+    assert {"final/model.safetensors", "summary.json", "report.html", "metrics.jsonl"} <= there
+    assert len({name.split("/")[1] for name in there if name.startswith("checkpoints/")}) == 2
+    again = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/three", env=env, expect=2)
+    assert "has a finished run" in again.stderr
+    packtrain("report", "s3://runs/some/where", "-o", str(tmp_path / "page.html"), env=env)
+    assert "<title>where" in (tmp_path / "page.html").read_text()
+    written = [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+    # the bucket goes away in the middle: a warning, and all else as ever
+    config["trainer"] |= {"mirror": "s3://runs/other", "max_steps": 20}
+    file.write_text(yaml.safe_dump(config))
+    command[-1] = f"trainer.output_dir={tmp_path}/four"
+    run = subprocess.Popen(command, env={**forked.ENVIRONMENT, **env}, stderr=subprocess.PIPE, text=True)
+    while not system.exists("runs/other/.packtrain"):
+        assert run.poll() is None and time.time() < until + 60
+        time.sleep(0.1)
+        system.invalidate_cache()
+    os.kill(server.pid, signal.SIGKILL)
+    _, said = run.communicate(timeout=200)
+    assert run.returncode == 0 and (tmp_path / "four" / "final" / "model.safetensors").exists()
+    assert "s3://runs/other failed and is tried again" in said and "has not all of the run" in said
+    assert SECRET not in said

@@ -1,0 +1,189 @@
+"""A run's copy in a bucket, killed at every operation, damaged, forbidden and away: what a fresh machine gets is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from packtrain.durable import hash_of
+from packtrain.errors import PeerFailed, UserError
+from packtrain.mirror import Mirror
+from packtrain.run_folder import RunFolder
+from tests.unit.command_line import packtrain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Mortal:
+    """A file system that is killed at its operation number `after`, in the middle of what it writes."""
+
+    def __init__(self, system: Any, after: int) -> None:
+        self.system, self.left = system, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.system, name)
+
+    def put_file(self, path: str, target: str, **_: Any) -> None:
+        content = Path(path).read_bytes()
+        self.system.pipe_file(target, content[: len(content) // 2] if self.left == 0 else content)
+        self._count()
+
+    def rm_file(self, path: str) -> None:
+        self.system.rm_file(path)
+        self._count()
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+def write_checkpoint(folder: RunFolder, step: int, content: str) -> None:
+    place = folder.checkpoints / f"step-{step:06d}"
+    (place / "inner").mkdir(parents=True)
+    for name in ("weights", "inner/states"):
+        (place / name).write_text(f"{content} {name}" * 5)
+    manifest = {
+        name: {"bytes": (place / name).stat().st_size, "blake2b": hash_of(place / name)}
+        for name in ("weights", "inner/states")
+    }
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    folder.metrics.write_text(f"until {step}")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.set_mark()
+    write_checkpoint(folder, 3, "three")
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}/runs/a"
+
+
+def copied(run: RunFolder, url: str, after: int = 10**6) -> bool:
+    """Whether a copy of all that is new came to its end before operation `after`."""
+    mirror = Mirror(url, run)
+    mirror._look()
+    mirror._system = Mortal(mirror._system, after)
+    try:
+        mirror._copy_new(small=True)
+    except Killed:
+        return False
+    return True
+
+
+def fetched(url: str, folder: Path, resume: str = "auto") -> RunFolder:
+    fresh = RunFolder(folder)
+    Mirror(url, fresh).fetch(resume)
+    return fresh
+
+
+def test_a_copy_killed_at_any_operation_leaves_an_older_checkpoint_or_the_new_one(
+    run: RunFolder, url: str, tmp_path: Path
+) -> None:
+    assert copied(run, url)
+    (run.checkpoints / "step-000003").rename(tmp_path / "step-000003")  # the newest one alone is kept
+    write_checkpoint(run, 6, "six")
+    kills, got = 0, list[int]()
+    while not copied(run, url, kills):
+        fresh = fetched(url, tmp_path / f"fresh-{kills}")
+        checkpoint = max(fresh.checkpoints.glob("step-*"))
+        assert (checkpoint / "inner/states").read_text() in ("three inner/states" * 5, "six inner/states" * 5)
+        assert (checkpoint / "weights").stat().st_size and not [*fresh.checkpoints.glob(".*")]
+        got.append(int(checkpoint.name[5:]))
+        if got[-1] == 6:
+            assert fresh.metrics.read_text() == "until 6"  # which the run that goes on from it cuts
+        kills += 1
+    assert got == sorted(got) and {3, 6} == set(got) and kills > 5
+    assert fetched(url, tmp_path / "whole").metrics.read_text() == "until 6"
+    assert not [name for name in fsspec.filesystem("memory").find(url[9:]) if "step-000003" in name]
+
+
+def test_a_checkpoint_that_is_damaged_there_gives_way_to_an_older_one(
+    run: RunFolder, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(run, 6, "six")
+    assert copied(run, url)
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"{url[8:]}/checkpoints/step-000006/weights", b"x")
+    fresh = fetched(url, tmp_path / "fresh")
+    assert [path.name for path in fresh.checkpoints.iterdir()] == ["step-000003"]
+    assert "step-000006" in capsys.readouterr().err
+    memory.rm_file(f"{url[8:]}/checkpoints/step-000003/weights")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        fetched(url, tmp_path / "none")
+
+
+def test_a_checkpoint_written_anew_takes_the_place_of_the_old_one(run: RunFolder, url: str, tmp_path: Path) -> None:
+    assert copied(run, url)
+    (run.checkpoints / "step-000003").rename(tmp_path / "old")
+    write_checkpoint(run, 3, "another")
+    assert copied(run, url)
+    fresh = fetched(url, tmp_path / "fresh")
+    assert "another" in (fresh.checkpoints / "step-000003" / "weights").read_text()
+
+
+def test_a_run_does_not_replace_another_one(run: RunFolder, url: str, tmp_path: Path) -> None:
+    assert copied(run, url)
+    for resume in ("never", str(tmp_path)):
+        with pytest.raises(UserError, match="has checkpoints of a run, which this one does not continue"):
+            fetched(url, tmp_path / "fresh", resume)
+    run.final.mkdir()
+    (run.final / "model").write_text("weights")
+    run.summary.write_text('{"status": "done"}')
+    for kills in range(30):
+        done = copied(run, url, kills)
+        has_summary = fsspec.filesystem("memory").exists(f"{url[8:]}/summary.json")
+        assert not has_summary or fsspec.filesystem("memory").cat(f"{url[8:]}/final/model") == b"weights"
+        if done:
+            break
+    with pytest.raises(UserError, match="has a finished run"):
+        fetched(url, tmp_path / "fresh")
+    run.summary.unlink()  # it goes on to more steps
+    (run.final / "model").unlink()
+    assert copied(run, url)
+    assert fetched(url, tmp_path / "fresh").checkpoints.is_dir()
+    assert not fsspec.filesystem("memory").exists(f"{url[8:]}/final/model")
+
+
+def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(
+    run: RunFolder, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.mirror._PAUSES_S", (0.0,))
+    mirror, asked = Mirror(url, run), []
+
+    def refuse(error: Exception) -> None:
+        def pipe_file(*_: Any) -> None:
+            asked.append(1)
+            raise error
+
+        monkeypatch.setattr(mirror._system, "pipe_file", pipe_file)
+
+    refuse(PermissionError("AccessDenied"))
+    with pytest.raises(UserError, match="AccessDenied"):
+        mirror.fetch("auto")
+    refuse(ConnectionError("no route"))
+    with pytest.raises(PeerFailed, match="no route"):
+        mirror.fetch("auto")
+    assert len(asked) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("runs/a", "is no URL of a bucket"), ("s4://a", "s3"), ("abfs://a", "needs the package adlfs")]
+)
+def test_what_is_no_bucket_is_refused(value: str, says: str, tmp_path: Path) -> None:
+    quickstart = str(ROOT / "recipes/quickstart-sft.yaml")
+    done = packtrain("sft", quickstart, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
+    assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
