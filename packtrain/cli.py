@@ -265,6 +265,30 @@ def sbatch(
     return submit_or_write(job, submit=submit, file=output, as_json=as_json)
 
 
+@_config_verb()
+def deploy(
+    verb: Annotated[Literal["sft", "dpo", "kto", "reward"], typer.Argument(metavar="VERB")],
+    arguments: Arguments = None,
+    on: Annotated[
+        Literal["kubeflow", "skypilot", "dstack"], typer.Option("--on", help="What places the run.")
+    ] = "skypilot",
+    image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The container it runs in.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="By the engine's name, such as H100; none: on CPUs.")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away, for less.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to the engine's own client.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file, not stdout.")] = None,
+) -> int:
+    """Write a run as a job of Kubeflow, or a task of SkyPilot or dstack, or submit it."""
+    from packtrain.launch.deploy import Machines, submit_or_write
+
+    said = [word for name, value in (("--image", image), ("--gpu", gpu)) if value for word in (name, value)]
+    said = ["packtrain", "deploy", "--on", on, *said, *(["--spot"] if spot else []), verb, *(arguments or [])]
+    job = replace(_job(verb, arguments, False), invoked_as=tuple(said))
+    return submit_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
+
+
 @_verb()
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML or JSON, or a .sh or .md with the command.")],

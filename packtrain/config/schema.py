@@ -443,10 +443,12 @@ class Topology:
     requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
     command: str | None = key(
         None,
-        "Slurm: what starts packtrain on a machine, as bash reads it after srun: VENV/bin/packtrain, or a container; none for "
-        "the packtrain that writes the script.",
+        "Slurm, deploy: what starts packtrain on a machine, as bash reads it (after srun): VENV/bin/packtrain, or a container; none for "
+        "the packtrain that writes the script, or that of the image.",
     )
-    setup: list[str] = key([], "Slurm: shell lines before the run, on the first machine (e.g. module load cuda).")
+    setup: list[str] = key(
+        [], "Slurm, deploy: shell lines before the run (e.g. module load cuda); Slurm's on the first machine."
+    )
     sbatch: list[str] = key([], "Slurm: options of sbatch (e.g. --account=lab, --mem=0); --gres=none for no GPUs.")
 
     @property

@@ -43,7 +43,7 @@ class ConfigFile:
         return f"{shown(self.path)}:{self.lines[key]}" if key in self.lines else shown(self.path)
 
 
-def shipped(folder: Literal["configs", "recipes", "slurm"]) -> Path:
+def shipped(folder: Literal["configs", "recipes", "slurm", "deploy"]) -> Path:
     """The absolute path of one of packtrain's own folders."""
     inside = PACKAGE / "_shipped" / folder
     return inside if inside.is_dir() else PACKAGE.parent / folder

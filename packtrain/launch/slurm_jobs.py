@@ -186,15 +186,15 @@ def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool)
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:
         document = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
-        _print_unchanged(json.dumps(document, indent=2) + "\n")
+        print_unchanged(json.dumps(document, indent=2) + "\n")
     elif file is not None:
         print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
     else:
-        _print_unchanged(text)
+        print_unchanged(text)
     return 0
 
 
-def _print_unchanged(text: str) -> None:
+def print_unchanged(text: str) -> None:
     """Prints a script unredacted: the user's lines of topology.setup must stay as they are."""
     print(text, end="", file=getattr(sys.stdout, "unchanged", sys.stdout))
 

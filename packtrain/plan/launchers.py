@@ -1,7 +1,8 @@
-"""What Slurm, MPI, torchrun and Kubernetes say in the environment variables of this process.
+"""What Slurm, MPI, torchrun, Kubernetes, SkyPilot and dstack say in the environment variables of this process.
 
 A launcher starts a process for each device, which joins the others and trains (torchrun, accelerate launch, mpirun, srun with
-several tasks on a machine), or one for each machine, which starts those of its devices (Slurm, Kubernetes' training operator).
+several tasks on a machine), or one for each machine, which starts those of its devices (Slurm, Kubernetes' training operator, SkyPilot,
+dstack).
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ _MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+_ENGINES = {
+    "SkyPilot": tuple(f"SKYPILOT_{name}" for name in ("NODE_RANK", "NUM_NODES", "NUM_GPUS_PER_NODE", "NODE_IPS")),
+    "dstack": tuple(f"DSTACK_{name}" for name in ("NODE_RANK", "NODES_NUM", "GPUS_PER_NODE", "MASTER_NODE_IP")),
+}
+"""Number of the machine, of machines, of GPUs on each, and the first one's address (SkyPilot: a line for each)."""
 _FIRST_SLURM_PORT, _SLURM_PORTS = 15_000, 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 
@@ -147,12 +153,21 @@ def read_process(
 
 
 def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology] | None:
-    """What says which machine this is of those that Kubernetes' training operator has started, and that as a topology by hand.
+    """What says which machine this is of those that Kubernetes' training operator, SkyPilot or dstack has started, and that as a
+    topology by hand.
 
-    The operator sets torchrun's PET_ variables, or RANK and WORLD_SIZE of machines. None outside of its pods.
+    The operator sets torchrun's PET_ variables, or RANK and WORLD_SIZE of machines. None outside of its pods and of theirs.
     """
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
         return None
+    for engine, names in _ENGINES.items():
+        if read_number(env, names[1], 1) > 1:
+            require(env, names)
+            node, nodes, gpus = (read_number(env, name, 0) for name in names[:3])
+            here = {"nodes": nodes, "node_rank": node, "gpus_per_node": gpus or topology.gpus_per_node}
+            first, port = env[names[3]].split()[0], topology.main_port or DEFAULT_PORT
+            by = f"{engine}'s variables {names[0]} and {names[1]}"
+            return by, replace(topology, kind="manual", main_address=first, main_port=port, **here)
     if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
         node, nodes, by = "PET_NODE_RANK", "PET_NNODES", "torchrun's variables PET_NNODES and PET_NODE_RANK"
         require(env, (node, nodes))  # an elastic job's machines are not numbered

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_holds_every_module_config_and_recipe_and_nothing_else(wheel):
     wanted = git_files("packtrain") | {
-        f"packtrain/_shipped/{name}" for name in git_files("configs", "recipes", "slurm")
+        f"packtrain/_shipped/{name}" for name in git_files("configs", "recipes", "slurm", "deploy")
     }
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
 

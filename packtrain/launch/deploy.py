@@ -1,0 +1,125 @@
+"""Runs as what engines take that rent and place machines: a TrainJob of Kubeflow, a task of SkyPilot or of dstack (`packtrain deploy`).
+
+The templates are in deploy/. All that they do is start the same command on each machine, where packtrain reads the engine's variables
+(plan/launchers.py). `--submit` hands the file to the engine's own client.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from packtrain.config.compose import to_yaml
+from packtrain.config.yaml_files import shipped
+from packtrain.durable import write_text
+from packtrain.errors import UserError
+from packtrain.launch.slurm_jobs import Job, print_unchanged
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import Surroundings
+from packtrain.redact import clean, speaks_of_secrets
+from packtrain.wording import counted
+
+Engine = Literal["kubeflow", "skypilot", "dstack"]
+_SUBMIT = {
+    "kubeflow": (["kubectl", "apply", "-f"], "https://kubernetes.io/docs/tasks/tools"),
+    "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
+    "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
+}
+"""The engine's client, which takes a file, and where it is had."""
+_GRACE_S = 30  # Kubernetes' own
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What a run is placed on: the container `image`, the `gpu` by the engine's name for it (none: CPUs), whether machines may be taken away
+    (`spot`)."""
+
+    image: str | None = None
+    gpu: str | None = None
+    spot: bool = False
+
+
+def deployment(engine: Engine, job: Job, machines: Machines) -> str:
+    """The text of the file. Raises UserError where the machines of the run are not known, or are named by others."""
+    config, topology = job.points[0].config, job.topology
+    per_node, nodes = topology.gpus_per_node, topology.nodes or 1
+    named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
+    if topology.kind != "auto" or named:
+        where = f"topology.{named[0] if named else 'kind'}"
+        raise UserError(f"{engine} names and numbers the machines itself", where=where, fix="Remove the key.")
+    if per_node is None:
+        what = "how many GPUs each machine has is not known here"
+        raise UserError(what, where="topology.gpus_per_node", fix="Set it; with --gpu none to processes on CPUs.")
+    if engine != "kubeflow" and machines.gpu is None:
+        raise UserError(
+            f"{engine} has to know which GPUs to ask for", where="--gpu", fix="Name one: H100, A100-80GB, none."
+        )
+    if engine == "kubeflow" and machines.spot:
+        fix = "Leave it out, and add the cluster's own node selector to the file."
+        raise UserError(
+            "which machines may be taken away is said by each cluster in its own way", where="--spot", fix=fix
+        )
+    if engine == "kubeflow" and not machines.image:
+        fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
+        raise UserError("pods need an image with packtrain in it", where="--image", fix=fix)
+    first = replace(topology, kind="manual", nodes=nodes, node_rank=0, main_address="first")
+    there = Surroundings(gpus=per_node if machines.gpu != "none" else 0)
+    plan = plan_launch(replace(config, topology=first), there, job.verb, job.arguments)
+    program = topology.command or "packtrain"
+    inside = "/tmp/packtrain.yaml" if engine == "kubeflow" else None
+    arguments = [job.verb, inside] if inside else [job.verb, *job.arguments]
+    secrets = [name for name in os.environ if speaks_of_secrets(name) and name.startswith(("HF_", "WANDB_", "AWS_"))]
+    values: dict[str, Any] = {
+        "made_by": f"Made by {clean(shlex.join(job.invoked_as))}".replace("\n", "\n# "),
+        "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
+        "name": re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")[:40] or "packtrain",
+        "nodes": nodes,
+        "per_node": per_node,
+        "image": machines.image,
+        "gpu": machines.gpu if machines.gpu != "none" else None,
+        "on_cpus": machines.gpu == "none",
+        "spot": machines.spot,
+        "restarts": config.trainer.restarts,
+        "grace": topology.grace or _GRACE_S,
+        "setup": topology.setup,
+        "secrets": sorted(secrets),
+        "config": to_yaml(config).splitlines(),
+        "command": f"{program} {shlex.join(arguments)}",
+    }
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    source = FileSystemLoader(shipped("deploy"))
+    templates = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return templates.get_template(f"{engine}.yaml.j2").render(**values) + "\n"
+
+
+def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: bool, file: Path | None) -> int:
+    """Hands the file to the engine's client (`submit`), writes it to `file`, or to stdout; returns the exit code.
+
+    Raises UserError where the client is not installed.
+    """
+    text = deployment(engine, job, machines)
+    if file is not None:
+        write_text(file, text)
+    if submit:
+        command, install = _SUBMIT[engine]
+        if shutil.which(command[0]) is None:
+            what = f"{command[0]}, the client of {engine}, is not installed"
+            raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml") as made:
+            made.write(text)
+            made.flush()
+            return subprocess.run([*command, str(file or made.name)], check=False).returncode
+    if file is None:
+        print_unchanged(text)
+    else:
+        print(f"{file} is written: {shlex.join([*_SUBMIT[engine][0], str(file)])} submits it", file=sys.stderr)
+    return 0

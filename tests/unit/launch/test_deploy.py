@@ -1,0 +1,99 @@
+"""`packtrain deploy`: files that the engines' own classes take, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.command_line import packtrain
+
+ROOT = Path(__file__).resolve().parents[3]
+GIVEN = ("topology.nodes=2", "topology.gpus_per_node=8", "trainer.checkpoint_every=100", "trainer.restarts=3")
+EXAMPLES = {
+    "kubeflow": ("--image", "ghcr.io/you/packtrain"),
+    "skypilot": ("--gpu", "H100", "--spot"),
+    "dstack": ("--image", "ghcr.io/you/packtrain", "--gpu", "H100", "--spot"),
+}
+
+
+def deployed(folder: Path, engine: str, *given: str, code: int = 0) -> str:
+    """What the command writes, or its error."""
+    command = ("deploy", "--on", engine, *given, "sft", str(ROOT / "recipes/quickstart-sft.yaml"))
+    done = packtrain(*command, *GIVEN, folder=folder)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def lost(given: Any, made: Any, place: str = "") -> list[str]:
+    """The keys of `given` that the engine's classes did not keep."""
+    if isinstance(given, dict):
+        inside = [(f"{place}.{key}", value, (made or {}).get(key)) for key, value in given.items()]
+    elif isinstance(given, list):
+        inside = [(f"{place}[{at}]", value, made[at]) for at, value in enumerate(given)]
+    else:
+        return [] if made is not None else [place]
+    return [name for one, value, other in inside for name in ([one] if other is None else lost(value, other, one))]
+
+
+def test_a_job_of_kubeflow_is_one_by_its_own_classes(tmp_path: Path) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    runtime, job = yaml.safe_load_all(deployed(tmp_path, "kubeflow", *EXAMPLES["kubeflow"]))
+    kinds = (models.TrainerV1alpha1ClusterTrainingRuntime, models.TrainerV1alpha1TrainJob)
+    for given, kind in zip((runtime, job), kinds, strict=True):
+        assert lost(given, kind.from_dict(given).to_dict()) == []
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
+    config = trainer["args"][0].partition("<<'PACKTRAIN'\n")[2].partition("\nPACKTRAIN\n")[0]
+    assert yaml.safe_load(config)["trainer"]["restarts"] == 3
+    assert trainer["args"][0].endswith("exec packtrain sft /tmp/packtrain.yaml\n")
+
+
+def test_a_task_of_skypilot_is_one_by_its_own_class(tmp_path: Path) -> None:
+    sky = pytest.importorskip("sky")
+    task = sky.Task.from_yaml_config(yaml.safe_load(deployed(tmp_path, "skypilot", *EXAMPLES["skypilot"])))
+    (resources,) = task.resources
+    assert (task.num_nodes, resources.accelerators, resources.use_spot) == (2, {"H100": 8}, True)
+
+
+def test_a_task_of_dstack_is_one_by_its_own_class(tmp_path: Path) -> None:
+    configurations = pytest.importorskip("dstack._internal.core.models.configurations")
+    text = deployed(tmp_path, "dstack", *EXAMPLES["dstack"])
+    task = configurations.parse_run_configuration(yaml.safe_load(text))
+    assert (task.nodes, task.resources.gpu.count.min, task.resources.gpu.name) == (2, 8, ["H100"])
+
+
+@pytest.mark.parametrize("engine", EXAMPLES)
+def test_the_files_in_deploy_are_what_the_command_writes(tmp_path: Path, engine: str) -> None:
+    told = deployed(tmp_path, engine, *EXAMPLES[engine]).replace(f"{ROOT}/", "")
+    assert (ROOT / "deploy" / f"{engine}.yaml").read_text() == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "says"),
+    [
+        ("kubeflow", (), "--image: pods need an image"),
+        ("kubeflow", ("--image", "a", "--spot"), "--spot: which machines may be taken away"),
+        ("skypilot", (), "--gpu: skypilot has to know"),
+        ("dstack", ("--gpu", "H100", "--submit"), "--submit: dstack, the client of dstack, is not installed"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, engine: str, given: tuple[str, ...], says: str) -> None:
+    assert says in deployed(tmp_path, engine, *given, code=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("topology.node_rank=0", "topology.node_rank: skypilot names and numbers the machines itself"),
+        ("topology=manual", "topology.kind"),
+        ("topology.gpus_per_node=null", "topology.gpus_per_node: how many GPUs"),
+    ],
+)
+def test_machines_that_others_name_are_refused(tmp_path: Path, key: str, says: str) -> None:
+    command = ("deploy", "--gpu", "H100", "sft", str(ROOT / "recipes/quickstart-sft.yaml"), *GIVEN, key)
+    done = packtrain(*command, folder=tmp_path)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
