@@ -399,10 +399,10 @@ class Strategy:
 class Topology:
     """Which processes train, on which machines, and what a Slurm job asks for."""
 
-    kind: Literal["auto", "single", "local", "slurm", "env", "manual"] = key(
+    kind: Literal["auto", "single", "local", "slurm", "env", "manual", "ray"] = key(
         "auto",
         "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
-        "manual: the same command once on every machine, each with its topology.node_rank.",
+        "manual: the same command once on every machine, each with its topology.node_rank; ray: the machines of a Ray cluster.",
     )
     nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=20_000)
     min_nodes: int | None = key(None, "Fewest machines that a restart makes do with; none waits for all.", minimum=1)

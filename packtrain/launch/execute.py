@@ -28,6 +28,7 @@ from packtrain.errors import UserError
 from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
+from packtrain.launch.on_ray import run_on_ray
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
@@ -73,6 +74,8 @@ def execute(
         # srun's code is that of a lost machine, though the run may have gone on without it
         done = plan.survives_lost_machines and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
+    if plan.role == "ray":
+        return run_on_ray(config, plan)
     with ExitStack() as stack:
         lock, has_opened = stack.enter_context(RunLock()), False
 

@@ -27,14 +27,14 @@ from packtrain.plan.network_settings import is_ip, is_loopback
 from packtrain.plan.surroundings import Surroundings
 from packtrain.wording import counted
 
-Role = Literal["train", "launch", "srun"]
+Role = Literal["train", "launch", "srun", "ray"]
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
     """`gpus_per_node` processes on each of `nodes` machines, of which this is number `node`; and the reason.
 
-    `needs_srun`: packtrain is not yet started on all machines of a Slurm job; `joins`: another launcher has started all
+    `needs_srun`: packtrain is not yet started on all machines of a Slurm job; `needs_ray`: Ray is to start them; `joins`: another launcher has started all
     processes, and `env` are the variables that torch needs then; `relaunched`: one process too is launched, to be started again.
     `hosts` are the machines' names if they are known. `obstacles` keep the plan from being carried out from here.
     """
@@ -44,6 +44,7 @@ class Processes:
     reason: str
     node: int = 0
     needs_srun: bool = False
+    needs_ray: bool = False
     joins: bool = False
     relaunched: bool = False
     hosts: tuple[str, ...] = ()
@@ -59,7 +60,9 @@ class Processes:
 
     @property
     def role(self) -> Role:
-        """The task of this process: train, launch the processes of its machine, or start packtrain on all machines by srun."""
+        """The task of this process: train, launch the processes of its machine, or start packtrain on all machines by srun or Ray."""
+        if self.needs_ray:
+            return "ray"
         alone = self.num_processes == 1 and not self.relaunched
         return "srun" if self.needs_srun else "train" if self.joins or alone else "launch"
 
@@ -78,6 +81,12 @@ class Processes:
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
     """The processes of a run with this `topology`, here. Raises UserError or CheckFailed if two sources contradict each other."""
     kind, env = topology.kind, surroundings.env
+    if kind == "ray":
+        nodes, per_node = topology.nodes or 1, topology.gpus_per_node
+        if per_node is None:
+            what = f"how many GPUs each of {nodes} machines has is not known here"
+            raise UserError(what, where=GPUS_PER_NODE, fix="Set it; ray status shows what the cluster has.")
+        return Processes(nodes, per_node, f"Ray: {_machines(nodes, per_node)}", needs_ray=True)
     allocation = read_allocation(env)
     process, pod = read_process(topology, env, allocation), read_pod(topology, env)
     in_slurm = kind in ("auto", "slurm") and ("SLURM_JOB_ID" in env or "SLURM_PROCID" in env)

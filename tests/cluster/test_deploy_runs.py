@@ -55,7 +55,9 @@ def test_the_same_command_on_each_machine_trains_as_one_process_does(
     *_, made = yaml.safe_load_all(text)
     if engine == "kubeflow":
         assert "resourcesPerNode" not in made["spec"]["trainer"]
-        command = made["spec"]["trainer"]["args"][0].replace("/tmp/packtrain.yaml", "$TMPDIR/packtrain.yaml")  # which these hosts share
+        command = made["spec"]["trainer"]["args"][0].replace(
+            "/tmp/packtrain.yaml", "$TMPDIR/packtrain.yaml"
+        )  # which these hosts share
     else:
         command = made["run"] if engine == "skypilot" else made["commands"][-1]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

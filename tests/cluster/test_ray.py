@@ -1,0 +1,155 @@
+"""Runs on a real Ray of two raylets, with an address each: as one process trains, and what becomes of them when something is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.ports import free_port
+from tests.train.forked import ENVIRONMENT
+from tests.train.running import Run, base_config, train
+
+pytest.importorskip("ray.train", reason="no Ray: pip install -e '.[ray]'")
+RAY = str(Path(sys.executable).parent / "ray")
+GIVEN = ("topology=ray", "topology.nodes=2", "topology.gpus_per_node=2")
+LONG_S = 300
+
+
+class Cluster:
+    """Two raylets with two CPUs each."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.env = {**ENVIRONMENT, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
+        head = ("--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false")
+        self.start("127.0.0.1", *head)
+        self.start("127.0.0.2", f"--address={self.address}")
+
+    def start(self, at: str, *given: str) -> None:
+        command = [RAY, "start", *given, f"--node-ip-address={at}", "--num-cpus=2"]
+        subprocess.run(command, env=self.env, check=True, capture_output=True, timeout=120)
+
+    def stop(self) -> None:
+        subprocess.run([RAY, "stop", "--force"], env=self.env, capture_output=True, timeout=120)
+
+    def begin(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "packtrain", "sft", "run.yaml", *GIVEN, *overrides]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=folder, env=self.env, **streams)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("alone")
+    return train(folder, base_config(folder, trainer={"max_steps": 40}))
+
+
+def prepared(folder: Path, **trainer: object) -> Path:
+    config = base_config(folder, trainer={"max_steps": 40, "checkpoint_every": 5, **trainer})
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def wait_for_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
+    end = time.monotonic() + LONG_S
+    while not [*(folder / "run/checkpoints").glob("step-*")]:
+        assert run.poll() is None and time.monotonic() < end, run.communicate()[0]
+        time.sleep(0.05)
+
+
+def processes(**environment: str) -> list[psutil.Process]:
+    """Those of packtrain that Ray's workers have started."""
+    found = []
+    for one in psutil.process_iter():
+        try:
+            ours = any("packtrain-ray-" in word for word in one.cmdline())
+            if ours and environment.items() <= one.environ().items():
+                found.append(one)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_nothing_left() -> None:
+    end = time.monotonic() + 60
+    while left := processes():
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
+
+
+def test_workers_of_two_machines_train_as_one_process_does(cluster: Cluster, tmp_path: Path, alone: Run) -> None:
+    run = cluster.begin(prepared(tmp_path))
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 0, said
+    assert Run(tmp_path / "run").losses == pytest.approx(alone.losses, rel=1e-5)
+    assert "step 40/40" in said and "4 processes" in said
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize("killed", ["a process", "a worker of Ray", "a raylet"])
+def test_the_job_is_started_again_from_its_checkpoint(
+    cluster: Cluster, tmp_path: Path, alone: Run, killed: str
+) -> None:
+    run = cluster.begin(prepared(tmp_path, max_steps=40, restarts=2), "topology.join_timeout=200")
+    wait_for_checkpoint(run, tmp_path)
+    (process,) = processes(RANK="3")
+    if killed == "a raylet":
+        raylet = next(one for one in process.parents() if "raylet" in one.name())
+        for one in [raylet, *raylet.children(recursive=True)]:
+            one.kill()
+        cluster.start("127.0.0.2", f"--address={cluster.address}")
+    else:
+        (process if killed == "a process" else process.parent() or process).kill()
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 0 and "resuming from step-" in said, said
+    assert Run(tmp_path / "run").losses == pytest.approx(alone.losses, rel=1e-5)
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_a_checkpoint(cluster: Cluster, tmp_path: Path, number: int, code: int) -> None:
+    run = cluster.begin(prepared(tmp_path, max_steps=100_000, restarts=2))
+    wait_for_checkpoint(run, tmp_path)
+    os.kill(run.pid, number)
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == code and "the same command goes on from" in said, said
+    assert Run(tmp_path / "run").summary["status"] == "stopped"
+    assert_nothing_left()
+
+
+def test_what_no_new_start_mends_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    (prepared(tmp_path, restarts=3) / "data.jsonl").write_text('{"messages": 3}\n')
+    run = cluster.begin(tmp_path)
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 2 and "data.jsonl:1" in said, said
+
+
+def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64", "topology.join_timeout=15")
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 4 and "Ray has placed 0 of 128 workers after 15 s" in said, said
+    cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    try:
+        run = cluster.begin(tmp_path)
+        said, _ = run.communicate(timeout=LONG_S)
+    finally:
+        cluster.env["RAY_ADDRESS"] = cluster.address
+    assert run.returncode == 2 and "no Ray cluster is found" in said, said
+    assert shutil.which(RAY)

@@ -1,0 +1,60 @@
+"""The image: what its locks pin is what pyproject.toml asks for, with hashes, and its steps make an environment that trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = ("deepspeed", "tensorboard", "s3", "quantize", "fp8")
+
+
+def pinned(name: str) -> dict[str, tuple[str, int]]:
+    """Version and number of hashes by package."""
+    blocks = re.split(r"^(?=[a-z0-9])", (ROOT / "deploy" / name).read_text(), flags=re.M)[1:]
+    found = [(re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.+]+)", block), block.count("--hash=sha256:")) for block in blocks]
+    return {match[1]: (match[2], hashes) for match, hashes in found if match}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_the_locks_pin_what_the_project_asks_for_each_with_hashes() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch, others = pinned("torch-cuda.lock"), pinned("requirements.lock")
+    assert {"torch", "triton", "nvidia-nccl-cu13"} <= set(torch) and not set(torch) & set(others)
+    assert all(hashes for _, hashes in {**torch, **others}.values())
+    asked = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    for requirement in map(Requirement, asked):
+        version = {**torch, **others}[requirement.name.lower().replace("_", "-")][0]
+        assert requirement.specifier.contains(version), f"{requirement}, and the lock has {version}: deploy/lock.sh"
+
+
+def test_the_dockerfile_runs_these_steps_as_no_root() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    steps = [line.split()[0] for line in lines if re.match(r"[A-Z]+ ", line)]
+    assert steps[:2] == ["ARG", "FROM"] and "FROM ${BASE}" in lines and "USER trainer" in lines
+    assert any("deploy/install.sh /opt/venv" in line for line in lines)
+    assert any(line.startswith("HEALTHCHECK") and "packtrain env" in line for line in lines)
+    kept = (ROOT / ".dockerignore").read_text().split("\n!")
+    assert {"packtrain", "configs", "recipes", "slurm", "deploy", "pyproject.toml"} <= {one.strip() for one in kept}
+
+
+@pytest.mark.exhaustive
+def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
+    import torch
+
+    here = f"torch=={torch.__version__.partition('+')[0]}"
+    env = {**os.environ, "TORCH": here, "PYTHON": sys.executable}
+    tree = tmp_path / "tree"  # what .dockerignore leaves
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tree)], check=True)
+    subprocess.run([tree / "deploy/install.sh", tmp_path / "venv"], env=env, check=True, timeout=900)
+    given = ("sft", str(tree / "recipes/quickstart-sft.yaml"), "trainer.max_steps=2")
+    done = subprocess.run([tmp_path / "venv/bin/packtrain", *given], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
