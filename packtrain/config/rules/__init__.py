@@ -149,22 +149,19 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data, key, train = config.data, "data.streaming", sources(config.data.train)
     if not data.streaming:
         if "data.shuffle_buffer" in given:
-            yield Fault(
-                ("data.shuffle_buffer", key), "it is of streams alone", f"Set {key}=true, or remove it.", because=key
-            )
+            fix = f"Set {key}=true, or remove it."
+            yield Fault(("data.shuffle_buffer", key), "it is of streams alone", fix, because=key)
         if any(source.repeat for source in train):
             yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
         return
     against = dict[str, str]()
     if config.trainer.max_steps is None:
-        against["trainer.max_steps"] = (
-            "how long a stream is, is not known: a run over it has no epochs, but so many steps"
-        )
+        against["trainer.max_steps"] = "how long a stream is, is not known: its run is of so many steps"
     if isinstance(data.eval, float | int) and data.eval:
         against["data.eval"] = "a fraction of a stream cannot be held out"
     if config.batch.examples_per_step is None:
         against["batch.examples_per_step"] = (
-            "tokens_per_step fills rows over the whole data; a step of a stream is so many examples"
+            "tokens_per_step fills rows of whole data; a stream has so many examples a step"
         )
     if data.shuffle == "by_prefix":
         against["data.shuffle"] = "which documents begin alike is known of whole data alone"
@@ -183,9 +180,7 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.trainer.on_spike == "rollback":
         against["trainer.on_spike"] = "examples of a stream cannot be left out afterwards; skip and stop go with it"
     if config.strategy.sequence_parallel != 1:
-        against["strategy.sequence_parallel"] = (
-            "over how many processes documents are split is decided by the longest of all"
-        )
+        against["strategy.sequence_parallel"] = "how many processes split documents is decided by the longest of all"
     for other, what in against.items():
         yield Fault((other, key), what, f"Change {other}, or leave {key} out.")
 
