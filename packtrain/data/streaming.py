@@ -142,7 +142,7 @@ class SourceStream:
     def _encode(self) -> Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]]:
         """The chunks from `place` on, with their places, tokenised ahead."""
         places: deque[tuple[int, str, int]] = deque()
-        file, skip, parts = self.place["file"], self.place["chunk"], self.source.parts()
+        file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
             what = f"the run had come to {came}, and other files are there now"
             raise UserError(
@@ -239,6 +239,9 @@ def open_stream(
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
+        if source.samples is not None:
+            what = "num_samples are those of an epoch, which a stream has not"
+            raise UserError(what, where=f"data.train, {named.path}", fix="Name the entry's files in its place.")
         chunks = source.chunks()
         format, seen = tokeniser.detect(source, chunks)
         encoder.check(format, source.name)
@@ -253,7 +256,7 @@ def open_stream(
                 "no document remains of any row", where=source.name, fix="See data.format, data.max_length."
             )
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
-        files = [source.key, source.size, *(name for name, _ in source.parts())]
+        files = [source.key, source.size, *(name for name, _ in source.files)]
         identity.append([named.weight, named.repeat, *files, *tokeniser.settings])
         streams.append(SourceStream(source, named, number, format, together, tokeniser))
     sample = mix_sources(first_rows, "data.train", seed, together=together, weigh=False)

@@ -45,7 +45,8 @@ class StreamSchedule(Schedule):
 class Feed:
     """Gives the steps of a `stream`; `slots` says what the examples of a data set take in a row.
 
-    `place` is where the stream goes on after the step at hand, with the `examples` and trained tokens until there.
+    `place` is where the stream goes on after the step at hand, with the `examples` and trained tokens until there; `marks` are what this
+    rank adds to the sums that `check_marks` gets.
     """
 
     stream: Stream
@@ -55,6 +56,7 @@ class Feed:
     examples: int = 0
     trained: int = 0
     ended: bool = False
+    marks: tuple[int, ...] = ()
     current: Any = field(init=False)
     _window: Window = field(init=False)
     _stopping: Event = field(default_factory=Event)
@@ -90,7 +92,8 @@ class Feed:
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
-            self.ended = self._window.last
+            self.ended, mark = self._window.last, self._window.mark ^ self._window.last
+            self.marks = mark, mark**2
             self.place = self._window.place | {name: getattr(self, name) for name in _TOLD}
             yield batches
 
@@ -100,11 +103,6 @@ class Feed:
             return planned
         self.say(f"data.train has ended: step {step:,} is the last of {planned:,}")
         return step
-
-    def marks(self) -> list[int]:
-        """What this rank adds to the sums that `check_marks` gets."""
-        mark = self._window.mark ^ self.ended
-        return [mark, mark**2]
 
     def check_marks(self, total: int, squares: int, ranks: int) -> None:
         """Raises UserError where the ranks' marks have a variance: then not all train on the same documents."""

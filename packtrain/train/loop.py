@@ -191,7 +191,7 @@ class StepTrainer:
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times, feed = self.clock.reduction_values() if timed else [], self.steps.feed
-        marks = feed.marks() if feed else ()
+        marks = feed.marks if feed else ()
         total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times, *marks]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))

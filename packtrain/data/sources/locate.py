@@ -49,7 +49,7 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows that `chunks` reads in order, raising UserError for a file that cannot be read at all.
+    """Rows of `files`: the name of each, and what reads its chunks from a number on (of what has no files, as of one).
 
     `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
     `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
@@ -60,15 +60,13 @@ class Source:
     key: str
     paths: tuple[Path | RemoteFile, ...]
     size: int
-    chunks: Callable[[], Iterator[Chunk]]
+    files: Sequence[tuple[str, Callable[[int], Iterator[Chunk]]]]
     remark: str = ""
     samples: int | None = None
-    readers: tuple[tuple[str, Callable[[int], Iterator[Chunk]]], ...] = ()
-    """Of each file its name, and what reads its chunks from a number on."""
 
-    def parts(self) -> Sequence[tuple[str, Callable[[int], Iterator[Chunk]]]]:
-        """As `readers`; of what has no files as of one."""
-        return self.readers or [(self.name, lambda first: islice(self.chunks(), first, None))]
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows in order. Raises UserError for a file that cannot be read at all."""
+        return chain.from_iterable(read(0) for _, read in self.files)
 
     def identity(self, hash_file: Callable[[Path], str]) -> str:
         """A hash of what determines the rows."""
@@ -96,12 +94,11 @@ def locate(
         source, translate, samples = look_up(source, where)
         plain = locate(source, role, seed, objective, split_text, streaming=streaming)
 
-        def translated(read: Callable[..., Iterator[Chunk]], *first: int) -> Iterator[Chunk]:
-            return (replace(chunk, translate=translate) for chunk in read(*first))
+        def translated(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
+            return (replace(chunk, translate=translate) for chunk in read(first))
 
-        readers = tuple((name, partial(translated, read)) for name, read in plain.readers)
-        found = replace(plain, key=f"{plain.key} {translate}", chunks=partial(translated, plain.chunks))
-        return replace(found, samples=samples, readers=readers)
+        files = [(name, partial(translated, read)) for name, read in plain.files]
+        return replace(plain, key=f"{plain.key} {translate}", files=files, samples=samples)
     if "://" in path:
         if not streaming:
             fix = "Set data.streaming=true, or copy the files to this machine."
@@ -136,8 +133,7 @@ def _choose(
     if not files:
         fix = f"{_READABLE} If a file is one of these under another suffix, rename it."
         raise UserError(f"{name!r}: there is nothing to read in it", where=where, fix=fix)
-    is_glob = any(sign in name for sign in "*?[") and not Path(name).is_dir()
-    splits = {} if is_glob else _group_by_split(name, files)
+    splits = _group_by_split(name, files) if Path(name).is_dir() or not re.search(r"[*?[]", name) else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"plain files have no {'splits' if source.subset is None else 'subsets'} to choose from"
         raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
@@ -152,11 +148,12 @@ def _choose(
 
 
 def _generate(split: Split, seed: int, objective: ObjectiveKind) -> Source:
-    def chunks() -> Iterator[Chunk]:
+    def read(first: int) -> Iterator[Chunk]:
         rows = _QUICKSTART[objective](split, seed, None)
-        return cut_into_chunks("quickstart", ((number, row, 1) for number, row in enumerate(rows, 1)))
+        return islice(cut_into_chunks("quickstart", ((at, row, 1) for at, row in enumerate(rows, 1))), first, None)
 
-    return Source("quickstart", f"quickstart {objective} {split} {seed}", (Path(str(quickstart.__file__)),), 0, chunks)
+    name, code = f"quickstart {objective} {split} {seed}", Path(str(quickstart.__file__))
+    return Source("quickstart", name, (code,), 0, [("quickstart", read)])
 
 
 def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: SplitText, remark: str = "") -> Source:
@@ -166,9 +163,8 @@ def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: Split
         key += f" {split_text}"
     size = sum(path.stat().st_size for path in files if isinstance(path, Path))
     said = "; ".join(f"{name}: {remark}" for remark in remarks if remark)
-    read = partial(read_file, split_text=split_text)
-    readers = tuple((str(file), partial(read_file, file, split_text)) for file in files)
-    return Source(name, key, tuple(files), size, lambda: chain.from_iterable(map(read, files)), said, readers=readers)
+    readers = [(str(file), partial(read_file, file, split_text)) for file in files]
+    return Source(name, key, tuple(files), size, readers, said)
 
 
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
@@ -183,7 +179,8 @@ def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
                 yield Chunk(name, numbers, batch, len(numbers), by_line=False)
                 first = numbers.stop
 
-    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, chunks)
+    files = [(name, lambda first: islice(chunks(), first, None))]
+    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, files)
 
 
 def _list_files(local: Path) -> list[Path]:

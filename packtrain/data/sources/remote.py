@@ -56,18 +56,16 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
 
 def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) -> Iterator[tuple[int, Any]]:
     """The chunks of a file from number `first` on, with their numbers. Where reading a URL fails, it goes on from there a little later."""
-    failed = 0
-    while True:
+    for wait_s in (*_WAITS_S, None):
         try:
             for chunk in read(first):
-                first, failed = first + 1, 0
+                first += 1
                 yield first - 1, chunk
             return
         except UserError:
-            if "://" not in name or failed == len(_WAITS_S):
+            if wait_s is None or "://" not in name:
                 raise
-            time.sleep(_WAITS_S[failed])
-            failed += 1
+            time.sleep(wait_s)
 
 
 def list_hub(source: DataSource, where: str) -> list[RemoteFile]:

@@ -211,6 +211,10 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
         assert len([*chain(*read(open_(DataSource(path="memory://data", split=split)).stream))]) == 20
     with pytest.raises(UserError, match="no splits to choose from"):
         open_(DataSource(path="memory://bucket/*.jsonl", split="test"))
+    listed = {"some": {"file_name": "rows/a.jsonl", "num_samples": 5, "columns": {"prompt": "text"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="num_samples"):
+        open_(f"lf:{tmp_path}/dataset_info.json#some")
     with pytest.raises(UserError, match="only as a stream"):
         prepare(Data(train=f"file://{tmp_path}/rows"), TOKENIZER, seed=0)
     with pytest.raises(UserError, match="cannot be read"):
