@@ -214,7 +214,7 @@ class Stream:
         store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
-        mark = zlib.crc32(mask, zlib.crc32(ids)) & 0xFFFF
+        mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
         return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place, mark)
 
     def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
