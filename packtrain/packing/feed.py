@@ -69,9 +69,10 @@ class Feed:
         self.current = steps
         return steps
 
-    def go_on_from(self, checkpoint: Path) -> None:
-        """The next steps are those after `checkpoint`."""
-        self.place = json.loads((checkpoint / PLACE).read_text())
+    def go_on_from(self, checkpoint: Path, step: int) -> None:
+        """The next steps are those after `checkpoint`, of `step`; after one of a run that was no stream they begin with the first rows."""
+        new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
+        self.place = json.loads(file.read_text()) if file.exists() else new
         self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
     def load(self, steps: Any) -> Iterator[list[Any]]:

@@ -152,7 +152,7 @@ class StepTrainer:
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
             if self.steps.feed is not None:
-                self.steps.feed.go_on_from(checkpoint)
+                self.steps.feed.go_on_from(checkpoint, self.state.global_step)
                 self.state.max_steps = self.steps.feed.end_after(self.state.global_step, self.state.max_steps)
         return iter(step_loader(self.steps, first=self.state.global_step))
 

@@ -116,6 +116,16 @@ def test_another_buffer_is_no_continuation(unbroken: Run) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_stream_goes_on_from_a_run_that_was_none(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data={"streaming": False, "shuffle_buffer": 10_000}, trainer={"max_steps": 4})
+    whole = train(tmp_path, config, name="whole")
+    config["data"] |= {"streaming": True, "shuffle_buffer": 100}
+    despite = "trainer.resume_despite=[data.train,data.streaming]"
+    run = train(tmp_path, config, resume(whole, 4), despite, "trainer.max_steps=6", name="on")
+    assert [line["step"] for line in run.steps] == [5, 6] and run.summary["examples"] == 14
+
+
+@pytest.mark.exhaustive
 def test_a_bad_row_ends_the_run_with_its_place_on_every_rank(tmp_path: Path) -> None:
     config = config_of(tmp_path, data={"shuffle_buffer": 10})
     with (tmp_path / "many.jsonl").open("a") as file:

@@ -152,11 +152,10 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
         return
     trainer, alike = config.trainer, "which documents begin alike is known of whole data alone"
-    held_out = isinstance(data.eval, float | int) and bool(data.eval)
     shares = config.objective.kind == "sft" and bool(config.packing.share_prefix)
     against = (
         ("trainer.max_steps", trainer.max_steps is None, "how long a stream is, is not known: it has no epochs"),
-        ("data.eval", held_out, "a fraction of a stream cannot be held out"),
+        ("data.eval", isinstance(data.eval, float | int) and data.eval, "a fraction of a stream cannot be held out"),
         ("batch.examples_per_step", config.batch.examples_per_step is None, "rows are filled over whole data alone"),
         ("data.shuffle", data.shuffle == "by_prefix", alike),
         ("packing.share_prefix", shares, alike),
