@@ -139,6 +139,13 @@ class Tokeniser:
     stack: ExitStack
     pool: ProcessPoolExecutor | None = None
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What decides of which rows documents are made, and how."""
+        data, template = self.encoder.data, self.encoder.template
+        keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
+        return (*keys, template.content if template else "")
+
     def tokenise(self, given: DataSource, role: Split) -> Tokenised:
         encoder, data = self.encoder, self.encoder.data
         try:
@@ -147,9 +154,7 @@ class Tokeniser:
         except OSError as error:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
-        chat = encoder.template.content if encoder.template else ""
-        keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
-        parts = (VERSION, identity, encoder.objective, keys, encoder.tokenizer.content, chat)
+        parts = (VERSION, identity, encoder.objective, encoder.tokenizer.content, *self.settings)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:
@@ -231,7 +236,13 @@ class Tokeniser:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(self.encoder,))
-        self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+
+        def end() -> None:
+            for worker in [*(pool._processes or {}).values()]:  # a pool that broke waits until they obey its SIGTERM
+                worker.kill()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+        self.stack.callback(end)
         return pool
 
 

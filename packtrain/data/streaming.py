@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from packtrain.data.mixture import Mixture, make_mixture
 from packtrain.data.prepare import DATASETS, PreparedData, Tokeniser, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
 from packtrain.data.sources.locate import Source, locate
+from packtrain.data.sources.remote import read_patiently
 from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
 
@@ -54,12 +57,13 @@ class Example:
 class Window:
     """The examples of one step as a data set of the objective, with the row of each.
 
-    `place` is where the stream goes on after it; `last` says that nothing is left.
+    `place` is where the stream goes on after it; `mark` is a hash of its tokens below 2^16; `last` says that nothing is left.
     """
 
     data: Any
     rows: list[str]
     place: dict[str, Any]
+    mark: int
     last: bool = False
 
 
@@ -138,17 +142,16 @@ class SourceStream:
     def _encode(self) -> Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]]:
         """The chunks from `place` on, with their places, tokenised ahead."""
         places: deque[tuple[int, str, int]] = deque()
-        file, skip, parts = self.place["file"], self.place["chunk"], self.source.parts()
-        if self.place["name"] not in ("", parts[file][0] if file < len(parts) else None):
-            what = f"the run had come to {self.place['name']}, and other files are there now"
+        file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
+        if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
+            what = f"the run had come to {came}, and other files are there now"
             raise UserError(
                 what, where="data.train", fix="Put the files back, or start over with trainer.resume=never."
             )
 
         def chunks() -> Iterator[Chunk]:
             for number, (name, read) in enumerate(parts[file:], file):
-                first = skip if number == file else 0
-                for at, chunk in enumerate(read(first), first):
+                for at, chunk in read_patiently(name, read, skip if number == file else 0):
                     places.append((number, name, at))
                     yield chunk
 
@@ -173,15 +176,16 @@ class Stream:
     def windows(self, place: dict[str, Any] | None = None) -> Iterator[Window]:
         """Step by step, from the beginning or from the `place` of a window on."""
         step, held = place["step"] if place else 0, None
-        for number, stream in enumerate(self.streams):
-            stream.place = dict(place["sources"][number] if place else _START)
+        for name, stream in zip(self.report.sources, self.streams, strict=True):
+            stream.place = dict(place["sources"].get(name, _START) if place else _START)
         taking = [stream.examples() for stream in self.streams]
         while True:
             first = step * self.examples_per_step
             wanted = self.mixture.sources(first, first + self.examples_per_step).tolist()
             taken = [self._take(taking, number, source) for number, source in enumerate(wanted, first)]
             found = [item for item in taken if item is not None]
-            place = {"step": step + 1, "sources": [dict(stream.place) for stream in self.streams]}
+            places = [dict(stream.place) for stream in self.streams]
+            place = {"step": step + 1, "sources": dict(zip(self.report.sources, places, strict=True))}
             if held is not None:
                 yield held if found else replace(held, last=True, place={**place, "step": step})
             if not found:
@@ -197,8 +201,8 @@ class Stream:
                     return source, example
                 stream.place = {**stream.place, "ended": True}
             goes_on = [not stream.place.get("ended") for stream in self.streams]
-            shares = np.array(self.mixture.shares[self.mixture.stage_of(number)]) * goes_on
-            if not shares.any():
+            stages = np.array(self.mixture.shares[self.mixture.stage_of(number) :]) * goes_on
+            if (shares := next(filter(np.any, stages), None)) is None:  # the stage goes over into the next that has any
                 return None
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))
@@ -210,11 +214,12 @@ class Stream:
         store = MemoryStore(ids, mask, lengths, np.array([example.fate for _, example in taken]), self.report.format)
         data = TokenDataset([store], np.arange(len(store)), self.report)
         data.source_of = np.repeat(np.array([source for source, _ in taken], np.int16), len(documents) // len(taken))
-        return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place)
+        mark = zlib.crc32(mask.data, zlib.crc32(ids.data)) & 0xFFFF
+        return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place, mark)
 
     def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
         """What became of the rows that were read up to this place; `trained` are figures of what was trained on."""
-        figures = sum((Counter(own["figures"]) for own in place["sources"]), Counter[str]())
+        figures = sum((Counter(own["figures"]) for own in place["sources"].values()), Counter[str]())
         known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
@@ -234,6 +239,9 @@ def open_stream(
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
     for number, named in enumerate(given):
         source = locate(named, "train", seed, objective, data.split_text, streaming=True)
+        if source.samples is not None:
+            what = "num_samples are those of an epoch, which a stream has not"
+            raise UserError(what, where=f"data.train, {named.path}", fix="Name the entry's files in its place.")
         chunks = source.chunks()
         format, seen = tokeniser.detect(source, chunks)
         encoder.check(format, source.name)
@@ -248,7 +256,8 @@ def open_stream(
                 "no document remains of any row", where=source.name, fix="See data.format, data.max_length."
             )
         first_rows.append(Tokenised(named, MemoryStore.of(outcome, format), False, source.remark))
-        identity.append([named.weight, named.repeat, *(name for name, _ in source.parts())])
+        files = [source.key, source.size, *(name for name, _ in source.files)]
+        identity.append([named.weight, named.repeat, *files, *tokeniser.settings])
         streams.append(SourceStream(source, named, number, format, together, tokeniser))
     sample = mix_sources(first_rows, "data.train", seed, together=together, weigh=False)
     sample.fingerprint = hashlib.blake2b(

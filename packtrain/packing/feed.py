@@ -28,6 +28,7 @@ PLACE = "stream.json"
 """The file of a checkpoint with the place of the stream."""
 AHEAD = 8
 """Steps that are ready before they are trained on."""
+_TOLD = ("examples", "trained", "ended")
 _POLL_S = 0.5
 
 
@@ -44,7 +45,8 @@ class StreamSchedule(Schedule):
 class Feed:
     """Gives the steps of a `stream`; `slots` says what the examples of a data set take in a row.
 
-    `place` is where the stream goes on after the step at hand, with the `examples` and trained tokens until there.
+    `place` is where the stream goes on after the step at hand, with the `examples` and trained tokens until there; `marks` are what this
+    rank adds to the sums that `check_marks` gets.
     """
 
     stream: Stream
@@ -54,6 +56,7 @@ class Feed:
     examples: int = 0
     trained: int = 0
     ended: bool = False
+    marks: tuple[int, ...] = ()
     current: Any = field(init=False)
     _window: Window = field(init=False)
     _stopping: Event = field(default_factory=Event)
@@ -66,10 +69,11 @@ class Feed:
         self.current = steps
         return steps
 
-    def go_on_from(self, checkpoint: Path) -> None:
-        """The next steps are those after `checkpoint`."""
-        self.place = json.loads((checkpoint / PLACE).read_text())
-        self.examples, self.trained = self.place["examples"], self.place["trained"]
+    def go_on_from(self, checkpoint: Path, step: int) -> None:
+        """The next steps are those after `checkpoint`, of `step`; after one of a run that was no stream they begin with the first rows."""
+        new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
+        self.place = json.loads(file.read_text()) if file.exists() else new
+        self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
     def load(self, steps: Any) -> Iterator[list[Any]]:
         """This rank's micro-batches of each step to come. Raises what ended the stream, but for its end."""
@@ -83,16 +87,15 @@ class Feed:
             item = self._await(ready)
             if isinstance(item, BaseException):
                 raise item
-            if item is None and self.ended:
-                return
             if item is None:
                 fix = "Start over with trainer.resume=never, or name an earlier checkpoint."
                 raise UserError("nothing is left of data.train after this checkpoint", where="trainer.resume", fix=fix)
             self._window, self.current, batches = item
             self.examples += len(self._window.rows)
             self.trained += int(self._window.data.trained.sum(dtype=np.int64))
-            self.place = {**self._window.place, "examples": self.examples, "trained": self.trained}
-            self.ended = self._window.last
+            self.ended, mark = self._window.last, self._window.mark ^ self._window.last
+            self.marks = mark, mark**2
+            self.place = self._window.place | {name: getattr(self, name) for name in _TOLD}
             yield batches
 
     def end_after(self, step: int, planned: int) -> int:
@@ -101,6 +104,14 @@ class Feed:
             return planned
         self.say(f"data.train has ended: step {step:,} is the last of {planned:,}")
         return step
+
+    def check_marks(self, total: int, squares: int, ranks: int) -> None:
+        """Raises UserError where the ranks' marks have a variance: then not all train on the same documents."""
+        if ranks * squares != total**2:
+            what = "the processes have read other documents: what data.train names is not the same on all machines"
+            raise UserError(
+                what, where="data.train", fix="Compare the files with sha256sum, or train on a shared disk."
+            )
 
     def rows(self, numbers: list[int]) -> list[str]:
         """FILE:LINE of examples of the step at hand."""

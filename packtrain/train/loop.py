@@ -29,7 +29,7 @@ from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.log.metrics import MetricsFile, SourceCounts, StepMetrics
+from packtrain.train.log.metrics import LateCopy, MetricsFile, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.seen_updates import FEW, SeenUpdates
@@ -109,6 +109,7 @@ class StepTrainer:
         self.listeners: list[Any] = list(callbacks)
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
+        self._marks: LateCopy | None = None  # the sums of Feed.marks over all ranks
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
         """Takes the figures of the current step out of the objective's metrics."""
@@ -151,7 +152,8 @@ class StepTrainer:
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
             if self.steps.feed is not None:
-                self.steps.feed.go_on_from(checkpoint)
+                self.steps.feed.go_on_from(checkpoint, self.state.global_step)
+                self.state.max_steps = self.steps.feed.end_after(self.state.global_step, self.state.max_steps)
         return iter(step_loader(self.steps, first=self.state.global_step))
 
     def notify(self, event: str, **arguments: Any) -> None:
@@ -188,12 +190,14 @@ class StepTrainer:
         self.clock.enter("counts")
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
-        times = self.clock.reduction_values() if timed else []
-        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.loss.device)
+        times, feed = self.clock.reduction_values() if timed else [], self.steps.feed
+        marks = feed.marks if feed else ()
+        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times, *marks]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self.step_metrics.open(total[:6], self.state.global_step)
-        self.times.store(total[6:], timed)
+        self.times.store(total[6 : 6 + len(times)], timed)
+        self._marks = LateCopy(total[-len(marks) :]) if marks else None
         return total[:4]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
@@ -344,6 +348,8 @@ class StepTrainer:
         """Reads the counts of the step: its tokens, and the requests to stop."""
         with waiting("the counts of all ranks"):  # here the host waits where its GPU lags behind
             _, tokens, _, _, *requests = self.step_metrics.take_last()
+        if self._marks:
+            self.steps.feed.check_marks(*self._marks.tolist(), self.accelerator.num_processes)
         self.state.num_input_tokens_seen += tokens
         self.settings.stop.agree(*requests)
 

@@ -103,14 +103,26 @@ def test_the_end_of_the_data_ends_the_run_after_a_smaller_step_that_is_saved(tmp
     assert run.summary["sources"]["many"]["examples"] == 20 and run.summary["sources"]["few"]["examples"] == 30
     assert "data.train has ended: step 8 is the last of 100" in run.log
     assert (run.folder / "checkpoints" / "step-000008").is_dir() and run.weights()
-    on = train(tmp_path, config, resume(run, 8), name="beyond", processes=processes, expect=2)
-    assert "nothing is left of data.train" in on.log
+    # as after a kill between the last checkpoint and final/
+    on = train(tmp_path, config, resume(run, 8), name="beyond", processes=processes)
+    assert (on.summary["status"], on.summary["steps"], on.summary["data_ended"]) == ("done", 8, True)
+    assert all(torch.equal(weight, run.weights()[name]) for name, weight in on.weights().items())
 
 
 def test_another_buffer_is_no_continuation(unbroken: Run) -> None:
     folder = unbroken.folder.parent
     config = config_of(folder, data={"shuffle_buffer": 50})
     train(folder, config, resume(unbroken, 8), name="refused", expect=2)
+
+
+@pytest.mark.exhaustive
+def test_a_stream_goes_on_from_a_run_that_was_none(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data={"streaming": False, "shuffle_buffer": 10_000}, trainer={"max_steps": 4})
+    whole = train(tmp_path, config, name="whole")
+    config["data"] |= {"streaming": True, "shuffle_buffer": 100}
+    despite = "trainer.resume_despite=[data.train,data.streaming]"
+    run = train(tmp_path, config, resume(whole, 4), despite, "trainer.max_steps=6", name="on")
+    assert [line["step"] for line in run.steps] == [5, 6] and run.summary["examples"] == 14
 
 
 @pytest.mark.exhaustive
@@ -121,6 +133,21 @@ def test_a_bad_row_ends_the_run_with_its_place_on_every_rank(tmp_path: Path) -> 
     (tmp_path / "bad.yaml").write_text(json.dumps({**config, "trainer": {**config["trainer"], "max_steps": 300}}))
     for ended in forked.joined(2, "sft", str(tmp_path / "bad.yaml")):
         assert ended.returncode == 2 and "many.jsonl:401" in ended.stderr
+
+
+def in_a_folder_of_its_rank(arguments: Any, environment: Any, _: Path, outputs: Any) -> None:
+    forked.run(arguments, environment, Path(arguments[1]).parent / environment["RANK"], outputs)
+
+
+def test_ranks_that_read_other_rows_end_at_the_first_step_in_which_they_differ(tmp_path: Path) -> None:
+    rows = conversations(400, 1)
+    for rank, order in enumerate(([*range(400)], [*range(300), 301, 300, *range(302, 400)])):
+        (tmp_path / str(rank)).mkdir()
+        write_jsonl(tmp_path / str(rank) / "rows.jsonl", [rows[number] for number in order])
+    config = config_of(tmp_path, data={"train": "/proc/self/cwd/rows.jsonl", "shuffle": False})
+    config["trainer"] |= {"max_steps": 100, "checkpoint_every": None}
+    run = train(tmp_path, config, name="differ", processes=2, expect=2, begin=in_a_folder_of_its_rank)
+    assert [line["step"] for line in run.steps] == [*range(1, 43)]
 
 
 def test_held_out_data_is_read_as_a_whole_and_pairs_are_streamed(tmp_path: Path) -> None:

@@ -127,21 +127,18 @@ def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
                 yield Fault(path, f"found {shortened(weight)}", "Allowed: number ≥ 0.")
         if not any(is_number(weight) and weight > 0 for weight in stage.weights.values()):
             yield Fault((f"{key}[{at}].weights",), "it takes from no source", "Give one a weight above 0.")
-    against = dict[str, str]()
-    if any(source.weight != 1 or source.samples for source in train):
-        against["data.train"] = "stages stand in place of the weights and samples of sources"
-    if config.data.temperature != 1:
-        against["data.temperature"] = "stages say the shares of the sources themselves"
-    if config.batch.examples_per_step is None:
-        against["batch.examples_per_step"] = "stages are shares of the examples of a step, which have to be so many"
-    if config.trainer.max_steps is None:
-        against["trainer.max_steps"] = "a run by stages has no epochs, only steps"
-    if config.data.shuffle == "by_prefix":
-        against["data.shuffle"] = "stages draw examples one by one"
-    if config.objective.reference == "precomputed":
-        against["objective.reference"] = "it is precomputed in the rows of an epoch, and a run by stages has none"
-    for other, what in against.items():
-        yield Fault((other, key), what, f"Set {other}, or leave it out, or leave {key} out.")
+    weighed = any(source.weight != 1 or source.samples for source in train)
+    against = (
+        ("data.train", weighed, "stages stand in place of the weights and samples of sources"),
+        ("data.temperature", config.data.temperature != 1, "stages say the shares of the sources themselves"),
+        ("batch.examples_per_step", config.batch.examples_per_step is None, "stages are shares of so many examples"),
+        ("trainer.max_steps", config.trainer.max_steps is None, "a run by stages has no epochs, only steps"),
+        ("data.shuffle", config.data.shuffle == "by_prefix", "stages draw examples one by one"),
+        ("objective.reference", config.objective.reference == "precomputed", "that goes by epochs: stages have none"),
+    )
+    for other, is_set, what in against:
+        if is_set:
+            yield Fault((other, key), what, f"Set {other}, or leave it out, or leave {key} out.")
 
 
 def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -149,45 +146,30 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data, key, train = config.data, "data.streaming", sources(config.data.train)
     if not data.streaming:
         if "data.shuffle_buffer" in given:
-            yield Fault(
-                ("data.shuffle_buffer", key), "it is of streams alone", f"Set {key}=true, or remove it.", because=key
-            )
+            fix = f"Set {key}=true, or remove it."
+            yield Fault(("data.shuffle_buffer", key), "it is of streams alone", fix, because=key)
         if any(source.repeat for source in train):
             yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
         return
-    against = dict[str, str]()
-    if config.trainer.max_steps is None:
-        against["trainer.max_steps"] = (
-            "how long a stream is, is not known: a run over it has no epochs, but so many steps"
-        )
-    if isinstance(data.eval, float | int) and data.eval:
-        against["data.eval"] = "a fraction of a stream cannot be held out"
-    if config.batch.examples_per_step is None:
-        against["batch.examples_per_step"] = (
-            "tokens_per_step fills rows over the whole data; a step of a stream is so many examples"
-        )
-    if data.shuffle == "by_prefix":
-        against["data.shuffle"] = "which documents begin alike is known of whole data alone"
-    if config.objective.kind == "sft" and config.packing.share_prefix:
-        against["packing.share_prefix"] = "which documents begin alike is known of whole data alone"
-    if data.temperature != 1:
-        against["data.temperature"] = "how many documents the sources have is not known: weights are shares of a stream"
-    if any(source.samples for source in train):
-        against["data.train"] = "samples are those of an epoch, which a stream has not: weights are shares of it"
-    if data.max_length is None:
-        against["data.max_length"] = "how long documents are is not known before they come"
-    if config.objective.reference == "precomputed":
-        against["objective.reference"] = "it would be computed for all of the data before step 1"
-    if config.objective.kind == "kto":
-        against["objective.kind"] = "the last step of a stream may hold a single answer, which has no KL estimate"
-    if config.trainer.on_spike == "rollback":
-        against["trainer.on_spike"] = "examples of a stream cannot be left out afterwards; skip and stop go with it"
-    if config.strategy.sequence_parallel != 1:
-        against["strategy.sequence_parallel"] = (
-            "over how many processes documents are split is decided by the longest of all"
-        )
-    for other, what in against.items():
-        yield Fault((other, key), what, f"Change {other}, or leave {key} out.")
+    trainer, alike = config.trainer, "which documents begin alike is known of whole data alone"
+    shares = config.objective.kind == "sft" and bool(config.packing.share_prefix)
+    against = (
+        ("trainer.max_steps", trainer.max_steps is None, "how long a stream is, is not known: it has no epochs"),
+        ("data.eval", isinstance(data.eval, float | int) and data.eval, "a fraction of a stream cannot be held out"),
+        ("batch.examples_per_step", config.batch.examples_per_step is None, "rows are filled over whole data alone"),
+        ("data.shuffle", data.shuffle == "by_prefix", alike),
+        ("packing.share_prefix", shares, alike),
+        ("data.temperature", data.temperature != 1, "it goes by the sizes of sources: weights are shares of a stream"),
+        ("data.train", any(item.samples for item in train), "samples are of an epoch: weights are shares of a stream"),
+        ("data.max_length", data.max_length is None, "how long documents are is not known before they come"),
+        ("objective.reference", config.objective.reference == "precomputed", "that is for all data, before step 1"),
+        ("objective.kind", config.objective.kind == "kto", "a last step of a single answer has no KL estimate"),
+        ("trainer.on_spike", trainer.on_spike == "rollback", "a stream cannot leave out what came; skip and stop go"),
+        ("strategy.sequence_parallel", config.strategy.sequence_parallel != 1, "it is decided by the longest document"),
+    )
+    for other, is_set, what in against:
+        if is_set:
+            yield Fault((other, key), what, f"Change {other}, or leave {key} out.")
 
 
 def _batch(config: RunConfig) -> Iterator[Fault]:

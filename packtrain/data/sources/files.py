@@ -76,8 +76,11 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
-    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
-        fix = "Check the file, or download it again."
+    except Exception as error:
+        away = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # whatever its library raises
+        if not (away or isinstance(error, (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException))):
+            raise
+        fix = "Check the network and your access to it." if away else "Check the file, or download it again."
         raise UserError(f"cannot read the file: {error}", where=str(path), fix=fix) from error
 
 

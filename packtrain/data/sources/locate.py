@@ -49,7 +49,7 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows that `chunks` reads in order, raising UserError for a file that cannot be read at all.
+    """Rows of `files`: the name of each, and what reads its chunks from a number on (of what has no files, as of one).
 
     `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
     `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
@@ -60,15 +60,13 @@ class Source:
     key: str
     paths: tuple[Path | RemoteFile, ...]
     size: int
-    chunks: Callable[[], Iterator[Chunk]]
+    files: Sequence[tuple[str, Callable[[int], Iterator[Chunk]]]]
     remark: str = ""
     samples: int | None = None
-    readers: tuple[tuple[str, Callable[[int], Iterator[Chunk]]], ...] = ()
-    """Of each file its name, and what reads its chunks from a number on."""
 
-    def parts(self) -> Sequence[tuple[str, Callable[[int], Iterator[Chunk]]]]:
-        """As `readers`; of what has no files as of one."""
-        return self.readers or [(self.name, lambda first: islice(self.chunks(), first, None))]
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows in order. Raises UserError for a file that cannot be read at all."""
+        return chain.from_iterable(read(0) for _, read in self.files)
 
     def identity(self, hash_file: Callable[[Path], str]) -> str:
         """A hash of what determines the rows."""
@@ -96,17 +94,16 @@ def locate(
         source, translate, samples = look_up(source, where)
         plain = locate(source, role, seed, objective, split_text, streaming=streaming)
 
-        def translated(read: Callable[..., Iterator[Chunk]], *first: int) -> Iterator[Chunk]:
-            return (replace(chunk, translate=translate) for chunk in read(*first))
+        def translated(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
+            return (replace(chunk, translate=translate) for chunk in read(first))
 
-        readers = tuple((name, partial(translated, read)) for name, read in plain.readers)
-        found = replace(plain, key=f"{plain.key} {translate}", chunks=partial(translated, plain.chunks))
-        return replace(found, samples=samples, readers=readers)
+        files = [(name, partial(translated, read)) for name, read in plain.files]
+        return replace(plain, key=f"{plain.key} {translate}", files=files, samples=samples)
     if "://" in path:
         if not streaming:
             fix = "Set data.streaming=true, or copy the files to this machine."
             raise UserError(f"{path} is read where it is only as a stream", where=where, fix=fix)
-        return _from_remote(path, list_remote(path, where), split_text, where)
+        return _choose(path, list_remote(path, where), source, split_text, where)
     if path == "quickstart":
         if source.split not in ("train", "eval") or source.subset or (role, source.split) == ("eval", "train"):
             named = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
@@ -120,42 +117,43 @@ def locate(
         forgotten = next((f"{path}{suffix}" for suffix in SUFFIXES if os.path.exists(f"{local}{suffix}")), "")
         if not (looks_local(path) or forgotten):
             if streaming:
-                return _from_remote(f"{path} [{source.split}]", list_hub(source, where), split_text, where)
+                return _choose(f"{path} [{source.split}]", list_hub(source, where), DataSource(), split_text, where)
             return load_from_hub(source, where)
         hint = f"Did you mean {forgotten}?" if forgotten else nearest(path)
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{hint} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
-    files = _list_files(local)
+    return _choose(str(local), _list_files(local), source, split_text, where)
+
+
+def _choose(
+    name: str, found: Sequence[Path | RemoteFile], source: DataSource, split_text: SplitText, where: str
+) -> Source:
+    """The files that are data; those of the source's split, where `name` is a folder and they speak of several."""
+    files = [file for file in found if suffix_of(file) and not _is_about_data(file.name)]
     if not files:
         fix = f"{_READABLE} If a file is one of these under another suffix, rename it."
-        raise UserError(f"{path!r}: there is nothing to read in it", where=where, fix=fix)
-    splits = _group_by_split(local, files) if local.is_dir() else {}
+        raise UserError(f"{name!r}: there is nothing to read in it", where=where, fix=fix)
+    splits = _group_by_split(name, files) if Path(name).is_dir() or not re.search(r"[*?[]", name) else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"plain files have no {'splits' if source.subset is None else 'subsets'} to choose from"
-        raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
+        raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
     if len(splits) < 2:
-        return _from_files(str(local), files, split_text)
+        return _from_files(name, files, split_text)
     if (wanted := _SPLITS.get(source.split, source.split)) not in splits:
         fix = f"Give split, one of {', '.join(splits)}; or name files."
-        raise UserError(f"no file is of the split {source.split!r}", where=str(local), fix=fix)
+        raise UserError(f"no file is of the split {source.split!r}", where=name, fix=fix)
     chosen = splits[wanted]
     remark = f"{len(chosen)} of {len(files)} files, by their names"
-    return _from_files(f"{local} [{wanted}]", chosen, split_text, remark)
+    return _from_files(f"{name} [{wanted}]", chosen, split_text, remark)
 
 
 def _generate(split: Split, seed: int, objective: ObjectiveKind) -> Source:
-    def chunks() -> Iterator[Chunk]:
+    def read(first: int) -> Iterator[Chunk]:
         rows = _QUICKSTART[objective](split, seed, None)
-        return cut_into_chunks("quickstart", ((number, row, 1) for number, row in enumerate(rows, 1)))
+        return islice(cut_into_chunks("quickstart", ((at, row, 1) for at, row in enumerate(rows, 1))), first, None)
 
-    return Source("quickstart", f"quickstart {objective} {split} {seed}", (Path(str(quickstart.__file__)),), 0, chunks)
-
-
-def _from_remote(name: str, files: list[RemoteFile], split_text: SplitText, where: str) -> Source:
-    read = [file for file in files if suffix_of(file) and not _is_about_data(file.name)]
-    if not read:
-        raise UserError(f"{name}: there is nothing to read in it", where=where, fix=_READABLE)
-    return _from_files(name, read, split_text)
+    name, code = f"quickstart {objective} {split} {seed}", Path(str(quickstart.__file__))
+    return Source("quickstart", name, (code,), 0, [("quickstart", read)])
 
 
 def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: SplitText, remark: str = "") -> Source:
@@ -165,9 +163,8 @@ def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: Split
         key += f" {split_text}"
     size = sum(path.stat().st_size for path in files if isinstance(path, Path))
     said = "; ".join(f"{name}: {remark}" for remark in remarks if remark)
-    read = partial(read_file, split_text=split_text)
-    readers = tuple((str(file), partial(read_file, file, split_text)) for file in files)
-    return Source(name, key, tuple(files), size, lambda: chain.from_iterable(map(read, files)), said, readers=readers)
+    readers = [(str(file), partial(read_file, file, split_text)) for file in files]
+    return Source(name, key, tuple(files), size, readers, said)
 
 
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
@@ -182,23 +179,23 @@ def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
                 yield Chunk(name, numbers, batch, len(numbers), by_line=False)
                 first = numbers.stop
 
-    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, chunks)
+    files = [(name, lambda first: islice(chunks(), first, None))]
+    return Source(name, f"table {dataset._fingerprint} {dataset.num_rows}", (), dataset.num_rows, files)
 
 
 def _list_files(local: Path) -> list[Path]:
-    """The file itself, or the files of a folder or a glob that are data: neither hidden nor about the data, as readmes."""
+    """The file itself, or the files of a folder or a glob that are not hidden."""
     if local.is_file():
-        return [local] if suffix_of(local) else []
+        return [local]
     pattern = f"{glob.escape(str(local))}/**" if local.is_dir() else str(local)
-    files = sorted(map(Path, glob.glob(pattern, recursive=True)))
-    return [file for file in files if suffix_of(file) and file.is_file() and not _is_about_data(file.name)]
+    return [file for file in sorted(map(Path, glob.glob(pattern, recursive=True))) if file.is_file()]
 
 
-def _group_by_split(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+def _group_by_split(folder: str, files: Sequence[Path | RemoteFile]) -> dict[str, list[Path | RemoteFile]]:
     """The files of each split that their names (or folders') contain, as `datasets` reads them: "train-0001.parquet"."""
-    splits: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path | RemoteFile]] = {}
     for path in files:
-        words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
+        words = re.split(r"[^a-z]+", str(path).removeprefix(folder).lower())
         for split in [_SPLITS[word] for word in words if word in _SPLITS][-1:]:
             splits.setdefault(split, []).append(path)
     return splits

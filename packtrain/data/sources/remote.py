@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -10,6 +12,8 @@ import fsspec
 from packtrain.config.schema import DataSource
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
+
+_WAITS_S = (1, 5, 25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,29 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
             found = system.glob(path)
         else:
             found = [path] if system.isfile(path) else system.find(path)
-        return [RemoteFile(str(system.unstrip_protocol(name))) for name in sorted(map(str, found))]
+            if not found:
+                system.info(path)  # raises what says why
+        seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # as of a folder here
+        return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
     except ImportError as error:
         raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
     except Exception as error:  # whatever the library of a bucket raises: no access, no such bucket, no network
         what = f"{url} cannot be read: {type(error).__name__}: {error}"
         raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
+
+
+def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) -> Iterator[tuple[int, Any]]:
+    """The chunks of a file from number `first` on, with their numbers. Where reading a URL fails, it goes on from there a little later."""
+    for wait_s in (*_WAITS_S, None):
+        try:
+            for chunk in read(first):
+                first += 1
+                yield first - 1, chunk
+            return
+        except UserError:
+            if wait_s is None or "://" not in name:
+                raise
+            time.sleep(wait_s)
 
 
 def list_hub(source: DataSource, where: str) -> list[RemoteFile]:

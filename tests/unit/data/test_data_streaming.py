@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -25,8 +28,9 @@ from packtrain.config.schema import Data, DataSource, Stage
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.chunks import CHUNK_ROWS
 from packtrain.data.sources.files import read_file
+from packtrain.data.sources.remote import RemoteFile
 from packtrain.data.streaming import Stream, Window, open_stream
-from packtrain.errors import UserError
+from packtrain.errors import PacktrainError, UserError
 
 TOKENIZER = tokenizer_of("smollm")
 
@@ -114,6 +118,31 @@ def test_the_others_take_the_share_of_a_source_that_has_ended_and_the_last_step_
     assert (report.rows, report.kept, report.dropped) == (308, 308, {})
 
 
+def test_a_stage_whose_sources_have_ended_goes_over_into_the_next(tmp_path: Path, open_: Any) -> None:
+    given = [source(tmp_path, "many", 300), source(tmp_path, "few", 15), source(tmp_path, "other", 40)]
+    stages = [Stage(until=5, weights={"few": 1}), Stage(until=20, weights={"many": 1}), Stage(weights={"other": 1})]
+    read_ = [*chain(*read(open_(given, stages=stages).stream))]
+    assert [text.split()[0] for text in read_] == ["few"] * 15 + ["many"] * 185 + ["other"] * 40
+
+
+def test_what_decides_of_the_documents_is_in_the_fingerprint(tmp_path: Path, open_: Any) -> None:
+    given = source(tmp_path, "x", 3000)
+    prints = [open_(given).train.fingerprint, open_(given).train.fingerprint]
+    assert prints[0] == prints[1]
+    prints += [open_(given, **keys).train.fingerprint for keys in ({"max_length": 90}, {"bad_rows": "skip"})]
+    with (tmp_path / "x.jsonl").open("a") as file:  # far behind the first rows
+        file.write('{"text": "more"}\n')
+    assert len({*prints, open_(given).train.fingerprint}) == 4
+
+
+def test_sources_go_on_by_their_names(tmp_path: Path, open_: Any) -> None:
+    old, new = source(tmp_path, "old", 100), source(tmp_path, "new", 100)
+    place = [*islice(open_(old, shuffle=False).stream.windows(), 5)][-1].place
+    on = [*chain(*read(open_([new, old], shuffle=False).stream, place))]
+    assert [text for text in on if "old" in text] == [f"old {number}" for number in range(50, 100)]
+    assert sum("new" in text for text in on) == 100
+
+
 def test_rows_that_are_dropped_are_counted_and_bad_ones_stop_the_stream(tmp_path: Path, open_: Any) -> None:
     rows: list[Any] = rows_of("row", 1800)
     rows[550] = {"text": ""}
@@ -137,7 +166,7 @@ def test_other_files_at_the_place_are_refused(tmp_path: Path, open_: Any) -> Non
     for name in ("a", "b"):
         write(tmp_path / "rows" / f"{name}.jsonl", rows_of(name, 400))
     place = [*islice(open_(str(tmp_path / "rows")).stream.windows(), 60)][-1].place
-    assert place["sources"][0]["name"].endswith("b.jsonl")
+    assert place["sources"][str(tmp_path / "rows")]["name"].endswith("b.jsonl")
     (tmp_path / "rows" / "b.jsonl").rename(tmp_path / "rows" / "c.jsonl")
     with pytest.raises(UserError, match="other files are there now"):
         read(open_(str(tmp_path / "rows")).stream, place)
@@ -169,16 +198,70 @@ def test_a_bucket_is_read_where_it_is_and_only_as_a_stream(tmp_path: Path, open_
     fsspec.filesystem("memory").pipe("/bucket/x.jsonl", (tmp_path / "rows" / "a.jsonl").read_bytes())
     assert len([*chain(*read(open_("memory://bucket/*.jsonl").stream))]) == 20
     for path, what in (
-        ("none.jsonl", "nothing to read"),
+        ("none.jsonl", "No such file"),
+        ("rows@train", "No such file"),
         ("rows/README.md", "nothing to read"),
         ("rows/*.csv", "nothing"),
     ):
         with pytest.raises(UserError, match=what):
             read(open_(f"file://{tmp_path}/{path}").stream)
+    for name, split in (("x", "train"), ("y", "test"), ("z", ".hidden")):
+        fsspec.filesystem("memory").pipe(f"/data/{split}/{name}.jsonl", (tmp_path / "rows" / "a.jsonl").read_bytes())
+    for split in ("train", "test"):
+        assert len([*chain(*read(open_(DataSource(path="memory://data", split=split)).stream))]) == 20
+    with pytest.raises(UserError, match="no splits to choose from"):
+        open_(DataSource(path="memory://bucket/*.jsonl", split="test"))
+    listed = {"some": {"file_name": "rows/a.jsonl", "num_samples": 5, "columns": {"prompt": "text"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="num_samples"):
+        open_(f"lf:{tmp_path}/dataset_info.json#some")
     with pytest.raises(UserError, match="only as a stream"):
         prepare(Data(train=f"file://{tmp_path}/rows"), TOKENIZER, seed=0)
     with pytest.raises(UserError, match="cannot be read"):
         open_("nosuchscheme://bucket/x.jsonl")
+
+
+def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
+    tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{write(tmp_path / 'x.jsonl', rows_of('row', 3000))}"
+    opened, most = list[str](), 3
+
+    class Failing(io.BytesIO):
+        def readline(self, *_: Any) -> bytes:
+            line = super().readline()
+            if len(opened) < most and b"row 1500" in line:
+                raise RuntimeError("the server is away")  # no OSError: as those of botocore and aiohttp
+            return line
+
+        def __next__(self) -> bytes:
+            return self.readline() or next(iter(()))
+
+    def open_failing(file: RemoteFile) -> Any:
+        opened.append(file.url)
+        return Failing((tmp_path / "x.jsonl").read_bytes())
+
+    monkeypatch.setattr(RemoteFile, "open", open_failing)
+    monkeypatch.setattr("packtrain.data.sources.remote._WAITS_S", (0, 0, 0))
+    assert sorted(chain(*read(open_(url).stream))) == sorted(row["text"] for row in rows_of("row", 3000))
+    assert len(opened) == 3  # the first rows, those to the failure, and those after it
+    most = 100
+    with pytest.raises(UserError, match=r"the server is away\n.*Check the network"):
+        read(open_(url).stream)
+
+
+def test_a_tokenising_process_that_is_killed_ends_the_stream(
+    tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.data.prepare.count_tokenising_processes", lambda: 2)
+    stream = open_(DataSource(path=str(write(tmp_path / "x.jsonl", rows_of("row", 3000))), repeat=True)).stream
+    windows = stream.windows()
+    next(windows)
+    pool = stream.streams[0].tokeniser.pool
+    os.kill(next(iter(pool._processes)), signal.SIGKILL)
+    with pytest.raises(PacktrainError, match="a tokenising process died"):
+        [*islice(windows, 10_000)]
+    stream.stack.close()  # ends, although workers ignore SIGTERM
 
 
 def test_the_files_of_a_split_on_the_hub_are_streamed(
