@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
+from packtrain.boundary import boundary
 from packtrain.convert.conversion import Conversion, Note, convert_file
+from packtrain.convert.counterparts import is_text_of_template
 from packtrain.convert.rule_tables import OriginName
-from packtrain.errors import UserError
 from packtrain.wording import counted, visible
 
 _WIDTH = 118
@@ -24,28 +25,20 @@ def write_conversion(
 ) -> int:
     """Converts the file at `path` and prints it, or writes it to `output`, and a chat template of its own beside that."""
     done = convert_file(path, origin, devices)
-    if done.template and output is not None:
-        beside = output.with_suffix(".jinja")
-        _write(beside, done.template)
+    own = [note.value for note in done.notes if note.became == "data.chat_template" and is_text_of_template(note.value)]
+    files = {output.with_suffix(".jinja"): str(text) for text in own} if output else {}
+    for beside in files:
         done.config.setdefault("data", {})["chat_template"] = str(beside)
     text = json.dumps(done.to_json(), indent=2, default=str) + "\n" if as_json else commented_yaml(done)
     if output is None:
         print(text, end="")
-    else:
-        _write(output, text)
-        listed = len(done.of_kind("no counterpart"))
-        print(
-            f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {listed} without a counterpart",
-            file=sys.stderr,
-        )
+        return 0
+    for file, content in {**files, output: text}.items():
+        with boundary("cannot be written", str(file), "Name another file."):
+            file.write_text(content, encoding="utf-8")
+    listed = f"{len(done.of_kind('no counterpart'))} without a counterpart"
+    print(f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {listed}", file=sys.stderr)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="Name another file.") from error
 
 
 def commented_yaml(done: Conversion) -> str:

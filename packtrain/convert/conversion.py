@@ -40,7 +40,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Our `config` (group → key → value), what became of each key of theirs, remarks on the whole, and the text of a chat template."""
+    """Our `config` (group → key → value), what became of each key of theirs, and remarks on the whole."""
 
     path: Path
     origin: OriginName
@@ -48,7 +48,6 @@ class Conversion:
     config: dict[str, dict[str, Any]]
     notes: tuple[Note, ...]
     remarks: tuple[str, ...]
-    template: str = ""
 
     def of_kind(self, *kinds: Kind) -> list[Note]:
         """The notes on keys that the file itself sets to something."""
@@ -70,7 +69,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     verb, guessed = verb_of(origin, file)
     given = {key: value for key, value in file.values.items() if value is not None}
     theirs = Theirs({**table(origin).defaults, **defaults_of(origin, file, verb), **given}, verb, file)
-    notes, values, template = _apply(table(origin), theirs, given)
+    notes, values = _apply(table(origin), theirs, given)
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
@@ -98,19 +97,18 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
     remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
     config = {group: settings for group, settings in config.items() if settings}
-    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks), template)
+    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks))
 
 
 def _recognise(file: Foreign) -> OriginName:
     """Whose config it is, by its program, else by the keys that only one trainer has."""
     every: tuple[OriginName, ...] = get_args(OriginName)
-    programs = {"swift": "ms-swift", "megatron": "ms-swift", **{name: name for name in every}}
     called = re.match(r"(?:.*/)?(trl|swift|megatron|llamafactory|axolotl)\b", file.program)
     marks = {origin: len(table(origin).marks & {*file.values}) for origin in every}
-    best: list[OriginName] = [
-        origin for origin in every if called or (marks[origin] and marks[origin] == max(marks.values()))
-    ]
-    best = [origin for origin in best if not called or origin == programs[called[1]]]
+    best = [origin for origin in every if marks[origin] == max(marks.values()) > 0]
+    if called:
+        name = "ms-swift" if called[1] in ("swift", "megatron") else called[1]
+        best = [origin for origin in every if origin == name]
     if len(best) == 1:
         return best[0]
     none = "its keys are those of no trainer that packtrain convert knows"
@@ -118,12 +116,11 @@ def _recognise(file: Foreign) -> OriginName:
     raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
 
 
-def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any], str]:
+def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any]]:
     """A note for each key, and what all of them set: later ones over earlier ones, the file's own over defaults."""
-    notes, values, own, template = [], dict[str, Any](), set[str](), ""
+    notes, values, own = [], dict[str, Any](), set[str]()
     for key, value in theirs.values.items():
         outcome = _outcome(rules, key, value, theirs)
-        template = outcome.template or template
         for path, item in outcome.values.items():
             if isinstance(item, dict) and isinstance(values.get(path), dict):
                 values[path] = {**values[path], **item}
@@ -135,7 +132,7 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
         made = became if outcome.kind == "converted" else ""
         notes.append(Note(key, HIDDEN if hidden else value, made, outcome.why, outcome.kind, key in given))
     unset = [Note(key, None, "", "not set", "not needed") for key in theirs.file.values if key not in given]
-    return [*notes, *unset], values, template
+    return [*notes, *unset], values
 
 
 def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:

@@ -36,16 +36,15 @@ class Theirs:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Our `values` by key; where they are made of several settings, only the key that this `became` part of. `template`: the text of a
-    chat template, which has to become a file."""
+    """Our `values` by key; where they are made of several settings, only the key that this `became` part of."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
     kind: Kind = "converted"
     became: str = ""
-    template: str = ""
 
 
+_TEMPLATES = {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"}
 Rule = Callable[[Any, Theirs], Outcome]
 AS_HERE = Outcome(why="as without the key", kind="not needed")
 
@@ -201,17 +200,16 @@ def parallel(value: Any, theirs: Theirs) -> Outcome:
     return shared if whole(value) > 1 else AS_HERE
 
 
+def is_text_of_template(value: Any) -> bool:
+    """Whether it is a chat template itself, and no name of one."""
+    return "{%" in str(value) or "{{" in str(value)
+
+
 def template(value: Any, theirs: Theirs) -> Outcome:
     """A chat template by its name, as a file, or as its text."""
-    text, short = (
-        str(value),
-        {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"},
-    )
-    if "{%" in text or "{{" in text:
-        return Outcome(
-            why="its text is a file, which --output writes beside", became="data.chat_template", template=text
-        )
-    name = short.get(as_name(text), as_name(text))
+    if is_text_of_template(text := str(value)):
+        return Outcome(why="its text is a file, which --output writes beside", became="data.chat_template")
+    name = _TEMPLATES.get(as_name(text), as_name(text))
     if text.endswith((".jinja", ".j2")) or name in template_names():
         return Outcome({"data.chat_template": name if name in template_names() else text})
     own = text.startswith(("default", "tokenizer_default")) or is_off(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -45,24 +45,30 @@ def table(name: OriginName) -> Table:
 
 
 def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
-    rules: list[tuple[str, Rule]] = []
-    for keys, text in content.get("rules", {}).items():
-        name, *arguments = text.split(" ", 2)
-        function = getattr(counterparts, name, None) or getattr(foreign_data, name)
-        rules.append((keys, partial(function, *arguments, *([""] if name == "part" and len(arguments) == 1 else []))))
-    for keys, text in content.get("same", {}).items():
-        path, how = f"{text} text".split()[:2]
-        rules.append((keys, partial(counterparts.same, path, how)))
-    for keys, ours in content.get("switches", {}).items():
-        values = {path: item for path, item in ours.items() if path != "why"}
-        rules.append((keys, partial(counterparts.switch, values, ours.get("why", ""), "converted")))
-    rules += [(keys, partial(counterparts.chosen, choice)) for keys, choice in content.get("choices", {}).items()]
-    lists = {
+    """The rules of a table, by patterns of keys."""
+    each: dict[str, Callable[[Any], Rule]] = {
+        "rules": _by_name,
+        "switches": lambda ours: partial(
+            counterparts.switch, {path: ours[path] for path in ours if path != "why"}, ours.get("why", ""), "converted"
+        ),
+        "choices": lambda choice: partial(counterparts.chosen, choice),
+    }
+    lists: dict[str, Callable[[str], Rule]] = {
         "parts": lambda path: partial(counterparts.part, path, ""),
         "not needed": lambda why: partial(counterparts.listed, why),
         "no counterpart": lambda why: partial(counterparts.switch, {}, why, "no counterpart"),
         "refused": lambda what: partial(counterparts.refused, what),
     }
+    same = [(how, ours, key) for how, rows in content["same"].items() for ours in rows for key in rows[ours].split()]
+    rules: list[tuple[str, Rule]] = [
+        (key, partial(counterparts.same, ours.replace("*", key), how)) for how, ours, key in same
+    ]
+    rules += [(keys, make(row)) for title, make in each.items() for keys, row in content.get(title, {}).items()]
     for title, make in lists.items():
         rules += [(key, make(why)) for why, keys in content.get(title, {}).items() for key in keys.split()]
     return rules
+
+
+def _by_name(text: str) -> Rule:
+    name, *arguments = text.split(" ", 2)
+    return partial(getattr(counterparts, name, None) or getattr(foreign_data, name), *arguments)

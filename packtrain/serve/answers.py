@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from packtrain.boundary import boundary
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Data, Model
+from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.serve.trained import find_trained, load_trained
 
 Score = Callable[[str, str, str], float]
 """From the answer, the held-out answer and the prompt to 0 (wrong) to 1 (right)."""
@@ -48,7 +45,7 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def answer_held_out(
-    settings: Model, data: Data, objective: Objective, *, rows: int, score: str, tokens: int, seed: int
+    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> dict[str, Any]:
     """Answers the first `rows` documents of data.eval in up to `tokens` tokens each; returns the share that is right, and the answers."""
     import torch
@@ -56,28 +53,26 @@ def answer_held_out(
     from packtrain.data.prepare import prepare
     from packtrain.data.tokens.chat_template import give_template
 
-    judge = score_of(score)
-    if objective.traits.scores:
-        raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
-    how: Any = {"trust": settings.trust_remote_code, "on_gpu": True}
-    model, tokenizer = load_trained(find_trained(str(settings.path)), settings.dtype, **how)
-    documents = prepare(data, tokenizer, objective.kind, seed=seed).eval
-    if data.chat_template:
-        give_template(tokenizer, data.chat_template)
+    documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed).eval
+    if run.data.chat_template:
+        give_template(tokenizer, run.data.chat_template)
     answers = []
     for prompt, wanted in _questions(documents, rows):
         ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
         made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
-        with boundary(f"the score {score} failed", "--score"):
-            named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
+        named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
+        with boundary("the score failed", "--score"):
             answers.append({**named, "score": float(judge(*texts))})
     if not answers:
         what = "no document of data.eval has a prompt"
         raise UserError(what, where="--generate", fix="Give conversations or prompts.")
-    share = sum(answer["score"] for answer in answers) / len(answers)
-    return {"rows": len(answers), "score": score, "share": share, "answers": answers}
+    return {
+        "rows": len(answers),
+        "share": sum(answer["score"] for answer in answers) / len(answers),
+        "answers": answers,
+    }
 
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -93,17 +88,8 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
             yield document.input_ids[:begin], document.input_ids[begin:last]
 
 
-def check_tasks() -> None:
-    """Raises UserError where lm-evaluation-harness is not installed."""
-    if find_spec("lm_eval") is None:
-        what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
-        raise UserError(what, where="--tasks", fix="pip install lm-eval")
-
-
-def run_tasks(tasks: list[str], settings: Model) -> dict[str, Any]:
+def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
     """The results of tasks of lm-evaluation-harness, by their names. Raises UserError where it fails, or knows no such task."""
-    how: Any = {"trust": settings.trust_remote_code, "on_gpu": True}
-    model, tokenizer = load_trained(find_trained(str(settings.path)), settings.dtype, **how)
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]

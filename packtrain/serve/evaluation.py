@@ -11,10 +11,10 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from packtrain.config.compose import load_config
@@ -23,8 +23,8 @@ from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
-from packtrain.serve.answers import answer_held_out, check_tasks, run_tasks, score_of
-from packtrain.serve.trained import adapters_of, find_trained
+from packtrain.serve.answers import answer_held_out, run_tasks, score_of
+from packtrain.serve.trained import adapters_of, find_trained, load_trained
 from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
 from packtrain.wording import counted, shortened, visible
 
@@ -54,45 +54,47 @@ def evaluate(
     if not config.data.eval:
         raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
     run = of_model(config, *given)
-    more = bool(extras.rows or extras.tasks)
-    if more and (run.model.path is None or run.model.init == "random"):
+    model, more = run.model, bool(extras.rows or extras.tasks)
+    if more and (model.path is None or model.init == "random"):
         raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
-    if extras.tasks:
-        check_tasks()
-    score_of(extras.score)
+    if extras.rows and run.objective.traits.scores:
+        raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
+    if extras.tasks and find_spec("lm_eval") is None:
+        what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
+        raise UserError(what, where="--tasks", fix="pip install lm-eval")
+    judge = score_of(extras.score)
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
         return code
-    model, data = run.model, run.data
-    report: dict[str, Any] = {"model": run.model.path, "objective": run.objective.kind, "figures": figures}
+    report: dict[str, Any] = {"model": model.path, "objective": run.objective.kind, "figures": figures}
     with stdout_on_stderr():
-        if extras.rows:
-            what: Any = {"rows": extras.rows, "score": extras.score, "tokens": extras.tokens, "seed": run.trainer.seed}
-            report["generated"] = answer_held_out(model, data, run.objective, **what)
-        if extras.tasks:
-            report["tasks"] = run_tasks(list(extras.tasks), model)
-    print_figures(finite(report), as_json=as_json)
+        trained = find_trained(str(model.path)) if more else None
+        loaded = trained and load_trained(trained, model.dtype, trust=model.trust_remote_code, on_gpu=True)
+        if loaded and extras.rows:
+            made = answer_held_out(*loaded, run, judge, rows=extras.rows, tokens=extras.tokens)
+            report["generated"] = {"score": extras.score, **made}
+        if loaded and extras.tasks:
+            report["tasks"] = run_tasks(list(extras.tasks), *loaded)
+    if as_json:
+        print(json.dumps(finite(report), indent=2, default=str))
+    else:
+        _print(finite(report))
     return 0
 
 
-def print_figures(report: dict[str, Any], *, as_json: bool) -> None:
-    """The report on stdout: as one JSON document, or for people."""
-    if as_json:
-        print(json.dumps(report, indent=2, default=str))
-        return
-    console, table = Console(highlight=False, soft_wrap=True), Table("held-out figure", "value")
+def _print(report: dict[str, Any]) -> None:
+    console, table = Console(highlight=False, soft_wrap=True, markup=False), Table("held-out figure", "value")
     for name, value in report["figures"].items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if value is not None else "none")
     console.print(table)
     if made := report.get("generated"):
         for answer in made["answers"][:_SHOWN]:
             shown = (visible(shortened(answer[part], 200), whitespace=True) for part in ("expected", "answer"))
-            console.print(escape("  expected {}\n  answer   {}".format(*shown)))
-        right = f"{made['share']:.1%} of {counted(made['rows'], 'answers')} are right, by {made['score']}"
-        console.print(f"[bold]{escape(right)}[/]")
+            console.print("  expected {}\n  answer   {}".format(*shown))
+        console.print(f"{made['share']:.1%} of {counted(made['rows'], 'answers')} are right, by {made['score']}")
     for task, results in report.get("tasks", {}).items():
         numbers = [f"{name} {value:.4g}" for name, value in results.items() if isinstance(value, int | float)]
-        console.print(escape(f"{task}: {', '.join(numbers)}"))
+        console.print(f"{task}: {', '.join(numbers)}")
 
 
 def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConfig:
@@ -119,24 +121,15 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
             objective = replace(objective, reference=start.path)
-    held_out = config.data.eval
-    data = (
-        config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
-    )
+    held_out, data = config.data.eval, config.data
+    data = data if isinstance(held_out, int | float) else replace(data, train=[*sources(held_out, "eval")])
     nothing: dict[str, Any] = dict.fromkeys(("checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
     optim = replace(config.optim, dither="no")
     if config.strategy.name in ("ddp", "fsdp2"):
         optim = replace(optim, name="sgd")  # which has no states; there is no step
-    parts: Any = {
-        "model": model,
-        "objective": objective,
-        "peft": peft,
-        "data": data,
-        "trainer": trainer,
-        "optim": optim,
-    }
-    return replace(config, **parts, tracking=Tracking())
+    of_them: Any = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer}
+    return replace(config, **of_them, optim=optim, tracking=Tracking())
 
 
 def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:

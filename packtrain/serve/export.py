@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from packtrain.errors import UserError
-from packtrain.serve.gguf import convert, find_converter, find_ollama, write_modelfile
+from packtrain.serve.gguf import convert, find_converter, give_to_ollama
 from packtrain.serve.merge import beside, check_free_place, merge, write_merged
-from packtrain.serve.trained import Trained, find_trained
+from packtrain.serve.trained import find_trained
 
 Target = Literal["hub", "gguf", "ollama", "merged"]
 
@@ -39,23 +38,11 @@ def export(
         raise UserError(what, where=named, fix="Export it to the hub: --to hub.")
     program, target = find_converter(converter), output or beside(trained, "gguf")
     check_free_place(target)
-    with _whole(trained, dtype) as folder:
+    with ExitStack() as stack:
+        folder = trained.folder
+        if trained.base is not None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="packtrain-merged-")), "merged")
+            write_merged(trained, folder, dtype)
         file = convert(program, folder, target, {"float32": "f32", "bfloat16": "bf16"}.get(dtype or "", "auto"))
-        if to == "gguf":
-            return [str(file)]
-        return [*write_modelfile(folder, file), *find_ollama(file.parent, name or _name_of(trained))]
-
-
-@contextmanager
-def _whole(trained: Trained, dtype: str | None) -> Iterator[Path]:
-    """The folder of a whole model: the model's own, or one that adapters are merged into for as long as the block runs."""
-    if trained.base is None:
-        yield trained.folder
-        return
-    with TemporaryDirectory(prefix="packtrain-merged-") as folder:
-        write_merged(trained, Path(folder, "merged"), dtype)
-        yield Path(folder, "merged")
-
-
-def _name_of(trained: Trained) -> str:
-    return (trained.run.root if trained.run else trained.folder).resolve().name.lower()
+        own = trained.run.root if trained.run else trained.folder
+        return [str(file)] if to == "gguf" else give_to_ollama(folder, file, name or own.resolve().name.lower())

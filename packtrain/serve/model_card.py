@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, M
 from packtrain.config.schema import groups
 from packtrain.redact import Redactor
 from packtrain.report.run_record import read_metrics
-from packtrain.run_folder import RunFolder, object_of, text_of
+from packtrain.run_folder import object_of, text_of
 from packtrain.serve.trained import Trained
 
 _LOCAL = "(local)"
@@ -46,30 +46,42 @@ def is_public_name(path: str | None) -> bool:
 
 def model_card(trained: Trained) -> str:
     """README.md of a model, of what its run folder says, if there is one."""
+    from huggingface_hub import ModelCardData
+
     run = trained.run
     config = _mapping(yaml.safe_load(text_of(run.config))) if run else {}
     model, data = _mapping(config.get("model")), _mapping(config.get("data"))
     kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
     base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
-    sets = [path for path in _paths(data) if is_public_name(path)]
-    head: dict[str, Any] = {
-        "library_name": "transformers" if trained.base is None else "peft",
-        "pipeline_tag": "text-classification" if trained.scores else "text-generation",
-        "tags": ["packtrain", kind],
-        **({"base_model": base} if base else {}),
-        **({"datasets": sets} if sets else {}),
-    }
+    train = data.get("train") if isinstance(data.get("train"), list) else [data.get("train")]
+    paths = [str(source["path"] if isinstance(source, Mapping) else source) for source in train or () if source]
+    head = ModelCardData(
+        library_name="transformers" if trained.base is None else "peft",
+        pipeline_tag="text-classification" if trained.scores else "text-generation",
+        tags=["packtrain", kind],
+        base_model=base,
+        datasets=[path for path in paths if is_public_name(path)] or None,
+    )
     local = "new weights" if model.get("init") == "random" else "a local model"
     of = f"[{base}](https://huggingface.co/{base})" if base else local
     what = "Adapters for" if trained.base is not None else "Trained from"
     about = TRAITS[kind].about if kind in TRAITS else kind
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", "# Model card"]
-    parts.append(f"{what} {of}: {about} with packtrain {__version__}.")
+    parts = [f"---\n{head.to_yaml()}\n---", "# Model card", f"{what} {of}: {about} with packtrain {__version__}."]
     if run is not None:
         summary = object_of(run.summary)
-        parts += ["## Data", *_data(data, _mapping(summary.get("data")))]
+        named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in paths]
+        parts += ["## Data", f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."]
+        if report := _mapping(summary.get("data")):
+            held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
+            size = f"{_number(report.get('documents'))} documents, {_number(report.get('tokens'))} tokens"
+            parts += [f"An epoch has {size}{held}."]
         figures = {text: summary.get(key) for key, text in _FIGURES.items()}
-        figures |= {f"held-out {name}": value for name, value in _held_out(run, summary.get("eval_loss"))}
+        columns = read_metrics(run.metrics).columns
+        best = np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == summary.get("eval_loss"))[-1:]
+        found = {
+            key: float(values[best[0]]) for key, values in columns.items() if key.startswith("eval_") and len(best)
+        }
+        figures |= {f"held-out {key[5:]}": at for key, at in found.items() if key != "eval_loss" and np.isfinite(at)}
         rows = [f"| {name} | {_number(value)} |" for name, value in figures.items() if value is not None]
         parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
         parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
@@ -101,30 +113,6 @@ def _without_paths(value: Any) -> Any:
         return value
     is_path = _ROOTED.match(value) or (re.search(r"[/\\]", value) and not re.search(r"\s", value))
     return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
-
-
-def _data(data: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
-    named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in _paths(data)]
-    yield f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."
-    if report:
-        held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
-        yield f"An epoch has {_number(report.get('documents'))} documents, {_number(report.get('tokens'))} tokens{held}."
-
-
-def _held_out(run: RunFolder, loss: Any) -> Iterator[tuple[str, float]]:
-    """The other figures of the evaluation that found this `loss`."""
-    columns = read_metrics(run.metrics).columns
-    for line in np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == loss)[-1:]:
-        for key, values in columns.items():
-            if key.startswith("eval_") and key != "eval_loss" and np.isfinite(values[line]):
-                yield key.removeprefix("eval_"), float(values[line])
-
-
-def _paths(data: Mapping[str, Any]) -> list[str]:
-    """What data.train names."""
-    given = data.get("train")
-    sources = given if isinstance(given, list) else [given]
-    return [str(source.get("path") if isinstance(source, Mapping) else source) for source in sources if source]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
