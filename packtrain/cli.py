@@ -347,7 +347,7 @@ def merge(
     dtype: Dtype = None,
 ) -> int:
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
-    from packtrain.serve.merge import merge
+    from packtrain.serve.export import merge
     from packtrain.train.verify.command import stdout_on_stderr
 
     with stdout_on_stderr():

@@ -1,16 +1,16 @@
-"""`packtrain export`: a trained model for the hub, llama.cpp (GGUF), Ollama, or as a merged folder; each by the tool made for it."""
+"""`packtrain merge` and `packtrain export`: adapters become a whole model, by the code that writes final-merged/; and a model goes to the
+hub, llama.cpp (GGUF) or Ollama, each by the tool made for it."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 from packtrain.errors import UserError
 from packtrain.serve.gguf import convert, find_converter, give_to_ollama
-from packtrain.serve.merge import beside, check_free_place, merge, write_merged
-from packtrain.serve.trained import find_trained
+from packtrain.serve.trained import Trained, find_trained, load_trained
 
 Target = Literal["hub", "gguf", "ollama", "merged"]
 
@@ -46,3 +46,54 @@ def export(
         file = convert(program, folder, target, {"float32": "f32", "bfloat16": "bf16"}.get(dtype or "", "auto"))
         own = trained.run.root if trained.run else trained.folder
         return [str(file)] if to == "gguf" else give_to_ollama(folder, file, name or own.resolve().name.lower())
+
+
+def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
+    """Merges the adapters of a folder, or of a run, into `output` (beside them if None), in the format of their base model unless `dtype`
+    names another. Raises UserError for what has no adapters, and where `output` is not empty."""
+    trained = find_trained(adapters)
+    if trained.base is None:
+        fix = "from_pretrained loads it as it is; name a folder with an adapter_config.json, or the run that made it."
+        raise UserError("this is a whole model: there is nothing to merge", where=trained.path, fix=fix)
+    target = output or beside(trained, "merged")
+    check_free_place(target)
+    write_merged(trained, target, dtype)
+    return target
+
+
+def beside(trained: Trained, ending: str) -> Path:
+    """The folder for what is made of a model: RUN_DIR/final-merged of RUN_DIR/final."""
+    folder = trained.folder.absolute()
+    return folder.with_name(f"{folder.name}-{ending}")
+
+
+def check_free_place(place: Path) -> None:
+    """Raises UserError where something would be overwritten."""
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise UserError("there is something already", where=str(place), fix="Name another folder: --output DIR.")
+
+
+def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
+    """Writes the merged model and its tokenizer, whole or not at all."""
+    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
+    import torch
+    from peft.utils.save_and_load import load_peft_weights
+
+    from packtrain.boundary import boundary
+    from packtrain.model.load import base_model
+    from packtrain.model.save import mend_generation_config, weights_at_least
+    from packtrain.train.optim.final_weights import merged_in
+    from packtrain.train.results import published, staging
+
+    wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
+    mend_generation_config(model, tokenizer)
+    weights: Any = load_peft_weights(str(trained.folder), device="cpu")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
+        stack.enter_context(published([target]))
+        stack.enter_context(torch.no_grad())
+        whole = stack.enter_context(merged_in(model, weights, wanted))
+        stack.enter_context(weights_at_least(whole, staging(target)))
+        whole.save_pretrained(staging(target))
+        tokenizer.save_pretrained(staging(target))

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
 from packtrain.serve.gguf import ollama_template
-from packtrain.serve.model_card import model_card, public_config
+from packtrain.serve.hub import model_card, public_config
 from packtrain.serve.trained import find_trained
 from tests.train import forked
 
