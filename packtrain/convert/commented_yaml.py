@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from packtrain.boundary import boundary
-from packtrain.convert.conversion import Conversion, Note, convert_file
+from packtrain.convert.conversion import Conversion, Note, OriginName, convert_file
 from packtrain.convert.counterparts import is_text_of_template
-from packtrain.convert.rule_tables import OriginName
-from packtrain.wording import counted, visible
+from packtrain.wording import counted, shortened, visible
 
 _WIDTH = 118
 
@@ -58,7 +57,7 @@ def commented_yaml(done: Conversion) -> str:
         listed = [note for note in own if note.kind == kind and note in left]
         lines += ["", *_comment(title)] if listed else []
         for note in listed:
-            what = ": ".join(filter(None, [_short(note.value), note.became, note.why]))
+            what = ": ".join(filter(None, [shortened(note.value), note.became, note.why]))
             lines += _comment(f"  {note.key}: {what}")
     unset = [note.key for note in done.notes if note.value is None]
     lines += ["", *_comment(f"Not set there: {', '.join(unset)}")] if unset else []
@@ -79,11 +78,6 @@ def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list
     written = written.replace("${", "\\${").rstrip("\n").split("\n")
     comment = f"  # {given}" if given and len(written[0]) + len(given) < _WIDTH - 6 else ""
     return [*lines, f"  {written[0]}{comment}", *(f"  {line}" for line in written[1:])]
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _comment(text: str, indent: str = "") -> list[str]:

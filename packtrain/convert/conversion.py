@@ -1,27 +1,31 @@
 """A config of another trainer → ours, with a note for every key of theirs.
 
-Rules turn keys into keys (rule_tables.py). What several of them make together is computed here: the size of a step. What our own rules
-refuse of the result is taken away, and said.
+Rules turn keys into keys: those that a trainer's table (tables/*.yaml) names stand over those of all. What several keys make together is
+computed here: the size of a step. What our own rules refuse of the result is taken away, and said.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
+
+import yaml
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.convert.counterparts import Kind, Outcome, Theirs, count, is_off, names
-from packtrain.convert.foreign_data import defaults_of, verb_of
+from packtrain.convert import counterparts, foreign_data
+from packtrain.convert.counterparts import Kind, Outcome, Rule, Theirs, count, is_off, names
 from packtrain.convert.foreign_file import Foreign, read_foreign
-from packtrain.convert.rule_tables import OriginName, Table, table
 from packtrain.errors import UserError
 from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
 from packtrain.wording import counted
 
+OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]
 _KEPT = ("model.path", "data.train", "data.max_length", "batch.")
 """Keys that are not taken away, whatever is wrong with them: without them there is no run."""
 
@@ -62,19 +66,33 @@ class Conversion:
         return {**whole_of, "converted": converted, "listed": len(own) - converted}
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The keys that tell a trainer's configs (`marks`), its `defaults` where they are not ours, the names of what makes a `step`, and the
+    rules by pattern of keys, the first that fits."""
+
+    marks: frozenset[str]
+    defaults: Mapping[str, Any]
+    step: Mapping[str, str]
+    rules: Mapping[str, Rule]
+
+    def rule(self, key: str) -> Rule:
+        """The rule of a key."""
+        return next(rule for pattern, rule in self.rules.items() if re.fullmatch(pattern, key))
+
+
 def convert_file(path: Path, origin: OriginName | None = None, devices: int | None = None) -> Conversion:
     """The conversion of a file. Raises UserError where it cannot be read, is of no known trainer, or trains what packtrain does not."""
     file = read_foreign(path)
     origin = origin or _recognise(file)
-    verb, guessed = verb_of(origin, file)
+    verb, guessed = foreign_data.verb_of(origin, file)
     given = {key: value for key, value in file.values.items() if value is not None}
-    theirs = Theirs({**table(origin).defaults, **defaults_of(origin, file, verb), **given}, verb, file)
+    theirs = Theirs({**table(origin).defaults, **foreign_data.defaults_of(origin, file, verb), **given}, verb, file)
     notes, values = _apply(table(origin), theirs, given)
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
-    number_of = devices or file.devices or 1
-    step, how = _step(table(origin), theirs, number_of)
+    step, how = _step(table(origin), theirs, devices or file.devices or 1)
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
     if values.get("optim.schedule") == "constant" and values.get("optim.warmup_steps"):
         values["optim.schedule"] = "constant_with_warmup"
@@ -88,10 +106,10 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     values |= {"model.dtype": "bfloat16"} if frozen else {}
     config = _nested(values)
     notes = _without_faults(config, notes)
-    source = (
-        "--devices" if devices else "by the file" if file.devices else "the file does not say how many: --devices N"
-    )
-    remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
+    said = devices or file.devices
+    remarks = [
+        f"Step: {how}{'' if said else ' (the file does not say how many: --devices N)'}; here it is the same on any number of GPUs."
+    ]
     remarks += ["Frozen weights are loaded in bfloat16, as there; adapters are float32."] if frozen else []
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
@@ -199,3 +217,42 @@ def _taken_away(note: Note, path: str, what: str, kind: Kind) -> Note:
         return note
     why = "; ".join(filter(None, [note.why, f"{path} is left out: {what}"]))
     return replace(note, became=", ".join(left), why=why, kind=note.kind if left else kind)
+
+
+@cache
+def table(name: OriginName) -> Table:
+    """The table of a trainer."""
+    folder = Path(__file__).with_name("tables")
+    own, of_all = (yaml.safe_load((folder / f"{part}.yaml").read_text(encoding="utf-8")) for part in (name, "common"))
+    rules = {**dict(_rules(own)), **{keys: rule for keys, rule in _rules(of_all) if keys not in dict(_rules(own))}}
+    return Table(frozenset(own["marks"].split()), own["defaults"], own["step"], rules)
+
+
+def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    """The rules of a table, by patterns of keys."""
+    each: dict[str, Callable[[Any], Rule]] = {
+        "rules": _by_name,
+        "switches": lambda ours: partial(
+            counterparts.switch, {path: ours[path] for path in ours if path != "why"}, ours.get("why", ""), "converted"
+        ),
+        "choices": lambda choice: partial(counterparts.chosen, choice),
+    }
+    lists: dict[str, Callable[[str], Rule]] = {
+        "parts": lambda text: partial(counterparts.fixed, Outcome(became=text.split()[0], why=text.partition(" ")[2])),
+        "not needed": lambda why: partial(counterparts.fixed, Outcome(why=why, kind="not needed")),
+        "no counterpart": lambda why: partial(counterparts.switch, {}, why, "no counterpart"),
+        "refused": lambda what: partial(counterparts.refused, what),
+    }
+    same = [(how, ours, key) for how, rows in content["same"].items() for ours in rows for key in rows[ours].split()]
+    rules: list[tuple[str, Rule]] = [
+        (key, partial(counterparts.same, ours.replace("*", key), how)) for how, ours, key in same
+    ]
+    rules += [(keys, make(row)) for title, make in each.items() for keys, row in content.get(title, {}).items()]
+    for title, make in lists.items():
+        rules += [(key, make(why)) for why, keys in content.get(title, {}).items() for key in keys.split()]
+    return rules
+
+
+def _by_name(text: str) -> Rule:
+    name, *arguments = text.split(" ", 2)
+    return partial(getattr(counterparts, name, None) or getattr(foreign_data, name), *arguments)

@@ -119,14 +119,9 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
     return AS_HERE if is_off(value) else Outcome(why=choice["else"], kind="no counterpart")
 
 
-def part(path: str, why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that together with others makes one of ours."""
-    return Outcome(why=why, became=path)
-
-
-def listed(why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that packtrain has no need of."""
-    return Outcome(why=why, kind="not needed")
+def fixed(outcome: Outcome, value: Any, theirs: Theirs) -> Outcome:
+    """A key of which the same becomes, whatever its value."""
+    return outcome
 
 
 def losses(value: Any, theirs: Theirs) -> Outcome:

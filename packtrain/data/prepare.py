@@ -149,7 +149,7 @@ class Tokeniser:
             raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
         chat = encoder.template.content if encoder.template else ""
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
-        parts = (VERSION, identity, encoder.objective, keys, encoder.tokenizer.content, chat)
+        parts = (VERSION, identity, encoder.objective, keys, encoder.tokenizer.content, chat, data.system)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,37 +37,31 @@ _SHOWN = 3
 """Answers that are printed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What is measured beside the held-out figures: `rows` of data.eval answered in up to `tokens` tokens each, and tasks of lm_eval."""
-
-    rows: int
-    score: str
-    tokens: int
-    tasks: tuple[str, ...]
-
-
 def evaluate(
     given: tuple[str | None, list[str]],
     config: RunConfig,
-    extras: Extras,
     execute: Callable[[LaunchPlan, RunConfig], int],
     *,
+    rows: int,
+    score: str,
+    tokens: int,
+    tasks: list[str],
     as_json: bool,
 ) -> int:
-    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code."""
+    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code. Beside the
+    held-out figures: `rows` of data.eval are answered in up to `tokens` tokens each, and `tasks` of lm_eval are run."""
     if not config.data.eval:
         raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
     run = of_model(config, *given)
-    model, more = run.model, bool(extras.rows or extras.tasks)
+    model, more = run.model, bool(rows or tasks)
     if more and (model.path is None or model.init == "random"):
         raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
-    if extras.rows and run.objective.traits.scores:
+    if rows and run.objective.traits.scores:
         raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
-    if extras.tasks and find_spec("lm_eval") is None:
+    if tasks and find_spec("lm_eval") is None:
         what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
         raise UserError(what, where="--tasks", fix="pip install lm-eval")
-    judge = score_of(extras.score)
+    judge = score_of(score)
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
         return code
@@ -75,11 +69,11 @@ def evaluate(
     with stdout_on_stderr():
         trained = find_trained(str(model.path)) if more else None
         loaded = trained and load_trained(trained, model.dtype, trust=model.trust_remote_code, on_gpu=True)
-        if loaded and extras.rows:
-            made = answer_held_out(*loaded, run, judge, rows=extras.rows, tokens=extras.tokens)
-            report["generated"] = {"score": extras.score, **made}
-        if loaded and extras.tasks:
-            report["tasks"] = run_tasks(list(extras.tasks), *loaded)
+        if loaded and rows:
+            made = answer_held_out(*loaded, run, judge, rows=rows, tokens=tokens)
+            report["generated"] = {"score": score, **made}
+        if loaded and tasks:
+            report["tasks"] = run_tasks(tasks, *loaded)
     if as_json:
         print(json.dumps(finite(report), indent=2, default=str))
     else:

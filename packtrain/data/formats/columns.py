@@ -40,11 +40,13 @@ _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names."""
+    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names, `system` is
+    data.system."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
     roles: frozenset[str]
+    system: str | None = None
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from packtrain.config.keys import keys
-from packtrain.convert.rule_tables import table
+from packtrain.convert.conversion import table
 from tests.unit.command_line import packtrain
 
 AXOLOTL = """
