@@ -76,8 +76,10 @@ def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list
     given = ", ".join(note.key if note.own else f"{note.key} (default there)" for note in of_key)
     written = yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False, width=1000)
     written = written.replace("${", "\\${").rstrip("\n").split("\n")
-    comment = f"  # {given}" if given and len(written[0]) + len(given) < _WIDTH - 6 else ""
-    return [*lines, f"  {written[0]}{comment}", *(f"  {line}" for line in written[1:])]
+    beside = len(written[0]) + len(given) < _WIDTH - 6 and (len(written) == 1 or written[0].endswith(":"))
+    lines += [] if beside or not given else _comment(given, "  ")
+    written[0] += f"  # {given}" if beside and given else ""
+    return [*lines, *(f"  {line}" for line in written)]
 
 
 def _comment(text: str, indent: str = "") -> list[str]:

@@ -51,7 +51,8 @@ def _sources(
     renamed = {ours: name for ours, name in columns.items() if name not in (ours, "messages", "conversations")}
     shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
     if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1:
-        labels = name_sources([DataSource(path=source["path"]) for source in found])
+        labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
+        values[key] = [{"name": label, **source} for label, source in zip(labels, short, strict=True)]
         values["data.stages"] = [{"weights": dict(zip(labels, shares, strict=True))}]
     return Outcome({**values, **({"data.columns": renamed} if renamed else {})}, "; ".join(dict.fromkeys(remarks)))
 
