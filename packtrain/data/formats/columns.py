@@ -34,6 +34,7 @@ LABEL = "label"
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats whose rows may have a label."""
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
+ALIASES |= {"instruction": "query", "output": "response"}  # as ms-swift has them
 """Other names that our columns may have without data.columns."""
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
