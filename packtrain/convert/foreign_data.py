@@ -176,13 +176,6 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
 
-def own_name(value: Any, theirs: Theirs) -> Outcome:
-    """A name that is written into the rows of one data set."""
-    named = "self-cognition" in str(theirs.get("dataset"))
-    why = "write the name into the rows of self-cognition" if named else "only the data set self-cognition has it"
-    return Outcome(why=why, kind="no counterpart" if named else "not needed")
-
-
 def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
     """Our verb, and how it was found if that is a guess. Raises UserError for a method that packtrain does not have."""
     values, how = file.values, ""

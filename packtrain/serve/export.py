@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from packtrain.boundary import boundary
 from packtrain.errors import UserError
 from packtrain.serve.gguf import convert, find_converter, give_to_ollama
 from packtrain.serve.trained import Trained, find_trained, load_trained
@@ -68,7 +69,9 @@ def beside(trained: Trained, ending: str) -> Path:
 
 
 def check_free_place(place: Path) -> None:
-    """Raises UserError where something would be overwritten."""
+    """Raises UserError where something would be overwritten, or nothing can be written."""
+    with boundary("cannot be made", str(place), "Name another folder: --output DIR."):
+        place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise UserError("there is something already", where=str(place), fix="Name another folder: --output DIR.")
 
@@ -79,7 +82,6 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     import torch
     from peft.utils.save_and_load import load_peft_weights
 
-    from packtrain.boundary import boundary
     from packtrain.model.load import base_model
     from packtrain.model.save import mend_generation_config, weights_at_least
     from packtrain.train.optim.final_weights import merged_in
@@ -88,7 +90,6 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
     mend_generation_config(model, tokenizer)
     weights: Any = load_peft_weights(str(trained.folder), device="cpu")
-    target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
         stack.enter_context(published([target]))

@@ -41,7 +41,6 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     from packtrain.train.results import published, staging
 
     place = staging(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with published([target]):
         place.mkdir()
         command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]

@@ -21,8 +21,8 @@ from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, M
 from packtrain.config.schema import groups
 from packtrain.errors import UserError, read_json
 from packtrain.redact import Redactor
-from packtrain.report.run_record import read_metrics
-from packtrain.run_folder import object_of, text_of
+from packtrain.report.run_record import read_config, read_metrics
+from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained
 
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
@@ -99,7 +99,7 @@ def model_card(trained: Trained) -> str:
     from huggingface_hub import ModelCardData
 
     run = trained.run
-    config = _mapping(yaml.safe_load(text_of(run.config))) if run else {}
+    config = read_config(run.config) if run else {}
     model, data = _mapping(config.get("model")), _mapping(config.get("data"))
     kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
     base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)

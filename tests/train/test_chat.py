@@ -116,6 +116,7 @@ def test_a_model_without_a_chat_template_continues_text_and_says_so(tmp_path: Pa
 
 def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
+    assert chat(piped, "", str(model)) == ("", "")  # nothing is asked
     assert "it broke" in chat(partial(counting, piped), "break\n", str(model), expect=2)[1]
     (model / "chat_template.jinja").write_text(
         "{{ raise_exception('no system, please') if messages[0].role == 'system' }}"
@@ -127,8 +128,10 @@ def test_what_cannot_answer_is_refused(tmp_path: Path) -> None:
     assert "a reward model scores answers" in chat(piped, "", str(model), expect=2)[1]
 
 
-@pytest.mark.parametrize("named", ["./nowhere", "empty"])
+@pytest.mark.parametrize("named", ["./nowhere", "empty", "bare"])
 def test_a_model_that_is_not_there_is_named(named: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text('{"model_type": "llama"}')  # and no tokenizer
     done = packtrain("chat", named, expect=2, cwd=tmp_path, begin=partial(piped, ""))
     assert named in done.stderr and "→" in done.stderr and "Traceback" not in done.stderr

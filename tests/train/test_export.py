@@ -237,6 +237,13 @@ def test_a_template_that_cannot_be_told_is_left_to_ollama(template: str) -> None
     assert ollama_template(tokenizer) == ""
 
 
+def test_a_run_whose_config_was_torn_still_has_a_card(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    (run / "config.yaml").write_text("data: [")
+    (run / "summary.json").write_text("{")
+    assert "Trained on local files." in model_card(find_trained(str(run)))
+
+
 def test_a_tool_that_is_missing_is_named_before_any_work(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     refused = packtrain("export", str(model), "--to", "gguf", expect=2, env={"PATH": "", "LLAMA_CPP": ""}).stderr
