@@ -132,6 +132,15 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
 
 
+def with_sft(value: Any, theirs: Theirs) -> Outcome:
+    """How much the loss of the chosen answer itself counts beside that of the pair."""
+    values = {"objective.loss": ["sigmoid", "sft"], "objective.options.loss_weights": [1, number(value)]}
+    if is_off(value) or not theirs.get("loss_type", "pref_loss"):
+        return AS_HERE if is_off(value) else Outcome(values)
+    why = "objective.loss=[sigmoid, sft] with objective.options.loss_weights=[1, alpha] is the same"
+    return Outcome(why=why, kind="no counterpart")
+
+
 def warmup(value: Any, theirs: Theirs) -> Outcome:
     """A share or a number of steps: below 1 both are a share here. Steps win there, where there are any."""
     wins = next((key for key in ("warmup_steps", "warmup_ratio") if not is_off(theirs.get(key) or 0)), None)

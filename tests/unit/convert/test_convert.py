@@ -298,6 +298,13 @@ def test_adapters_to_go_on_with_stand_in_the_place_of_the_model(order: str, tmp_
     assert convert(tmp_path, f"swift sft --dataset o/d {order}", "x.sh")["config"]["model"]["path"] == "a/b"
 
 
+def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: Path) -> None:
+    text = "swift rlhf --rlhf_type dpo --model m/m --dataset o/d --rpo_alpha 0.1"
+    objective = convert(tmp_path, text, "x.sh")["config"]["objective"]
+    assert objective == {"kind": "dpo", "loss": ["sigmoid", "sft"], "options": {"loss_weights": [1, 0.1]}}
+    assert note(convert(tmp_path, f"{text} --loss_type hinge", "x.sh"), "rpo_alpha")["became"] is None
+
+
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     data = "dataset_name: https://me:aB3secret@host/data"
     text = TRL.replace("dataset_name: owner/data", data)
