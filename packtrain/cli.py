@@ -351,12 +351,12 @@ def evaluate(
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
     from packtrain.config.compose import load_config
-    from packtrain.serve.evaluation import Extras, evaluate
+    from packtrain.serve.evaluation import evaluate
 
     run = load_config(*(given := split_arguments(arguments)), _note)
     _check_verb(run, run.objective.kind)
-    extras = Extras(generate, score, max_tokens, tuple(tasks.split(",")) if tasks else ())
-    return evaluate(given, run, extras, partial(_execute, "eval"), as_json=as_json)
+    more: Any = {"rows": generate, "score": score, "tokens": max_tokens, "tasks": tasks.split(",") if tasks else []}
+    return evaluate(given, run, partial(_execute, "eval"), **more, as_json=as_json)
 
 
 Named = Annotated[str, typer.Argument(metavar="RUN_DIR | MODEL", help="A run folder, a model folder, or a hub id.")]
@@ -373,7 +373,7 @@ def merge(
     dtype: Dtype = None,
 ) -> int:
     """Make a whole model of adapters and their base model, which from_pretrained loads."""
-    from packtrain.serve.merge import merge
+    from packtrain.serve.export import merge
     from packtrain.train.verify.command import stdout_on_stderr
 
     with stdout_on_stderr():

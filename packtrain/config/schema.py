@@ -126,6 +126,7 @@ class Data:
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
     )
+    system: str | None = key(None, "System prompt of conversations that have none of their own.")
     loss_on: Literal["auto", "assistant", "completion", "all"] = key(
         "auto",
         "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from packtrain.convert.conversion import Conversion, Note, convert_file
-from packtrain.convert.rule_tables import OriginName
-from packtrain.errors import UserError
-from packtrain.wording import counted, visible
+from packtrain.boundary import boundary
+from packtrain.convert.conversion import Conversion, Note, OriginName, convert_file
+from packtrain.convert.counterparts import is_text_of_template
+from packtrain.wording import counted, shortened, visible
 
 _WIDTH = 118
 
@@ -24,28 +24,20 @@ def write_conversion(
 ) -> int:
     """Converts the file at `path` and prints it, or writes it to `output`, and a chat template of its own beside that."""
     done = convert_file(path, origin, devices)
-    if done.template and output is not None:
-        beside = output.with_suffix(".jinja")
-        _write(beside, done.template)
+    own = [note.value for note in done.notes if note.became == "data.chat_template" and is_text_of_template(note.value)]
+    files = {output.with_suffix(".jinja"): str(text) for text in own} if output else {}
+    for beside in files:
         done.config.setdefault("data", {})["chat_template"] = str(beside)
     text = json.dumps(done.to_json(), indent=2, default=str) + "\n" if as_json else commented_yaml(done)
     if output is None:
         print(text, end="")
-    else:
-        _write(output, text)
-        listed = len(done.of_kind("no counterpart"))
-        print(
-            f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {listed} without a counterpart",
-            file=sys.stderr,
-        )
+        return 0
+    for file, content in {**files, output: text}.items():
+        with boundary("cannot be written", str(file), "Name another file."):
+            file.write_text(content, encoding="utf-8")
+    listed = f"{len(done.of_kind('no counterpart'))} without a counterpart"
+    print(f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {listed}", file=sys.stderr)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="Name another file.") from error
 
 
 def commented_yaml(done: Conversion) -> str:
@@ -65,7 +57,7 @@ def commented_yaml(done: Conversion) -> str:
         listed = [note for note in own if note.kind == kind and note in left]
         lines += ["", *_comment(title)] if listed else []
         for note in listed:
-            what = ": ".join(filter(None, [_short(note.value), note.became, note.why]))
+            what = ": ".join(filter(None, [shortened(note.value), note.became, note.why]))
             lines += _comment(f"  {note.key}: {what}")
     unset = [note.key for note in done.notes if note.value is None]
     lines += ["", *_comment(f"Not set there: {', '.join(unset)}")] if unset else []
@@ -84,13 +76,10 @@ def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list
     given = ", ".join(note.key if note.own else f"{note.key} (default there)" for note in of_key)
     written = yaml.safe_dump({name: value}, allow_unicode=True, sort_keys=False, width=1000)
     written = written.replace("${", "\\${").rstrip("\n").split("\n")
-    comment = f"  # {given}" if given and len(written[0]) + len(given) < _WIDTH - 6 else ""
-    return [*lines, f"  {written[0]}{comment}", *(f"  {line}" for line in written[1:])]
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    beside = len(written[0]) + len(given) < _WIDTH - 6 and (len(written) == 1 or written[0].endswith(":"))
+    lines += [] if beside or not given else _comment(given, "  ")
+    written[0] += f"  # {given}" if beside and given else ""
+    return [*lines, *(f"  {line}" for line in written)]
 
 
 def _comment(text: str, indent: str = "") -> list[str]:

@@ -1,27 +1,31 @@
 """A config of another trainer → ours, with a note for every key of theirs.
 
-Rules turn keys into keys (rule_tables.py). What several of them make together is computed here: the size of a step. What our own rules
-refuse of the result is taken away, and said.
+Rules turn keys into keys: those that a trainer's table (tables/*.yaml) names stand over those of all. What several keys make together is
+computed here: the size of a step. What our own rules refuse of the result is taken away, and said.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
+
+import yaml
 
 from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.config.objective import TRAITS, ObjectiveKind
-from packtrain.convert.counterparts import Kind, Outcome, Theirs, count, is_off, names
-from packtrain.convert.foreign_data import defaults_of, verb_of
+from packtrain.convert import counterparts, foreign_data
+from packtrain.convert.counterparts import Kind, Outcome, Rule, Theirs, count, is_off, names
 from packtrain.convert.foreign_file import Foreign, read_foreign
-from packtrain.convert.rule_tables import OriginName, Table, table
 from packtrain.errors import UserError
 from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
 from packtrain.wording import counted
 
+OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]
 _KEPT = ("model.path", "data.train", "data.max_length", "batch.")
 """Keys that are not taken away, whatever is wrong with them: without them there is no run."""
 
@@ -40,7 +44,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Our `config` (group → key → value), what became of each key of theirs, remarks on the whole, and the text of a chat template."""
+    """Our `config` (group → key → value), what became of each key of theirs, and remarks on the whole."""
 
     path: Path
     origin: OriginName
@@ -48,7 +52,6 @@ class Conversion:
     config: dict[str, dict[str, Any]]
     notes: tuple[Note, ...]
     remarks: tuple[str, ...]
-    template: str = ""
 
     def of_kind(self, *kinds: Kind) -> list[Note]:
         """The notes on keys that the file itself sets to something."""
@@ -63,19 +66,33 @@ class Conversion:
         return {**whole_of, "converted": converted, "listed": len(own) - converted}
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The keys that tell a trainer's configs (`marks`), its `defaults` where they are not ours, the names of what makes a `step`, and the
+    rules by pattern of keys, the first that fits."""
+
+    marks: frozenset[str]
+    defaults: Mapping[str, Any]
+    step: Mapping[str, str]
+    rules: Mapping[str, Rule]
+
+    def rule(self, key: str) -> Rule:
+        """The rule of a key."""
+        return next(rule for pattern, rule in self.rules.items() if re.fullmatch(pattern, key))
+
+
 def convert_file(path: Path, origin: OriginName | None = None, devices: int | None = None) -> Conversion:
     """The conversion of a file. Raises UserError where it cannot be read, is of no known trainer, or trains what packtrain does not."""
     file = read_foreign(path)
     origin = origin or _recognise(file)
-    verb, guessed = verb_of(origin, file)
+    verb, guessed = foreign_data.verb_of(origin, file)
     given = {key: value for key, value in file.values.items() if value is not None}
-    theirs = Theirs({**table(origin).defaults, **defaults_of(origin, file, verb), **given}, verb, file)
-    notes, values, template = _apply(table(origin), theirs, given)
+    theirs = Theirs({**table(origin).defaults, **foreign_data.defaults_of(origin, file, verb), **given}, verb, file)
+    notes, values = _apply(table(origin), theirs, given)
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
-    number_of = devices or file.devices or 1
-    step, how = _step(table(origin), theirs, number_of)
+    step, how = _step(table(origin), theirs, devices or file.devices or 1)
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
     if values.get("optim.schedule") == "constant" and values.get("optim.warmup_steps"):
         values["optim.schedule"] = "constant_with_warmup"
@@ -89,28 +106,27 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     values |= {"model.dtype": "bfloat16"} if frozen else {}
     config = _nested(values)
     notes = _without_faults(config, notes)
-    source = (
-        "--devices" if devices else "by the file" if file.devices else "the file does not say how many: --devices N"
-    )
-    remarks = [f"Step: {how} ({source}); here it is the same on any number of GPUs."]
+    said = devices or file.devices
+    remarks = [
+        f"Step: {how}{'' if said else ' (the file does not say how many: --devices N)'}; here it is the same on any number of GPUs."
+    ]
     remarks += ["Frozen weights are loaded in bfloat16, as there; adapters are float32."] if frozen else []
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
     remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
     config = {group: settings for group, settings in config.items() if settings}
-    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks), template)
+    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks))
 
 
 def _recognise(file: Foreign) -> OriginName:
     """Whose config it is, by its program, else by the keys that only one trainer has."""
     every: tuple[OriginName, ...] = get_args(OriginName)
-    programs = {"swift": "ms-swift", "megatron": "ms-swift", **{name: name for name in every}}
     called = re.match(r"(?:.*/)?(trl|swift|megatron|llamafactory|axolotl)\b", file.program)
     marks = {origin: len(table(origin).marks & {*file.values}) for origin in every}
-    best: list[OriginName] = [
-        origin for origin in every if called or (marks[origin] and marks[origin] == max(marks.values()))
-    ]
-    best = [origin for origin in best if not called or origin == programs[called[1]]]
+    best = [origin for origin in every if marks[origin] == max(marks.values()) > 0]
+    if called:
+        name = "ms-swift" if called[1] in ("swift", "megatron") else called[1]
+        best = [origin for origin in every if origin == name]
     if len(best) == 1:
         return best[0]
     none = "its keys are those of no trainer that packtrain convert knows"
@@ -118,12 +134,11 @@ def _recognise(file: Foreign) -> OriginName:
     raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
 
 
-def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any], str]:
+def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any]]:
     """A note for each key, and what all of them set: later ones over earlier ones, the file's own over defaults."""
-    notes, values, own, template = [], dict[str, Any](), set[str](), ""
+    notes, values, own = [], dict[str, Any](), set[str]()
     for key, value in theirs.values.items():
         outcome = _outcome(rules, key, value, theirs)
-        template = outcome.template or template
         for path, item in outcome.values.items():
             if isinstance(item, dict) and isinstance(values.get(path), dict):
                 values[path] = {**values[path], **item}
@@ -135,7 +150,7 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
         made = became if outcome.kind == "converted" else ""
         notes.append(Note(key, HIDDEN if hidden else value, made, outcome.why, outcome.kind, key in given))
     unset = [Note(key, None, "", "not set", "not needed") for key in theirs.file.values if key not in given]
-    return [*notes, *unset], values, template
+    return [*notes, *unset], values
 
 
 def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
@@ -202,3 +217,42 @@ def _taken_away(note: Note, path: str, what: str, kind: Kind) -> Note:
         return note
     why = "; ".join(filter(None, [note.why, f"{path} is left out: {what}"]))
     return replace(note, became=", ".join(left), why=why, kind=note.kind if left else kind)
+
+
+@cache
+def table(name: OriginName) -> Table:
+    """The table of a trainer."""
+    folder = Path(__file__).with_name("tables")
+    own, of_all = (yaml.safe_load((folder / f"{part}.yaml").read_text(encoding="utf-8")) for part in (name, "common"))
+    rules = {**dict(_rules(own)), **{keys: rule for keys, rule in _rules(of_all) if keys not in dict(_rules(own))}}
+    return Table(frozenset(own["marks"].split()), own["defaults"], own["step"], rules)
+
+
+def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    """The rules of a table, by patterns of keys."""
+    each: dict[str, Callable[[Any], Rule]] = {
+        "rules": _by_name,
+        "switches": lambda ours: partial(
+            counterparts.switch, {path: ours[path] for path in ours if path != "why"}, ours.get("why", ""), "converted"
+        ),
+        "choices": lambda choice: partial(counterparts.chosen, choice),
+    }
+    lists: dict[str, Callable[[str], Rule]] = {
+        "parts": lambda text: partial(counterparts.fixed, Outcome(became=text.split()[0], why=text.partition(" ")[2])),
+        "not needed": lambda why: partial(counterparts.fixed, Outcome(why=why, kind="not needed")),
+        "no counterpart": lambda why: partial(counterparts.switch, {}, why, "no counterpart"),
+        "refused": lambda what: partial(counterparts.refused, what),
+    }
+    same = [(how, ours, key) for how, rows in content["same"].items() for ours in rows for key in rows[ours].split()]
+    rules: list[tuple[str, Rule]] = [
+        (key, partial(counterparts.same, ours.replace("*", key), how)) for how, ours, key in same
+    ]
+    rules += [(keys, make(row)) for title, make in each.items() for keys, row in content.get(title, {}).items()]
+    for title, make in lists.items():
+        rules += [(key, make(why)) for why, keys in content.get(title, {}).items() for key in keys.split()]
+    return rules
+
+
+def _by_name(text: str) -> Rule:
+    name, *arguments = text.split(" ", 2)
+    return partial(getattr(counterparts, name, None) or getattr(foreign_data, name), *arguments)

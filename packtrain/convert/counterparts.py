@@ -36,16 +36,15 @@ class Theirs:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Our `values` by key; where they are made of several settings, only the key that this `became` part of. `template`: the text of a
-    chat template, which has to become a file."""
+    """Our `values` by key; where they are made of several settings, only the key that this `became` part of."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
     kind: Kind = "converted"
     became: str = ""
-    template: str = ""
 
 
+_TEMPLATES = {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"}
 Rule = Callable[[Any, Theirs], Outcome]
 AS_HERE = Outcome(why="as without the key", kind="not needed")
 
@@ -120,14 +119,9 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
     return AS_HERE if is_off(value) else Outcome(why=choice["else"], kind="no counterpart")
 
 
-def part(path: str, why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that together with others makes one of ours."""
-    return Outcome(why=why, became=path)
-
-
-def listed(why: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that packtrain has no need of."""
-    return Outcome(why=why, kind="not needed")
+def fixed(outcome: Outcome, value: Any, theirs: Theirs) -> Outcome:
+    """A key of which the same becomes, whatever its value."""
+    return outcome
 
 
 def losses(value: Any, theirs: Theirs) -> Outcome:
@@ -136,6 +130,15 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
     if not {*found} <= {*LOSSES[theirs.verb]}:
         return Outcome(why="packtrain has no such loss", kind="no counterpart")
     return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
+
+
+def with_sft(value: Any, theirs: Theirs) -> Outcome:
+    """How much the loss of the chosen answer itself counts beside that of the pair."""
+    values = {"objective.loss": ["sigmoid", "sft"], "objective.options.loss_weights": [1, number(value)]}
+    if is_off(value) or not theirs.get("loss_type", "pref_loss"):
+        return AS_HERE if is_off(value) else Outcome(values)
+    why = "objective.loss=[sigmoid, sft] with objective.options.loss_weights=[1, alpha] is the same"
+    return Outcome(why=why, kind="no counterpart")
 
 
 def warmup(value: Any, theirs: Theirs) -> Outcome:
@@ -201,17 +204,16 @@ def parallel(value: Any, theirs: Theirs) -> Outcome:
     return shared if whole(value) > 1 else AS_HERE
 
 
+def is_text_of_template(value: Any) -> bool:
+    """Whether it is a chat template itself, and no name of one."""
+    return "{%" in str(value) or "{{" in str(value)
+
+
 def template(value: Any, theirs: Theirs) -> Outcome:
     """A chat template by its name, as a file, or as its text."""
-    text, short = (
-        str(value),
-        {"qwen_25": "qwen2_5", "qwen": "qwen2_5", "phi_3": "phi3", "phi_35": "phi3_5", "phi": "phi3"},
-    )
-    if "{%" in text or "{{" in text:
-        return Outcome(
-            why="its text is a file, which --output writes beside", became="data.chat_template", template=text
-        )
-    name = short.get(as_name(text), as_name(text))
+    if is_text_of_template(text := str(value)):
+        return Outcome(why="its text is a file, which --output writes beside", became="data.chat_template")
+    name = _TEMPLATES.get(as_name(text), as_name(text))
     if text.endswith((".jinja", ".j2")) or name in template_names():
         return Outcome({"data.chat_template": name if name in template_names() else text})
     own = text.startswith(("default", "tokenizer_default")) or is_off(text)

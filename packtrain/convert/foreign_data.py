@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from packtrain.config.objective import ObjectiveKind
-from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES
-from packtrain.convert.counterparts import Outcome, Theirs, count, is_off, names, number, refuse, whole
+from packtrain.config.schema import LISTED, DataSource, name_sources
+from packtrain.convert.counterparts import AS_HERE, Outcome, Theirs, count, is_off, names, number, refuse, whole
 from packtrain.convert.foreign_file import Foreign
+from packtrain.errors import UserError
+
+_LARGE = 2**26
+"""Bytes of a file whose rows are not counted."""
 
 _PICTURES = re.compile(
     "coco|latex_ocr|rlaif-v|videochat|clevr|textcaps|garbage|-vl-|multimodal|captcha|tts|visual", re.IGNORECASE
@@ -21,7 +29,6 @@ _TYPES = re.compile(
     r"(alpaca|chat_template|completion|pretrain|sharegpt|chatml|llama3|bradley_terry|input_output|None)([.:].*)?"
 )
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input")
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _EVERY_TURN = "without assistant_only_loss every turn of conversations is trained there, only the assistant's here: data.loss_on=all"
 _OURS: dict[str, ObjectiveKind] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
 _OURS |= {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
@@ -36,11 +43,41 @@ _METHODS = re.compile(
 )
 
 
-def _sources(key: str, found: list[dict[str, Any]], columns: dict[str, str], *remarks: str) -> Outcome:
+def _sources(
+    key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: str, columns: Mapping[str, str] = {}
+) -> Outcome:
     short = [{name: item for name, item in source.items() if item not in (None, "train", 1)} for source in found]
     values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
     renamed = {ours: name for ours, name in columns.items() if name not in (ours, "messages", "conversations")}
+    shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
+    if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1:
+        labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
+        values[key] = [{"name": label, **source} for label, source in zip(labels, short, strict=True)]
+        values["data.stages"] = [{"weights": dict(zip(labels, shares, strict=True))}]
     return Outcome({**values, **({"data.columns": renamed} if renamed else {})}, "; ".join(dict.fromkeys(remarks)))
+
+
+def _by_steps(theirs: Theirs) -> bool:
+    """Whether it is a run of so many steps of documents, which streams and shares need."""
+    packed = not is_off(theirs.get("packing", "sample_packing") or 0)
+    return number(theirs.get("max_steps") or -1) > 0 and not packed and theirs.verb != "kto"
+
+
+def interleaved(value: Any, theirs: Theirs) -> Outcome:
+    """How sources are mixed: one after the other, or each example from one of them, by shares."""
+    if is_off(value) or value == "concat":
+        return AS_HERE
+    if theirs.get("interleave_probs", "interleave_prob") and _by_steps(theirs):
+        return Outcome(became="data.stages")
+    why = "write data.stages, with trainer.max_steps and batch.examples_per_step"
+    return Outcome(why=why, kind="no counterpart")
+
+
+def stream(value: Any, theirs: Theirs) -> Outcome:
+    """A stream, where the run can have one."""
+    if is_off(value) or _by_steps(theirs):
+        return AS_HERE if is_off(value) else Outcome({"data.streaming": True})
+    return Outcome(why="all of the data is read before step 1", kind="not needed")
 
 
 def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
@@ -63,68 +100,64 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         elif not isinstance(kind, dict) and not _TYPES.fullmatch(str(kind)):
             remarks += [f"type {kind} is not known: see packtrain inspect"]
         remarks += [f"{name} has no counterpart" for name in item if not _READ.fullmatch(name)]
-    return _sources(key, found, columns, *remarks)
+    return _sources(key, found, theirs, *remarks, columns=columns)
 
 
 def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """Names in data/dataset_info.json, which has path and columns."""
+    """Names in dataset_info.json; of each at most max_samples rows."""
     folder = str(theirs.get("dataset_dir") or "data").removeprefix("REMOTE:")
-    known, most = theirs.file.settings_of(f"{folder}/dataset_info.json"), theirs.get("max_samples")
-    found, columns, remarks = [], {}, []
-    for name in map(str.strip, names(value)):
+    info, most = theirs.file.find(f"{folder}/dataset_info.json"), theirs.get("max_samples")
+    known, found, remarks = theirs.file.settings_of(info), [], []
+    for name in names(value):
         entry = known.get(name) or {}
-        named = {_COLUMNS.get(ours, ours): column for ours, column in (entry.get("columns") or {}).items()}
-        if {"images", "videos", "audios"} & {*named}:
+        if {"images", "videos", "audios"} & {*(entry.get("columns") or {})}:
             refuse("pictures or sound", theirs.file)
-        columns |= named
-        hub = entry.get("hf_hub_url") or (name if "/" in name else None)
-        file = f"{folder}/{entry.get('file_name', f'{name}.json')}"
-        split = entry.get("split") or "train"
-        first = f"{split}[:{whole(most)}]" if hub and most else split
-        found.append(
-            {"path": str(hub or theirs.file.find(file) or file), "subset": entry.get("subset"), "split": first}
-        )
-        if not entry and not hub:
-            remarks += [f"{name} is in no {folder}/dataset_info.json near this config: give its path"]
-    return _sources(key, found, columns, *remarks)
+        listed = f"{LISTED}{os.path.relpath(info)}#{name}" if info and entry else f"{LISTED}{name}"
+        file = info.parent / str(entry.get("file_name")) if info else Path()
+        limit = whole(most) if most and not _has_fewer(file, whole(most)) else None
+        found.append({"path": listed if entry or "/" not in name else name, "samples": limit})
+        remarks += ["max_samples are at most so many there, and so many here"] if limit and not file.exists() else []
+        remarks += [] if entry or "/" in name else [f"{name} is in no {folder}/dataset_info.json near this config"]
+    return _sources(key, found, theirs, *remarks)
 
 
-def most_rows(value: Any, theirs: Theirs) -> Outcome:
-    """A limit of rows, which only hub data sets have."""
-    if "/" in str(theirs.get("dataset")):
-        return Outcome(became="data.train", why="the first rows of hub data sets")
-    return Outcome(why="all rows of files are trained on; the weight of a source takes a share", kind="no counterpart")
+def _has_fewer(file: Path, rows: int) -> bool:
+    """Whether there is such a file or folder, and it has fewer rows."""
+    from packtrain.data.sources.locate import locate
+
+    with suppress(UserError):
+        source = locate(DataSource(path=str(file)), "train", 0, "sft", "document") if file.exists() else None
+        return source is not None and source.size < _LARGE and sum(map(len, source.chunks())) < rows
+    return False
 
 
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """ID:SUBSET#ROWS, looked up on another hub by default."""
+    """ID:SUBSET#ROWS, looked up on another hub by default; so many rows by chance, all repeatedly where there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
+    streams = not is_off(theirs.get("streaming") or 0) and _by_steps(theirs)
     for text in map(str, names(value)):
         if _PICTURES.search(text):
             refuse("pictures or sound", theirs.file)
         path, _, rows = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
-        local = path.lower().endswith(DATA_SUFFIXES) or theirs.file.find(path)
-        path, _, subset = (path, "", "") if local else path.partition(":")
-        split = f"train[:{rows}]" if rows and not local else None
-        found.append({"path": path, "subset": subset or None, "split": split})
-        remarks += ["#N takes N rows by chance; ours the first N of a hub data set, all of a file"] if rows else []
-    return _sources(key, found, {}, *remarks)
+        found.append({"path": path, "samples": whole(rows) if rows and not streams else None})
+        remarks += ["a stream has all rows"] if rows and streams else []
+    return _sources(key, found, theirs, *remarks)
 
 
 def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
     """Documents that were tokenised before."""
     found = [{"path": str(path)} for path in names(value)]
-    return _sources(key, found, {}, "name the documents instead of what was made of them")
+    return _sources(key, found, theirs, "name the documents instead of what was made of them")
 
 
 def trl_data(value: Any, theirs: Theirs) -> Outcome:
     """A hub data set and its splits."""
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
     chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
-    train = _sources("data.train", [source], {}, *([] if chosen else [_EVERY_TURN]))
+    train = _sources("data.train", [source], theirs, *([] if chosen else [_EVERY_TURN]))
     if is_off(theirs.get("eval_strategy", "evaluation_strategy")):
         return train
-    held_out = _sources("data.eval", [{**source, "split": theirs.get("dataset_test_split") or "test"}], {})
+    held_out = _sources("data.eval", [{**source, "split": theirs.get("dataset_test_split") or "test"}], theirs)
     return Outcome({**train.values, **held_out.values}, train.why)
 
 
@@ -139,15 +172,8 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
         found.append({**source, "split": item.get("split"), "weight": item.get("weight", item.get("fraction"))})
     size = number(settings.get("test_split_size") or 0)
     guess = [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
-    train = _sources("data.train", found, {}, *guess)
+    train = _sources("data.train", found, theirs, *guess)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
-
-
-def own_name(value: Any, theirs: Theirs) -> Outcome:
-    """A name that is written into the rows of one data set."""
-    named = "self-cognition" in str(theirs.get("dataset"))
-    why = "write the name into the rows of self-cognition" if named else "only the data set self-cognition has it"
-    return Outcome(why=why, kind="no counterpart" if named else "not needed")
 
 
 def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
@@ -162,18 +188,17 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
         method = other or (loss if loss in ("orpo", "simpo") else values.get("stage", "sft"))
     elif origin == "ms-swift":
         called = re.split(r"[ /]", file.program.removesuffix(".py"))[-1]
-        task = values.get("task_type") or "causal_lm"
-        method = values.get("rlhf_type") or {"rlhf": "dpo", "pt": "sft", "main": "sft", "": "sft"}.get(called, called)
-        method = method if task == "causal_lm" else task
+        method = values.get("rlhf_type") or {"rlhf": "dpo", "main": "sft", "": "sft"}.get(called, called)
+        if (task := values.get("task_type") or "causal_lm") != "causal_lm":
+            method = task
         if file.program.startswith("megatron") or {"tensor_model_parallel_size", "train_iters"} & {*values}:
             method = "Megatron"
     else:
         words = file.program.split("/")[-1] or "/".join(file.path.absolute().parts[-4:]).lower()
+        method = next((verb for key, verb in _BY_KEYS.items() if key in values), "sft")
+        how = "by its keys; else set objective.kind"
         if named := _METHODS.search(words):
             method, how = named[1], "" if file.program else "by the names of file and folders"
-        else:
-            method = next((verb for key, verb in _BY_KEYS.items() if key in values), "sft")
-            how = "by its keys; else set objective.kind"
         method = "pictures or sound" if "vlm" in words else method
     return _OURS.get(str(method)) or refuse(method, file), how
 
@@ -181,26 +206,21 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
 def defaults_of(origin: str, file: Foreign, verb: str) -> dict[str, Any]:
     """Defaults that depend on other settings."""
     values = file.values
+    micro = count(values.get("per_device_train_batch_size"), 1)
     if origin == "axolotl":
         steps = count(values.get("batch_size"), 1) // count(values.get("micro_batch_size"), 1)
         rates = {} if {"warmup_steps", "warmup_ratio"} & {*values} else {"warmup_ratio": 0.03}
         return {"gradient_accumulation_steps": max(steps, 1), **rates}
     if origin == "llamafactory":
         lora = {"lora_rank": 8, "lora_alpha": 2 * count(values.get("lora_rank"), 8), "lora_target": "all"}
-        packing = {"packing": values.get("stage") == "pt"}
-        return {**packing, **(lora if values.get("finetuning_type", "lora") == "lora" else {})}
+        is_lora = values.get("finetuning_type", "lora") == "lora"
+        return {"packing": values.get("stage") == "pt", **(lora if is_lora else {})}
     if origin == "ms-swift":
         tuner = next((values[key] for key in ("tuner_type", "train_type", "sft_type") if key in values), "lora")
-        accumulation = math.ceil(16 / count(values.get("per_device_train_batch_size"), 1) / (file.devices or 1))
-        lora = {
-            "lora_rank": 8,
-            "lora_alpha": 32,
-            "lora_dropout": 0.05,
-            "target_modules": "all-linear",
-            "learning_rate": 1e-4,
-        }
-        rest = {"gradient_accumulation_steps": accumulation, "eval_steps": values.get("save_steps", 500)}
-        return {**rest, **(lora if tuner == "lora" else {"learning_rate": 1e-5})}
+        rest = {"gradient_accumulation_steps": math.ceil(16 / micro / (file.devices or 1))}
+        rest["eval_steps"] = values.get("save_steps", 500)
+        lora = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+        return {**rest, **(lora if tuner == "lora" else {}), "learning_rate": 1e-4 if tuner == "lora" else 1e-5}
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} if not is_off(values.get("use_peft")) else {}
     cut = {} if "max_seq_length" in values else {"max_length": 1024}
     return {"learning_rate": {"sft": 2e-5, "reward": 1e-4}.get(verb, 1e-6), **cut, **lora}

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ import yaml
 from packtrain.errors import UserError
 from packtrain.wording import whole
 
-_LONGEST, _MOST_VALUES, _MOST_LINES = 2**21, 20_000, 60  # bytes and values of a file; lines of one quoted text
+_LONGEST, _MOST_VALUES = 2**21, 20_000  # bytes and values of a file
 _TOOLS = {"swift", "trl", "llamafactory-cli", "axolotl", "megatron"}
 _SCRIPT = re.compile(
     r"(.*/)?(\w*(sft|dpo|kto|orpo|reward|rlhf|grpo|ppo|gkd|pt)\w*|train|run_exp)\.py|axolotl\.cli\.train"
 )
 _VARIABLE = re.compile(r"'[^']*'|\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)")
 _SUM = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*\\?[-+*/]\s*\d+)+)\s*\)?\)")
-_COMMENT = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|((?:(?<=\s)|^)#[^\n]*)", re.MULTILINE)
+_QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*\""
+_COMMENT = re.compile(rf"({_QUOTED})|^[ \t]*#[^\n]*\n?|(?<=\s)#[^\n]*", re.MULTILINE)
+_LINE = re.compile(rf"(?:{_QUOTED}|\\.|[^\n'\"\\])+", re.DOTALL)
+"""A command: a line, or several where a quoted text has several."""
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _SHELL = (".sh", ".bash", ".md", ".txt", ".slurm", ".sbatch")
 _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
@@ -48,7 +52,7 @@ class Foreign:
 
     def find(self, name: object) -> Path | None:
         """A file that the config names, from its own folder, one around it, or from here."""
-        here, name = self.path.absolute().parent, name if isinstance(name, str) else ""
+        here, name = self.path.absolute().parent, str(name) if isinstance(name, (str, Path)) else ""
         paths = [at / name for at in (here, *here.parents, Path())] if name and "\0" not in name else []
         return next(
             (path for path in paths if os.path.isfile(path)), None
@@ -148,30 +152,13 @@ def _is_tool(words: list[str]) -> bool:
 
 def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
     """The words of each command; `variables` may grow while this goes on."""
-    bare = re.sub(r"^\s*#.*\n?", "", text.replace("\r\n", "\n"), flags=re.MULTILINE)
-    lines = re.sub(r"[ \t]*\\\n", " ", bare).splitlines()
-    while lines:
-        words, number = [], 1
-        for number in range(1, min(_MOST_LINES, len(lines)) + 1):  # a quoted text may have several lines
-            with suppress(ValueError):
-                words = list(_lexer(_expanded("\n".join(lines[:number]), variables)))
-                break
-        else:
-            number = 1
-        lines, command = lines[number:], []
-        for word in [*words, ";"]:
-            if set(word) <= set(";&|<>"):
-                yield command
-                command = []
-            else:
-                command.append(word)
-
-
-def _lexer(line: str) -> shlex.shlex:
-    uncommented = _COMMENT.sub(lambda match: "" if match[1] else match[0], line)
-    lexer = shlex.shlex(uncommented, posix=True, punctuation_chars=";&|<>")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    return lexer
+    bare = _COMMENT.sub(lambda match: match[1] or "", text.replace("\r\n", "\n"))
+    for line in _LINE.findall(re.sub(r"[ \t]*\\\n", " ", bare)):
+        lexer = shlex.shlex(_expanded(line, variables), posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        with suppress(ValueError):  # a quote that is not closed
+            for ends, words in groupby([*lexer, ";"], key=lambda word: set(word) <= set(";&|<>")):
+                yield [] if ends else [*words]
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:

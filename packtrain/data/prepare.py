@@ -144,7 +144,7 @@ class Tokeniser:
         """What decides of which rows documents are made, and how."""
         data, template = self.encoder.data, self.encoder.template
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
-        return (*keys, template.content if template else "")
+        return (*keys, data.system, template.content if template else "")
 
     def tokenise(self, given: DataSource, role: Split) -> Tokenised:
         encoder, data = self.encoder, self.encoder.data

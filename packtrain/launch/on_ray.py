@@ -9,6 +9,7 @@ worker is lost, Ray Train starts all of them again, trainer.restarts times (its 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError
-from packtrain.exit_code import listening
+from packtrain.exit_code import ENDING, listening
 from packtrain.launch.attempt import is_locked
 from packtrain.launch.exit_status import MOST_TELLING
 from packtrain.launch.rendezvous import PROGRESS_S
@@ -222,9 +223,7 @@ def work(config: dict[str, Any]) -> None:
             str(file),
             *(["trainer.resume=auto"] if launch > 1 else []),
         ]
-        code = _run(
-            command, {**os.environ, **{key: str(value) for key, value in numbers.items()}, **first}, given
-        )
+        code = _run(command, {**os.environ, **{key: str(value) for key, value in numbers.items()}, **first}, given)
     ray.get(board.end.remote(rank, code))
     until = time.monotonic() + _LEAVE_S
     while (codes := ray.get(board.ended.remote())) and len(codes) < given.processes and time.monotonic() < until:
@@ -240,7 +239,11 @@ def _run(command: list[str], env: dict[str, str], given: Given) -> int:
 
     folder = given.folder if os.path.isdir(given.folder) else None
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    blocked = signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, ENDING
+    )  # Ray's workers block SIGINT, and a process inherits that
     process = subprocess.Popen(command, env=env, cwd=folder, **streams)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def pass_on() -> None:
         assert process.stdout is not None

@@ -108,7 +108,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         started=plain(str(facts.get("started", ""))),
         facts={name: str(text) for name, text in plain(_mapping(facts.get("facts"))).items()},
         metrics=read_metrics(folder.metrics),
-        settings=_settings(plain(_read_config(source.config))),
+        settings=_settings(plain(read_config(source.config))),
         summary=plain(summary),
         batch=_mapping(plan.get("batch")),
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
@@ -160,7 +160,8 @@ def _size(place: Path) -> int:
     return 0
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
+def read_config(file: Path) -> Mapping[str, Any]:
+    """The config of a run; empty where there is none, or it was torn."""
     with suppress(ValueError, RecursionError, yaml.YAMLError):
         return _mapping(yaml.safe_load(text_of(file)))
     return {}

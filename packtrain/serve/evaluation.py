@@ -1,98 +1,99 @@
 """`packtrain eval`: what a training's evaluation of data.eval would find of any model, by the objective of a config.
 
 The model is prepared as a training prepares it, in a temporary run folder, and evaluated by the same call; there is no step. What a model
-is held to (dpo, kto) stays what the config started from.
+is held to (dpo, kto) stays what the config started from. Answers are made greedily to what stands before the last trained part of each
+document, in its own tokens: it is asked as it was trained, whatever the format of the rows.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from packtrain.boundary import boundary
 from packtrain.config.compose import load_config
 from packtrain.config.objective import REFERENCES
 from packtrain.config.schema import Model, RunConfig, Tracking, sources
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder
-from packtrain.serve.answers import answer_held_out, check_tasks, run_tasks, score_of
-from packtrain.serve.trained import adapters_of, find_trained
+from packtrain.serve.trained import adapters_of, find_trained, load_trained
 from packtrain.train.verify.command import finite, on_this_machine, stdout_on_stderr
 from packtrain.wording import counted, shortened, visible
 
+Score = Callable[[str, str, str], float]
+"""From the answer, the held-out answer and the prompt to 0 (wrong) to 1 (right)."""
 _SHOWN = 3
 """Answers that are printed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What is measured beside the held-out figures: `rows` of data.eval answered in up to `tokens` tokens each, and tasks of lm_eval."""
-
-    rows: int
-    score: str
-    tokens: int
-    tasks: tuple[str, ...]
 
 
 def evaluate(
     given: tuple[str | None, list[str]],
     config: RunConfig,
-    extras: Extras,
     execute: Callable[[LaunchPlan, RunConfig], int],
     *,
+    rows: int,
+    score: str,
+    tokens: int,
+    tasks: list[str],
     as_json: bool,
 ) -> int:
-    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code."""
+    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code. Beside the
+    held-out figures: `rows` of data.eval are answered in up to `tokens` tokens each, and `tasks` of lm_eval are run."""
     if not config.data.eval:
         raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
     run = of_model(config, *given)
-    more = bool(extras.rows or extras.tasks)
-    if more and (run.model.path is None or run.model.init == "random"):
+    model, more = run.model, bool(rows or tasks)
+    if more and (model.path is None or model.init == "random"):
         raise UserError("new weights have nothing to say", where="model.path", fix="Name a model: model.path=…")
-    if extras.tasks:
-        check_tasks()
-    score_of(extras.score)
+    if rows and run.objective.traits.scores:
+        raise UserError("a reward model gives no answers", where="--generate", fix="Leave it away.")
+    if tasks and find_spec("lm_eval") is None:
+        what = "tasks need the package lm_eval (lm-evaluation-harness), which is not installed"
+        raise UserError(what, where="--tasks", fix="pip install lm-eval")
+    judge = score_of(score)
     code, figures = held_out_figures(run, execute)
     if code or not figures:  # under another launcher only the first process has them
         return code
-    model, data = run.model, run.data
-    report: dict[str, Any] = {"model": run.model.path, "objective": run.objective.kind, "figures": figures}
+    report: dict[str, Any] = {"model": model.path, "objective": run.objective.kind, "figures": figures}
     with stdout_on_stderr():
-        if extras.rows:
-            what: Any = {"rows": extras.rows, "score": extras.score, "tokens": extras.tokens, "seed": run.trainer.seed}
-            report["generated"] = answer_held_out(model, data, run.objective, **what)
-        if extras.tasks:
-            report["tasks"] = run_tasks(list(extras.tasks), model)
-    print_figures(finite(report), as_json=as_json)
+        trained = find_trained(str(model.path)) if more else None
+        loaded = trained and load_trained(trained, model.dtype, trust=model.trust_remote_code, on_gpu=True)
+        if loaded and rows:
+            made = answer_held_out(*loaded, run, judge, rows=rows, tokens=tokens)
+            report["generated"] = {"score": score, **made}
+        if loaded and tasks:
+            report["tasks"] = run_tasks(tasks, *loaded)
+    if as_json:
+        print(json.dumps(finite(report), indent=2, default=str))
+    else:
+        _print(finite(report))
     return 0
 
 
-def print_figures(report: dict[str, Any], *, as_json: bool) -> None:
-    """The report on stdout: as one JSON document, or for people."""
-    if as_json:
-        print(json.dumps(report, indent=2, default=str))
-        return
-    console, table = Console(highlight=False, soft_wrap=True), Table("held-out figure", "value")
+def _print(report: dict[str, Any]) -> None:
+    console, table = Console(highlight=False, soft_wrap=True, markup=False), Table("held-out figure", "value")
     for name, value in report["figures"].items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if value is not None else "none")
     console.print(table)
     if made := report.get("generated"):
         for answer in made["answers"][:_SHOWN]:
             shown = (visible(shortened(answer[part], 200), whitespace=True) for part in ("expected", "answer"))
-            console.print(escape("  expected {}\n  answer   {}".format(*shown)))
-        right = f"{made['share']:.1%} of {counted(made['rows'], 'answers')} are right, by {made['score']}"
-        console.print(f"[bold]{escape(right)}[/]")
+            console.print("  expected {}\n  answer   {}".format(*shown))
+        console.print(f"{made['share']:.1%} of {counted(made['rows'], 'answers')} are right, by {made['score']}")
     for task, results in report.get("tasks", {}).items():
         numbers = [f"{name} {value:.4g}" for name, value in results.items() if isinstance(value, int | float)]
-        console.print(escape(f"{task}: {', '.join(numbers)}"))
+        console.print(f"{task}: {', '.join(numbers)}")
 
 
 def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConfig:
@@ -119,24 +120,19 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
                 what, fix = "the reference is the start of the training, new weights that nobody has", "Name a model."
                 raise UserError(what, where="objective.reference", fix=fix)
             objective = replace(objective, reference=start.path)
-    held_out = config.data.eval
+    held_out, data = config.data.eval, config.data
     data = (
-        config.data if isinstance(held_out, int | float) else replace(config.data, train=[*sources(held_out, "eval")])
+        data
+        if isinstance(held_out, int | float)
+        else replace(data, train=[*sources(held_out, "eval")], streaming=False, stages=[])
     )
     nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
     optim = replace(config.optim, dither="no")
     if config.strategy.name in ("ddp", "fsdp2"):
         optim = replace(optim, name="sgd")  # which has no states; there is no step
-    parts: Any = {
-        "model": model,
-        "objective": objective,
-        "peft": peft,
-        "data": data,
-        "trainer": trainer,
-        "optim": optim,
-    }
-    return replace(config, **parts, tracking=Tracking())
+    of_them: Any = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer}
+    return replace(config, **of_them, optim=optim, tracking=Tracking())
 
 
 def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:
@@ -150,3 +146,82 @@ def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
         return code, json.loads(report.read_text()) if report.exists() else {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def score_of(spec: str) -> Score:
+    """The score that --score names. Raises UserError where it names none."""
+    kind, _, pattern = spec.partition(":")
+    if spec == "exact":
+        return lambda answer, wanted, prompt: float(answer.strip() == wanted.strip())
+    if kind == "regex" and pattern:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{pattern!r} is no pattern: {error}", where="--score", fix="See Python's re.") from error
+        return lambda answer, wanted, prompt: float(_found(compiled, answer) == _found(compiled, wanted) is not None)
+    if ":" not in spec or not kind or kind == "regex":
+        fix = "Give exact, regex:PATTERN, or module:function (also FILE.py:function)."
+        raise UserError(f"there is no score {spec!r}", where="--score", fix=fix)
+    from packtrain.train.verify.foreign_collator import import_named
+
+    return import_named(spec, "--score")
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match: its first group, or all of it."""
+    matches = [*pattern.finditer(text)]
+    return matches[-1][1 if pattern.groups else 0] if matches else None
+
+
+def answer_held_out(
+    model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
+) -> dict[str, Any]:
+    """Answers the first `rows` documents of data.eval in up to `tokens` tokens each; returns the share that is right, and the answers."""
+    import torch
+
+    from packtrain.data.prepare import prepare
+    from packtrain.data.tokens.chat_template import give_template
+
+    documents = prepare(run.data, tokenizer, run.objective.kind, seed=run.trainer.seed).eval
+    if run.data.chat_template:
+        give_template(tokenizer, run.data.chat_template)
+    answers = []
+    for prompt, wanted in _questions(documents, rows):
+        ids = torch.tensor(prompt[None].astype("int64"), device=model.device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.pad_token_id}
+        made = model.generate(**given, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (made, wanted, prompt)]
+        named = dict(zip(("answer", "expected", "prompt"), texts, strict=True))
+        with boundary("the score failed", "--score"):
+            answers.append({**named, "score": float(judge(*texts))})
+    if not answers:
+        what = "no document of data.eval has a prompt"
+        raise UserError(what, where="--generate", fix="Give conversations or prompts.")
+    return {
+        "rows": len(answers),
+        "share": sum(answer["score"] for answer in answers) / len(answers),
+        "answers": answers,
+    }
+
+
+def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of the prompt and of the answer of the first documents, of pairs the chosen ones, of labelled answers the good ones."""
+    labels = getattr(documents, "labels", None)
+    for index in range(len(documents)):
+        if rows == 0 or not (labels is None or labels[index]):
+            continue  # no more are asked for, or it is a bad answer
+        document = getattr(documents[index], "chosen", documents[index])
+        last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
+        if begin := last - int(np.argmin([*document.loss_mask[:last][::-1], False])):
+            rows -= 1
+            yield document.input_ids[:begin], document.input_ids[begin:last]
+
+
+def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The results of tasks of lm-evaluation-harness, by their names. Raises UserError where it fails, or knows no such task."""
+    with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
+        from lm_eval import simple_evaluate  # type: ignore[import-not-found]
+        from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+        loaded = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1 if model.device.type == "cpu" else "auto")
+        return dict((simple_evaluate(model=loaded, tasks=tasks) or {})["results"])

@@ -1,17 +1,17 @@
-"""`packtrain export`: a trained model for the hub, llama.cpp (GGUF), Ollama, or as a merged folder; each by the tool made for it."""
+"""`packtrain merge` and `packtrain export`: adapters become a whole model, by the code that writes final-merged/; and a model goes to the
+hub, llama.cpp (GGUF) or Ollama, each by the tool made for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
+from packtrain.boundary import boundary
 from packtrain.errors import UserError
-from packtrain.serve.gguf import convert, find_converter, find_ollama, write_modelfile
-from packtrain.serve.merge import beside, check_free_place, merge, write_merged
-from packtrain.serve.trained import Trained, find_trained
+from packtrain.serve.gguf import convert, find_converter, give_to_ollama
+from packtrain.serve.trained import Trained, find_trained, load_trained
 
 Target = Literal["hub", "gguf", "ollama", "merged"]
 
@@ -39,23 +39,62 @@ def export(
         raise UserError(what, where=named, fix="Export it to the hub: --to hub.")
     program, target = find_converter(converter), output or beside(trained, "gguf")
     check_free_place(target)
-    with _whole(trained, dtype) as folder:
+    with ExitStack() as stack:
+        folder = trained.folder
+        if trained.base is not None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="packtrain-merged-")), "merged")
+            write_merged(trained, folder, dtype)
         file = convert(program, folder, target, {"float32": "f32", "bfloat16": "bf16"}.get(dtype or "", "auto"))
-        if to == "gguf":
-            return [str(file)]
-        return [*write_modelfile(folder, file), *find_ollama(file.parent, name or _name_of(trained))]
+        own = trained.run.root if trained.run else trained.folder
+        return [str(file)] if to == "gguf" else give_to_ollama(folder, file, name or own.resolve().name.lower())
 
 
-@contextmanager
-def _whole(trained: Trained, dtype: str | None) -> Iterator[Path]:
-    """The folder of a whole model: the model's own, or one that adapters are merged into for as long as the block runs."""
+def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
+    """Merges the adapters of a folder, or of a run, into `output` (beside them if None), in the format of their base model unless `dtype`
+    names another. Raises UserError for what has no adapters, and where `output` is not empty."""
+    trained = find_trained(adapters)
     if trained.base is None:
-        yield trained.folder
-        return
-    with TemporaryDirectory(prefix="packtrain-merged-") as folder:
-        write_merged(trained, Path(folder, "merged"), dtype)
-        yield Path(folder, "merged")
+        fix = "from_pretrained loads it as it is; name a folder with an adapter_config.json, or the run that made it."
+        raise UserError("this is a whole model: there is nothing to merge", where=trained.path, fix=fix)
+    target = output or beside(trained, "merged")
+    check_free_place(target)
+    write_merged(trained, target, dtype)
+    return target
 
 
-def _name_of(trained: Trained) -> str:
-    return (trained.run.root if trained.run else trained.folder).resolve().name.lower()
+def beside(trained: Trained, ending: str) -> Path:
+    """The folder for what is made of a model: RUN_DIR/final-merged of RUN_DIR/final."""
+    folder = trained.folder.absolute()
+    return folder.with_name(f"{folder.name}-{ending}")
+
+
+def check_free_place(place: Path) -> None:
+    """Raises UserError where something would be overwritten, or nothing can be written."""
+    with boundary("cannot be made", str(place), "Name another folder: --output DIR."):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise UserError("there is something already", where=str(place), fix="Name another folder: --output DIR.")
+
+
+def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
+    """Writes the merged model and its tokenizer, whole or not at all."""
+    model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
+    import torch
+    from peft.utils.save_and_load import load_peft_weights
+
+    from packtrain.model.load import base_model
+    from packtrain.model.save import mend_generation_config, weights_at_least
+    from packtrain.train.optim.final_weights import merged_in
+    from packtrain.train.results import published, staging
+
+    wanted = base_model(model).dtype if dtype is None else getattr(torch, dtype)
+    mend_generation_config(model, tokenizer)
+    weights: Any = load_peft_weights(str(trained.folder), device="cpu")
+    with ExitStack() as stack:
+        stack.enter_context(boundary(f"cannot merge {trained.path}", str(target)))
+        stack.enter_context(published([target]))
+        stack.enter_context(torch.no_grad())
+        whole = stack.enter_context(merged_in(model, weights, wanted))
+        stack.enter_context(weights_at_least(whole, staging(target)))
+        whole.save_pretrained(staging(target))
+        tokenizer.save_pretrained(staging(target))

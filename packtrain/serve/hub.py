@@ -1,19 +1,47 @@
-"""A model on the Hugging Face hub, with a model card, in one commit; private unless it is to be public."""
+"""A model on the Hugging Face hub, in one commit and private unless it is to be public, with its model card: what it is made of, its
+held-out figures, its config; no secret and no local path."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import yaml
+
+from packtrain import __version__
 from packtrain.boundary import boundary
+from packtrain.config.objective import TRAITS
+from packtrain.config.rules.paths_and_packages import BUILT_IN, DATA_SUFFIXES, MODEL_SUFFIXES, TEMPLATE_SUFFIXES
+from packtrain.config.schema import groups
 from packtrain.errors import UserError, read_json
-from packtrain.serve.model_card import is_public_name, model_card
+from packtrain.redact import Redactor
+from packtrain.report.run_record import read_config, read_metrics
+from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained
 
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys in which libraries write where a model was loaded from."""
+_LOCAL = "(local)"
+_OF_A_PLACE = ("topology", "tracking")
+"""Groups of the config that say where it ran."""
+_FOLDERS = ("output_dir", "cache_dir")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
+_FILES = (*MODEL_SUFFIXES, *DATA_SUFFIXES, *TEMPLATE_SUFFIXES)
+_FIGURES = {
+    "train_loss": "training loss, last logged step",
+    "first_eval_loss": "held-out loss before",
+    "eval_loss": "held-out loss after",
+    "steps": "optimizer steps",
+    "examples": "examples trained on",
+    "tokens": "tokens",
+}
 
 
 def push(trained: Trained, name: str | None, *, public: bool) -> str:
@@ -57,3 +85,90 @@ def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
         for key in local:
             content[key] = ""
         yield path.as_posix(), json.dumps(content, indent=2).encode() if local else file
+
+
+def is_public_name(path: str | None) -> bool:
+    """Whether it is a name on the hub, and nothing on this machine."""
+    if path is None or path.lower().endswith(_FILES) or os.path.exists(os.path.expanduser(path)):
+        return False
+    return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+
+
+def model_card(trained: Trained) -> str:
+    """README.md of a model, of what its run folder says, if there is one."""
+    from huggingface_hub import ModelCardData
+
+    run = trained.run
+    config = read_config(run.config) if run else {}
+    model, data = _mapping(config.get("model")), _mapping(config.get("data"))
+    kind = str(_mapping(config.get("objective")).get("kind", "reward" if trained.scores else "sft"))
+    base = next((name for name in (trained.base, model.get("path")) if is_public_name(name)), None)
+    train = data.get("train") if isinstance(data.get("train"), list) else [data.get("train")]
+    paths = [str(source["path"] if isinstance(source, Mapping) else source) for source in train or () if source]
+    head = ModelCardData(
+        library_name="transformers" if trained.base is None else "peft",
+        pipeline_tag="text-classification" if trained.scores else "text-generation",
+        tags=["packtrain", kind],
+        base_model=base,
+        datasets=[path for path in paths if is_public_name(path)] or None,
+    )
+    local = "new weights" if model.get("init") == "random" else "a local model"
+    of = f"[{base}](https://huggingface.co/{base})" if base else local
+    what = "Adapters for" if trained.base is not None else "Trained from"
+    about = TRAITS[kind].about if kind in TRAITS else kind
+    parts = [f"---\n{head.to_yaml()}\n---", "# Model card", f"{what} {of}: {about} with packtrain {__version__}."]
+    if run is not None:
+        summary = object_of(run.summary)
+        named = [path if is_public_name(path) or path == BUILT_IN else "local files" for path in paths]
+        parts += ["## Data", f"Trained on {', '.join(dict.fromkeys(named)) or 'local files'}."]
+        if report := _mapping(summary.get("data")):
+            held = f"; {_number(report['held_out'])} documents were held out" if report.get("held_out") else ""
+            size = f"{_number(report.get('documents'))} documents, {_number(report.get('tokens'))} tokens"
+            parts += [f"An epoch has {size}{held}."]
+        figures = {text: summary.get(key) for key, text in _FIGURES.items()}
+        columns = read_metrics(run.metrics).columns
+        best = np.flatnonzero(columns.get("eval_loss", np.zeros(0)) == summary.get("eval_loss"))[-1:]
+        found = {
+            key: float(values[best[0]]) for key, values in columns.items() if key.startswith("eval_") and len(best)
+        }
+        figures |= {f"held-out {key[5:]}": at for key, at in found.items() if key != "eval_loss" and np.isfinite(at)}
+        rows = [f"| {name} | {_number(value)} |" for name, value in figures.items() if value is not None]
+        parts += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
+        parts += ["## Config", f"```yaml\n{yaml.safe_dump(public_config(config), sort_keys=False)}```"]
+        versions = _mapping(object_of(run.environment).get("versions"))
+        made = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+        parts += ["## Libraries", made or "not recorded"]
+    return Redactor(os.environ).text("\n\n".join(parts)) + "\n"
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config changes of the defaults, without where it ran, its secrets, and paths of this machine."""
+    defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
+    changed = {
+        group: {key: value for key, value in _mapping(values).items() if value != defaults[group].get(key)}
+        for group, values in config.items()
+        if group in defaults
+    }
+    kept = {group: _without_paths(values) for group, values in changed.items()}
+    return Redactor(os.environ).plain({group: values for group, values in kept.items() if values})
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        inner = {name: _without_paths(entry) for name, entry in value.items() if name not in _FOLDERS}
+        return {name: entry for name, entry in inner.items() if entry not in (None, [], {})}
+    if isinstance(value, list):
+        return [_without_paths(entry) for entry in value]
+    if not isinstance(value, str) or is_public_name(value) or value == BUILT_IN:
+        return value
+    is_path = _ROOTED.match(value) or (re.search(r"[/\\]", value) and not re.search(r"\s", value))
+    return _LOCAL if is_path or value.lower().endswith(_FILES) or os.path.exists(value) else value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> str:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return f"{value:,.0f}" if whole else f"{value:.4f}" if isinstance(value, float) else "none"

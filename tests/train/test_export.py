@@ -20,8 +20,8 @@ from tiny_served import save_adapters, save_model, save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
-from packtrain.serve.gguf import Turns, turns_of
-from packtrain.serve.model_card import model_card, public_config
+from packtrain.serve.gguf import ollama_template
+from packtrain.serve.hub import model_card, public_config
 from packtrain.serve.trained import find_trained
 from tests.train import forked
 
@@ -176,9 +176,11 @@ def test_ollama_is_handed_the_file_with_the_chat_template(tmp_path: Path) -> Non
     assert (tmp_path / "asked").read_text().split() == ["create", "mine", "-f", str(modelfile)]
 
 
-def render(turns: Turns, system: str, *pairs: tuple[str, str]) -> str:
+def render(lines: str, system: str, *pairs: tuple[str, str]) -> str:
     """What Ollama makes of a template with .System, .Prompt and .Response: it is filled once for each prompt with its answer."""
-    template = re.search(r'TEMPLATE """(.*?)"""', turns.modelfile(), re.DOTALL)[1]  # type: ignore[index]
+    template = re.search(r'TEMPLATE """(.*?)"""', lines, re.DOTALL)[1]  # type: ignore[index]
+    own = re.search(r'SYSTEM """(.*?)"""', lines, re.DOTALL)
+    system = system or (own[1] if own else "")
     return "".join(
         filled(template, System="" if at else system, Prompt=prompt, Response=answer)
         for at, (prompt, answer) in enumerate(pairs)
@@ -210,15 +212,14 @@ TEMPLATES = {
 def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> None:
     tokenizer: Any = deepcopy(quickstart_tokenizer())
     tokenizer.chat_template = template or tokenizer.chat_template
-    turns = turns_of(tokenizer)
-    assert turns is not None
+    lines = ollama_template(tokenizer)
     for system in ("", "Answer in rhymes."):
         told = [{"role": "system", "content": system}] if system else []
         said = [("Hello", "Hi."), ("And now?", "")]
         roles = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
         messages = [*told, *roles, {"role": "user", "content": "And now?"}]
         expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert render(turns, system or turns.default, *said) == expected
+        assert render(lines, system, *said) == expected
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,14 @@ def test_ollama_renders_what_the_chat_template_renders(template: str | None) -> 
 def test_a_template_that_cannot_be_told_is_left_to_ollama(template: str) -> None:
     tokenizer: Any = deepcopy(quickstart_tokenizer())
     tokenizer.chat_template = template
-    assert turns_of(tokenizer) is None
+    assert ollama_template(tokenizer) == ""
+
+
+def test_a_run_whose_config_was_torn_still_has_a_card(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    (run / "config.yaml").write_text("data: [")
+    (run / "summary.json").write_text("{")
+    assert "Trained on local files." in model_card(find_trained(str(run)))
 
 
 def test_a_tool_that_is_missing_is_named_before_any_work(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_a_run_is_merged_beside_its_adapters_in_the_format_that_is_asked_for(tmp
     [
         (("base",), ("this is a whole model", "adapter_config.json")),
         (("adapters", "-o", "base"), ("there is something already", "--output")),
+        (("adapters", "-o", "base/config.json/x"), ("cannot be made", "--output")),
         (("./nowhere",), ("there is no ./nowhere",)),
         (("empty",), ("neither a config.json nor an adapter_config.json", "trainer.output_dir")),
         (("begun",), ("no final/ yet",)),

@@ -34,17 +34,20 @@ LABEL = "label"
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats whose rows may have a label."""
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
+ALIASES |= {"instruction": "query", "output": "response"}  # as ms-swift has them
 """Other names that our columns may have without data.columns."""
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names."""
+    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names, `system` is
+    data.system."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
     roles: frozenset[str]
+    system: str | None = None
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""

@@ -237,14 +237,15 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
 
 
 def read_system(row: Row) -> Messages:
-    """The message of the column `system`, if any."""
-    return [{"role": "system", "content": row.text("system")}] if row.optional("system") else []
+    """The message of the column `system`, else of data.system, if any."""
+    said = row.text("system") if row.optional("system") else row.system
+    return [{"role": "system", "content": said}] if said else []
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
-    """The messages after that of the column `system`, unless they begin with the same."""
-    said = read_system(row)
-    return messages if said == messages[:1] else [*said, *messages]
+    """The messages after that of the column `system`, unless they begin with the same, or else of data.system, unless they have one."""
+    said, own = read_system(row), messages[:1] and messages[0]["role"] in ("system", "developer")
+    return messages if said == messages[:1] or (own and not row.optional("system")) else [*said, *messages]
 
 
 def read_variables(row: Row) -> dict[str, Any]:

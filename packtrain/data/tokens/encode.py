@@ -154,7 +154,7 @@ class Encoder:
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
         roles = frozenset[str]() if self.template is None else self.template.words
         try:
-            documents, flags = encode(Row(row, self.data.columns, roles), format)
+            documents, flags = encode(Row(row, self.data.columns, roles, self.data.system), format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."

@@ -92,6 +92,8 @@ def fix_of(online: bool, error: BaseException) -> str:
     """What to do about what cannot be loaded: trust its own code, or go where there is a hub; else ""."""
     if "custom code" in str(error):
         return "It has code of its own: trust it with model.trust_remote_code=true."
+    if "backend tokenizer" in str(error):
+        return "There is none: name a folder or hub id with a tokenizer.json (model.tokenizer)."
     return "" if online else OFFLINE_ADVICE
 
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from packtrain.config.keys import keys
-from packtrain.convert.rule_tables import table
+from packtrain.convert import conversion
+from packtrain.convert.conversion import table
 from tests.unit.command_line import packtrain
 
 AXOLOTL = """
@@ -82,7 +83,7 @@ NPROC_PER_NODE=$nproc_per_node \
 swift sft \
     --model Qwen/Qwen2.5-7B-Instruct \
     --tuner_type lora \
-    --dataset 'owner/chats#500' \
+    --dataset 'owner/chats:zh#500' \
               "own.jsonl" \
     --torch_dtype bfloat16 \
     --per_device_train_batch_size 1 \
@@ -143,23 +144,49 @@ def test_axolotl_packed_rows_become_tokens_of_a_step(tmp_path: Path) -> None:
     assert "guess" in note(done, "evals_per_epoch")["why"]
 
 
-def test_llama_factory_names_of_data_are_looked_up_beside_the_config(tmp_path: Path) -> None:
+def test_llama_factory_names_of_data_are_ours_and_at_most_so_many_rows(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/pairs.json").write_text("[]")
-    told = {
-        "pairs": {"file_name": "pairs.json", "columns": {"prompt": "question", "chosen": "good", "rejected": "bad"}}
-    }
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(told))
-    done = convert(tmp_path, LLAMA_FACTORY)
+    for name, rows in {"few": 3, "many": 2000}.items():
+        (tmp_path / f"data/{name}.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * rows))
+    entries = {name: {"file_name": f"{name}.json", "ranking": True} for name in ("few", "many")}
+    seen = {"seen": {"file_name": "few.json", "columns": {"images": "pictures"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({**entries, **seen}))
+    done = convert(tmp_path, LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: few, many, missing, "))
     assert (done["origin"], done["verb"]) == ("llamafactory", "dpo")
-    first, second = done["config"]["data"]["train"]
-    assert first == {"path": str(tmp_path / "data/pairs.json")}
-    assert second == {"path": "owner/pairs", "split": "train[:1000]"}
-    assert done["config"]["data"]["columns"] == {"instruction": "question", "chosen": "good", "rejected": "bad"}
+    assert done["config"]["data"]["train"] == [
+        {"path": "lf:data/dataset_info.json#few"},
+        {"path": "lf:data/dataset_info.json#many", "samples": 1000},
+        {"path": "lf:missing", "samples": 1000},
+        {"path": "owner/pairs", "samples": 1000},
+    ]
+    assert "missing is in no data/dataset_info.json" in note(done, "dataset")["why"]
     assert done["config"]["batch"] == {"examples_per_step": 8, "tokens_per_device": 2 * 2048}
     assert done["config"]["objective"] == {"kind": "dpo", "loss": "sigmoid", "beta": 0.2}
     assert done["config"]["strategy"] == {"name": "zero3"}
     assert done["config"]["peft"]["alpha"] == 16  # twice the rank, where nothing is said
+    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: seen, "))
+    assert "pictures" in packtrain("convert", "theirs.yaml", folder=tmp_path).stderr
+
+
+STREAM = "streaming: true\nmax_steps: 10\nbuffer_size: 50\nmix_strategy: interleave_under\ninterleave_probs: 0.3,0.7\n"
+
+
+def test_streams_and_shares_of_sources_are_ours_where_the_run_has_steps_of_documents(tmp_path: Path) -> None:
+    text = LLAMA_FACTORY.replace("dataset: pairs, ", "dataset: o/a, ").replace("max_samples: 1000\n", "") + STREAM
+    data = convert(tmp_path, text)["config"]["data"]
+    assert (data["streaming"], data["shuffle_buffer"]) == (True, 50)
+    assert [source["name"] for source in data["train"]] == ["o/a", "owner/pairs"]
+    assert data["stages"] == [{"weights": {"o/a": 0.3, "owner/pairs": 0.7}}]
+    done = convert(tmp_path, text.replace("max_steps: 10\n", ""))
+    assert not {"streaming", "shuffle_buffer", "stages"} & {*done["config"]["data"]}
+    assert note(done, "interleave_probs")["became"] is None and "data.stages" in note(done, "interleave_probs")["why"]
+    assert packtrain("plan", "theirs.yaml", folder=tmp_path).returncode == 2  # it is theirs
+    swift = (
+        "swift sft --model m/m --streaming true --max_steps 9 --shuffle_buffer_size 7 --dataset o/d#5 --system hello"
+    )
+    data = convert(tmp_path, swift, "x.sh")["config"]["data"]
+    expected = {"train": {"path": "o/d"}, "system": "hello", "streaming": True, "shuffle_buffer": 7}
+    assert {name: data[name] for name in expected} == expected
 
 
 def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Path) -> None:
@@ -167,7 +194,8 @@ def test_a_shell_command_is_read_with_its_variables_quotes_and_sums(tmp_path: Pa
     config = done["config"]
     assert (done["origin"], done["verb"]) == ("ms-swift", "sft")
     assert config["batch"]["examples_per_step"] == 1 * 4 * 4
-    assert config["data"]["train"] == [{"path": "owner/chats", "split": "train[:500]"}, {"path": "own.jsonl"}]
+    assert config["data"]["train"] == [{"path": "owner/chats:zh", "samples": 500}, {"path": "own.jsonl"}]
+    assert config["data"]["system"] == 'It is "you", said\nhe.'
     assert config["trainer"]["checkpoint_every"] == 50 and config["trainer"]["output_dir"] == "out/4"
     assert note(done, "system")["value"] == 'It is "you", said\nhe.'
     assert config["strategy"] == {"name": "zero2"}
@@ -270,6 +298,13 @@ def test_adapters_to_go_on_with_stand_in_the_place_of_the_model(order: str, tmp_
     assert convert(tmp_path, f"swift sft --dataset o/d {order}", "x.sh")["config"]["model"]["path"] == "a/b"
 
 
+def test_the_loss_of_the_chosen_answer_itself_is_a_loss_with_a_weight(tmp_path: Path) -> None:
+    text = "swift rlhf --rlhf_type dpo --model m/m --dataset o/d --rpo_alpha 0.1"
+    objective = convert(tmp_path, text, "x.sh")["config"]["objective"]
+    assert objective == {"kind": "dpo", "loss": ["sigmoid", "sft"], "options": {"loss_weights": [1, 0.1]}}
+    assert note(convert(tmp_path, f"{text} --loss_type hinge", "x.sh"), "rpo_alpha")["became"] is None
+
+
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     data = "dataset_name: https://me:aB3secret@host/data"
     text = TRL.replace("dataset_name: owner/data", data)
@@ -316,13 +351,11 @@ def test_whose_config_it_is_can_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("origin", ["axolotl", "llamafactory", "ms-swift", "trl"])
 def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
     """Their rules are found by name when the table is read."""
-    texts = [
-        Path(str(table.__wrapped__.__code__.co_filename)).with_name("tables") / f"{one}.yaml"
-        for one in (origin, "common")
-    ]
-    for text in texts:
+    folder = Path(str(conversion.__file__)).with_name("tables")
+    for text in (folder / f"{name}.yaml" for name in (origin, "common")):
         content = yaml.safe_load(text.read_text())
-        named = {value.split()[0] for value in content.get("same", {}).values()}
+        rows = [(ours, names) for group in content["same"].values() for ours, names in group.items()]
+        named = {ours.replace("*", name) for ours, names in rows for name in names.split()}
         named |= {path for values in content.get("switches", {}).values() for path in values if path != "why"}
         named |= {choice["to"] for choice in content.get("choices", {}).values()}
         inside = ("objective.options.", "optim.schedule_options.", "data.columns.")
