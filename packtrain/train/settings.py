@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ class LoopSettings:
     """
 
     steps: Steps
-    evaluation: Steps | None
+    evaluation: Mapping[str, Steps]
+    """One pass over each set of data.eval, by name; {} for none."""
     stop: StopRequest
     checkpoints: Path
     origin: dict[str, Any]
@@ -93,7 +94,7 @@ def training_arguments(
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches, so transformers' own accumulation and sampling have nothing to do.
     """
-    evaluates, limits = settings.evaluation is not None, settings.limits or TimeLimits()
+    evaluates, limits = bool(settings.evaluation), settings.limits or TimeLimits()
     dtype = str(precision.weights).removeprefix("torch.")
     deepspeed = deepspeed_config(settings.strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
     return {
