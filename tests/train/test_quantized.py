@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import LLAMA, base_config, train
+from here import run_here
+from running import LLAMA, base_config, train, write_jsonl
 from safetensors.torch import load_file
+from test_eval import PAIRS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model
+from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
+from packtrain.model.load import load_model
 
 PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
 
@@ -60,6 +64,38 @@ def test_two_processes_train_as_one_and_adapters_stay_float32(tmp_path: Path, qu
         return
     merged = AutoModelForCausalLM.from_pretrained(two.folder / "final-merged")
     assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["packed", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("padding", "padding_free"))],
+)
+def test_preferences_on_four_bits_are_held_to_the_base_itself(tmp_path: Path, mode: str) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = config_of(tmp_path)
+    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    config["model"]["quantize"], config["batch"]["tokens_per_device"] = "nf4", 512
+    share = ["packing.share_prefix=true"] if mode == "packed" else []
+    alone = run_here(tmp_path, config, "objective.kind=dpo", "packing.mode=padding", name="alone")
+    two = train(tmp_path, config, f"packing.mode={mode}", *share, command="dpo", name="two", processes=2)
+    assert two.losses == pytest.approx(alone.losses, rel=1e-6) and len(alone.losses) == 3
+    assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-6) and alone.losses[-1] < alone.losses[0]
+    assert "against the model with its adapters off" in two.log
+
+
+def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_path: Path) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = config_of(tmp_path)
+    loaded = run_here(tmp_path, config, "model.quantize=nf4", name="loaded")
+    quantized = Model(path=str(tmp_path / "model"), quantize="nf4")
+    model = load_model(quantized, Peft(), load_tokenizer(Model(tokenizer="quickstart")), seed=0)
+    config["model"]["path"] = str(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved")
+    assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
+    with pytest.raises(UserError, match="weights quantised by bitsandbytes cannot be trained"):
+        run_here(tmp_path, config, "peft=none", name="full")
 
 
 @pytest.mark.parametrize(
