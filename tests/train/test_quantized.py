@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from here import run_here
 from running import LLAMA, base_config, train, write_jsonl
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_eval import PAIRS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -96,6 +97,26 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
     assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
     with pytest.raises(UserError, match="weights quantised by bitsandbytes cannot be trained"):
         run_here(tmp_path, config, "peft=none", name="full")
+
+
+def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 8}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1, "vocab_size": 4096}
+    whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"](**shape), dtype=torch.bfloat16)
+    whole.save_pretrained(folder := tmp_path / "mxfp4")
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.full((experts, rows, width // 32), 121, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config["model"]["path"] = str(folder)
+    packed, padded = (run_here(tmp_path, config, f"packing.mode={mode}", name=mode) for mode in ("packed", "padding"))
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-6) and packed.losses[-1] != packed.losses[0]
 
 
 @pytest.mark.parametrize(
