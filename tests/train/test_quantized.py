@@ -101,7 +101,13 @@ def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_pa
 
 def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_local_experts": 2,
+        "head_dim": 8,
+    }
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1, "vocab_size": 4096}
     whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"](**shape), dtype=torch.bfloat16)
     whole.save_pretrained(folder := tmp_path / "mxfp4")

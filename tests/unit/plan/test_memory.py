@@ -276,7 +276,14 @@ def test_seventy_billion_weights_in_four_bits_fit_one_gpu_and_are_gathered_as_th
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"}
     model = [f"model.config.{name}={value}" for name, value in sizes.items()]
-    how = ["model.path=some/model", "model.init=pretrained", "model.dtype=bfloat16", "model.quantize=nf4", "peft=lora", "data.max_length=2048"]
+    how = [
+        "model.path=some/model",
+        "model.init=pretrained",
+        "model.dtype=bfloat16",
+        "model.quantize=nf4",
+        "peft=lora",
+        "data.max_length=2048",
+    ]
     size = ["batch.examples_per_step=8", "batch.tokens_per_device=4096"]
     found = known([*model, *how, *size], device=80 * GIB)
     linear = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
