@@ -14,10 +14,11 @@ import filecmp
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -254,6 +255,11 @@ def object_of(file: Path, kind: type = dict) -> Any:
         if isinstance(content := json.loads(text_of(file)), kind):
             return content
     return kind()
+
+
+def losses_of_sets(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of metrics.jsonl has as the loss of each named set of data.eval (`eval_NAME_loss`)."""
+    return {named[1]: value for key, value in line.items() if (named := re.fullmatch(r"eval_(.+)_loss", key))}
 
 
 def _holds_something(path: Path) -> bool:

@@ -28,6 +28,8 @@ def name_files(data: Data, folders: Iterable[Path]) -> Data:
     def named(value: Any, key: str) -> Any:
         if isinstance(value, list):
             return [named(item, key) for item in value]
+        if isinstance(value, dict):
+            return {name: named(item, f"{key}.{name}") for name, item in value.items()}
         if isinstance(value, DataSource):
             return replace(value, path=named(value.path, key))
         if not isinstance(value, str) or not value.startswith(LISTED) or "#" in value:

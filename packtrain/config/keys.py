@@ -232,4 +232,5 @@ def _words(kind: Any) -> str:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:
         return f"list of {words(members(get_args(kind)[0]))}"
-    return "mapping to text" if get_args(kind)[1] is str else "mapping"
+    entry = members(get_args(kind)[1])
+    return "mapping" if entry == (Any,) else f"mapping to {words(entry) if entry == (str,) else 'sources'}"

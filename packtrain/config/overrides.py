@@ -93,7 +93,9 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
                 return Problem(f"there is no {key} to take away", argument.where)
             del holder[leaf]
         else:
-            OmegaConf.update(values, key, parsed.value(), merge=True, force_add=True)
+            value = parsed.value()
+            merge = isinstance(value, dict) and isinstance(OmegaConf.select(values, key), DictConfig)
+            OmegaConf.update(values, key, value, merge=merge, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         return Problem(str(error).split("\n")[0], argument.where, "Set the whole key, or write it into the YAML file.")
     return None

@@ -101,6 +101,9 @@ class DataSource:
     )
 
 
+Sources = str | DataSource | list[str | DataSource]
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Stage:
     """The shares of sources in some of the steps."""
@@ -115,11 +118,11 @@ class Stage:
 class Data:
     """The documents, and how they become tokens."""
 
-    train: str | DataSource | list[str | DataSource] | None = key(
-        None, "Training documents: a path or a list of sources."
-    )
-    eval: float | str | DataSource | list[str | DataSource] | None = key(
-        None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
+    train: Sources | None = key(None, "Training documents: a path or a list of sources.")
+    eval: float | dict[str, Sources] | Sources | None = key(
+        None,
+        "Held-out documents: sources, the fraction of data.train to hold out (0 to 1), or sets by name, each with figures of its own "
+        "({math: a.jsonl, chat: b.jsonl}; docs/data.md).",
     )
     format: Literal["auto", Format] = key("auto", "Shape of a row; auto recognises it from the columns.")
     columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
@@ -171,16 +174,18 @@ class Data:
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources; [] for none and for a fraction.
+    """A value of data.train or data.eval as a list of sources, those of named sets one after the other; [] for none and for a fraction.
 
     The text `quickstart` stands for its split of that role, and owner/name:subset@split for what it says.
     """
+    if isinstance(value, dict):
+        return [source for item in value.values() for source in sources(item, role)]
     values = value if isinstance(value, list) else [value]
     splits = {"quickstart": role}
-    sources = [
+    named = [
         DataSource(path=item, split=splits.get(item, "train")) if isinstance(item, str) else item for item in values
     ]
-    return [_read_name(item) for item in sources if isinstance(item, DataSource)]
+    return [_read_name(item) for item in named if isinstance(item, DataSource)]
 
 
 def name_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:

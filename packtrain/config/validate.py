@@ -30,7 +30,7 @@ from packtrain.config.keys import (
     suggest,
     words,
 )
-from packtrain.config.schema import groups
+from packtrain.config.schema import DataSource, groups
 from packtrain.wording import shortened
 
 _REFUSED = object()
@@ -112,8 +112,9 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
 
 def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
     """`value` as the first of `kinds` that it fits, else _REFUSED; `faults` grows where something inside it is wrong."""
+    before = len(faults)
     for kind in kinds:
-        if (taken := _as_kind(value, kind, path, faults)) is not _REFUSED:
+        if (taken := _as_kind(value, kind, path, faults)) is not _REFUSED or len(faults) > before:
             return taken
     if isinstance(value, str) and float in kinds and str not in kinds:  # "2e-5"
         with suppress(ValueError):
@@ -135,19 +136,27 @@ def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
         value = "no" if value is False else value  # YAML 1.1
         fits = isinstance(value, str) and value in get_args(kind)
     elif outer is list and isinstance(value, list):
-        inside, taken = members(get_args(kind)[0]), []
-        for at, item in enumerate(value):
-            before = len(faults)
-            taken.append(_as(item, inside, f"{path}[{at}]", faults))
-            if taken[-1] is _REFUSED and len(faults) == before:
-                known = [name for part in inside for name in choices(part)]
-                fix = f"Allowed: {words(inside)}. {suggest(str(item), known)}".strip()
-                faults.append(Fault((f"{path}[{at}]",), f"found {_in_words(item)}", fix))
-        fits, value = _REFUSED not in taken, taken
+        inside = members(get_args(kind)[0])
+        value = [_as_entry(item, inside, f"{path}[{at}]", faults) for at, item in enumerate(value)]
+        fits = _REFUSED not in value
     elif outer is dict and isinstance(value, Mapping):
-        only = get_args(kind)[1]
-        fits, value = only is Any or all(isinstance(item, only) for item in value.values()), dict(value)
+        inside = members(get_args(kind)[1])
+        if DataSource not in inside:
+            fits, value = inside == (Any,) or all(isinstance(item, str) for item in value.values()), dict(value)
+        elif keys_of(DataSource).keys().isdisjoint(value):  # else it is one source
+            value = {name: _as_entry(item, inside, f"{path}.{name}", faults) for name, item in value.items()}
+            fits = _REFUSED not in value.values()
     return value if fits else _REFUSED
+
+
+def _as_entry(item: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
+    """As `_as`, with a fault where the entry of a list or mapping is refused."""
+    before = len(faults)
+    if (taken := _as(item, kinds, path, faults)) is _REFUSED and len(faults) == before:
+        known = [name for part in kinds for name in choices(part)]
+        fix = f"Allowed: {words(kinds)}. {suggest(str(item), known)}".strip()
+        faults.append(Fault((path,), f"found {_in_words(item)}", fix))
+    return taken
 
 
 def _in_bounds(value: Any, key: Key) -> bool:

@@ -112,6 +112,10 @@ class TokenDataset:
         """int16[n]: the number of each document's source, in report.sources."""
         return (np.searchsorted(self._first, self.rows, side="right") - 1).astype(np.int16)
 
+    def part(self, first: int, end: int) -> TokenDataset:
+        """Its documents from number `first` to before `end`, under the report of all."""
+        return TokenDataset(self.stores, self.rows[first:end], self.report)
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,8 @@ class PreparedData:
 
     train: Any
     eval: Any
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """The parts of `eval` by the names of data.eval; {"": eval} where it has none."""
     stream: Any = None
     """With data.streaming what is trained on (streaming.py); `train` then has the first rows."""
 
@@ -107,7 +109,13 @@ def prepare(
                     held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, remark))
             train = mix(parts, "data.train", **how) if parts else None
     made = DATASETS[objective]
-    return PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
+    prepared = PreparedData(None if train is None else made(train), None if held_out is None else made(held_out))
+    if held_out is None or not isinstance(data.eval, dict):
+        return replace(prepared, sets={"": prepared.eval} if prepared.eval else {})
+    ends = np.cumsum([len(sources(item)) for item in data.eval.values()])
+    borders = np.searchsorted(held_out.source_of, [0, *ends])  # documents are in the order of their sources
+    parts_by_name = zip(data.eval, pairwise(borders.tolist()), strict=True)
+    return replace(prepared, sets={name: made(held_out.part(*ends)) for name, ends in parts_by_name})
 
 
 def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind) -> Encoder:

@@ -268,5 +268,4 @@ def open_stream(
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
-    held_out = prepare(data, tokenizer, objective, seed=seed).eval if data.eval else None
-    return PreparedData(DATASETS[objective](sample), held_out, stream)
+    return replace(prepare(data, tokenizer, objective, seed=seed), train=DATASETS[objective](sample), stream=stream)

@@ -28,7 +28,7 @@ from packtrain.errors import UserError
 from packtrain.launch.attempt import RunLock, check_free, open_attempt, writing
 from packtrain.launch.coordinator import Coordinator, Reporter, Restarts
 from packtrain.launch.exit_status import Verdict
-from packtrain.launch.on_ray import run_on_ray
+from packtrain.launch.on_ray import ON_RAY, run_on_ray
 from packtrain.launch.rendezvous import Group, MeetingPoint, meet, own_addresses
 from packtrain.launch.slurm_jobs import run_srun
 from packtrain.launch.supervisor import Supervisor
@@ -47,8 +47,8 @@ from packtrain.run_folder import RunFolder, environment
 LAUNCHER_LOG = "launcher.log"
 MAX_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
-"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE", ON_RAY)
+"""Variables of torchrun, Open MPI, other MPIs, srun, DeepSpeed's launcher and Ray; a process without any of them was started by hand."""
 
 
 def execute(

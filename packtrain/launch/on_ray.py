@@ -30,6 +30,8 @@ from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import RunFolder
 
+ON_RAY = "PACKTRAIN_ON_RAY"
+"""The variable by which a process knows that a worker of Ray has started it, with which it ends."""
 _POLL_S = 0.3
 _LEAVE_S = 60
 """For the processes of a launch to end after the first of them has failed, and for those of an earlier one."""
@@ -211,6 +213,7 @@ def work(config: dict[str, Any]) -> None:
         "WORLD_SIZE": context.get_world_size(),
         "LOCAL_RANK": context.get_local_rank(),
         "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        ON_RAY: 1,
     }
     with tempfile.TemporaryDirectory(prefix="packtrain-ray-") as made:
         file = Path(made, "run.yaml")

@@ -37,6 +37,8 @@ from packtrain.plan.known_model import base_of
 from packtrain.proof.isolation import max_positions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+EXPANDED = ("compressed-tensors", "mxfp4")
+"""How weights are quantised that are loaded as what they stand for: they have no gradients, or adapters, otherwise."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
 
@@ -141,8 +143,10 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
 def check_trainable(model: PreTrainedModel) -> None:
     """Raises UserError if quantised weights would be trained, or float16 ones, whose updates underflow or overflow."""
     if getattr(model, "is_quantized", False) and base_model(model) is model:
+        method = cast(Any, model).hf_quantizer.quantization_config.quant_method
         fix = "take the model that they were made of, or train adapters (peft=lora)"
-        raise UserError("quantised weights cannot be trained", where="model.path", fix=fix)
+        what = f"weights quantised by {getattr(method, 'value', method)} cannot be trained"
+        raise UserError(what, where="model.path", fix=fix)
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         fix = "set it to float32 or bfloat16, or train adapters (peft=lora)"
         raise UserError("float16 weights cannot be trained", where="model.dtype", fix=fix)
@@ -174,8 +178,11 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
     place, dtype, overrides = location(config.path, config), _DTYPES[config.dtype], config.config
     if "gguf_file" not in place:
         model_config = _config_of(config, tokenizer, scores=scores)
+        own: Any = getattr(model_config, "quantization_config", None)
+        if own and own.get("quant_method") in EXPANDED:
+            own["dequantize"] = True
         if config.quantize != "no":
-            if getattr(model_config, "quantization_config", None):
+            if own:
                 what, fix = "the weights of this model are quantised already", "remove it: peft=lora trains on them"
                 raise UserError(what, where="model.quantize", fix=fix)
             computed: Any = model_config.dtype or torch.float32 if dtype == "auto" else dtype

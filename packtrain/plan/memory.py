@@ -364,10 +364,11 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
         # a layer, what it was gathered in, and the next one; the rest stays, without the embedding (model/spread.py)
-        gathered = 3 * model.block + model.rest - model.embedding
         compute = 2 if mixed else width
+        gathered = 3 * model.block * QUANTIZED_BYTES.get(config.model.quantize, compute)
+        gathered += (model.rest - model.embedding) * compute
         made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, reduced in float32
-        return gathered * compute + made * min(compute, trained_width) + reduced * 4
+        return math.ceil(gathered) + made * min(compute, trained_width) + reduced * 4
     rounded = width == 2
     if name == "zero1" and rounded:
         return copies  # no buckets: gradients are reduced when the step is complete

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packtrain.report.run_record import Metrics, RunRecord, harmless
+from packtrain.run_folder import losses_of_sets
 
 POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
@@ -82,7 +83,17 @@ def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
     by_source = {key: key.removeprefix(OF_SOURCES) for key in keys if key.startswith(OF_SOURCES)}
     keys = {key: None for key in keys if not key.startswith(("source_examples/", OF_SOURCES))}
     of_data = Figure("Tokens of each source", by_source, "Data", noisy=False)
-    figures = (*_KNOWN, of_data, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
+    by_set: dict[str, dict[str, str]] = {}
+    for name in sorted(losses_of_sets(dict.fromkeys(keys)), key=len, reverse=True):
+        for key in [key for key in keys if key.startswith(f"{HELD_OUT}{name}_")]:
+            del keys[key]
+            by_set.setdefault(key.removeprefix(f"{HELD_OUT}{name}_"), {})[key] = name
+    of_sets = [
+        Figure(key, names, "Held-out sets", noisy=False)
+        for key, names in by_set.items()
+        if HELD_OUT + key not in _NOT_DRAWN
+    ]
+    figures = (*_KNOWN, *of_sets, of_data, *(Figure(key, {key: key}, "More") for key in keys if key not in held_out))
     return [(figure, curves) for figure in figures if (curves := list(_curves(figure, runs)))]
 
 

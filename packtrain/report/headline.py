@@ -13,6 +13,7 @@ import numpy as np
 from packtrain import wording
 from packtrain.inspect.rendering import percent
 from packtrain.report.run_record import RunRecord
+from packtrain.run_folder import losses_of_sets
 
 SLOW = 1.2
 """A rank is slow if its forward passes and loading of data take more than this many times the median."""
@@ -62,6 +63,8 @@ def tiles(run: RunRecord) -> list[Tile]:
     """The outcome of a run."""
     metrics = run.metrics
     shown = [*_change(run, "Held-out loss", "eval_loss"), *_change(run, "Training loss", "loss")]
+    for name in losses_of_sets(metrics.columns):
+        shown += _change(run, f"Held-out loss of {name}", f"eval_{name}_loss")
     for accuracy, margins in (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin")):
         if (right := metrics.last(accuracy)) is not None:
             note = f"chance 50 %; margin {number(metrics.last(margins))}"

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
-from packtrain.train.loader import MicroBatch, step_loader
+from packtrain.train.loader import MicroBatch, Steps, step_loader
 from packtrain.train.log.metrics import LateCopy, MetricsFile, SourceCounts, StepMetrics
 from packtrain.train.log.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 from packtrain.train.objectives.loss import Loss
@@ -86,7 +87,7 @@ class StepTrainer:
 
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
-        self.steps, self.evaluation = settings.steps, settings.evaluation
+        self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once}
         self.engine = Engine(loss, settings.strategy, settings.checkpointing, **how)
@@ -303,11 +304,12 @@ class StepTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Logs the objective's metrics over the whole evaluation set, independent of the layout and the number of ranks."""
+        """Logs the objective's metrics over the whole evaluation set and each named one, independent of the layout and the number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
-        metrics = {f"eval_{name}": value for name, value in self.loss.evaluate(self._evaluation_batches).items()}
+        sets = {name: partial(self._evaluation_batches, steps) for name, steps in self.evaluation.items()}
+        metrics = {f"eval_{name}": value for name, value in self.loss.evaluate(sets).items()}
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         self._log(dict(metrics))
         self.notify("evaluate", metrics=metrics)
@@ -443,10 +445,12 @@ class StepTrainer:
             self.settings.say(f"{max(seen / made, 0):.0%} {what}: {self.seen_updates.advice} (docs/precision.md)")
         return {"updates_seen": seen / made}
 
-    def _evaluation_batches(self, transform: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set, or of what `transform` makes of its steps. All ranks synchronise after each of its
+    def _evaluation_batches(
+        self, steps: Steps, transform: Callable[[Any], Any] = lambda steps: steps
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of an evaluation set, or of what `transform` makes of its steps. All ranks synchronise after each of its
         steps, so that no collective waits longer than one step."""
-        for number, batches in enumerate(step_loader(transform(self.evaluation))):
+        for number, batches in enumerate(step_loader(transform(steps))):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch

@@ -35,7 +35,7 @@ from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
 from packtrain.plan.surroundings import command_of
 from packtrain.proof.choice import AttentionChoice
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, losses_of_sets
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
@@ -176,18 +176,20 @@ class Summary:
         state, report, feed = self.trainer.state, self.data.train.report, self.trainer.steps.feed
         report = report if feed is None else feed.report(state.num_input_tokens_seen)
         losses = [line["loss"] for line in state.log_history if "loss" in line]
-        evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
+        lines = [line for line in state.log_history if "eval_loss" in line]
+        evals = {int(line["step"]): line["eval_loss"] for line in lines}
         best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
         schedule = self.trainer.steps.schedule
         stopping_early = status == "done" and self.early and state.best_metric is not None
-        kept = state.best_metric if stopping_early else next(reversed(evals.values()), None)  # of the weights in final/
+        of_final = (line for line in reversed(lines) if not stopping_early or line["eval_loss"] == state.best_metric)
+        kept = {"eval_loss": None, **next(of_final, {})}
         return {
             "status": status,
             "steps": state.global_step,
             "epoch": schedule.epoch_of(state.global_step),
             "train_loss": losses[-1] if losses else None,
             "first_loss": losses[0] if losses else None,
-            "eval_loss": kept,
+            **{key: value for key, value in kept.items() if key.startswith("eval_")},
             "first_eval_loss": next(iter(evals.values()), None),
             "best_eval_loss": None if best is None else evals[best],
             "best_step": best,
@@ -227,7 +229,8 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     if (last := figures["train_loss"]) is not None:
         clauses.append(f"train loss {figures['first_loss']:.4f} → {last:.4f} (first and last logged step)")
     if (last := figures["eval_loss"]) is not None:
-        clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}")
+        of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(figures).items())
+        clauses.append(f"held-out loss {figures['first_eval_loss']:.4f} → {last:.4f}{of_sets and f' ({of_sets})'}")
         if early and state.best_metric is not None:
             clauses.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
     for accuracy, margin in _RANKED:

@@ -264,7 +264,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     settle_attention(prepared)
     split = settle_split(prepared)
     steps = _training_steps(run)
-    evaluation = prepared.steps(data.eval, evaluation=True) if data.eval else None
+    evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class LoopSettings:
     """
 
     steps: Steps
-    evaluation: Steps | None
+    evaluation: Mapping[str, Steps]
+    """One pass over each set of data.eval, by name; {} for none."""
     stop: StopRequest
     checkpoints: Path
     origin: dict[str, Any]
@@ -111,7 +112,7 @@ def training_arguments(
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches, so transformers' own accumulation and sampling have nothing to do.
     """
-    evaluates, limits = settings.evaluation is not None, settings.limits or TimeLimits()
+    evaluates, limits = bool(settings.evaluation), settings.limits or TimeLimits()
     dtype = str(precision.weights).removeprefix("torch.")
     deepspeed = deepspeed_config(settings.strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
     return {

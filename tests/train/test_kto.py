@@ -77,7 +77,7 @@ def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_ba
 def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
     loss, _, figures = of_trl(tmp_path)
     trainer = ours(tmp_path, "flat")
-    trainer.evaluation = replace(steps_of("flat", 40, a_step=3), whole=True)
+    trainer.evaluation = {"": replace(steps_of("flat", 40, a_step=3), whole=True)}
     trainer.evaluate()
     found = {name.removeprefix("eval_"): value for name, value in trainer.state.log_history[-1].items()}
     assert found.pop("step") == 0 and found.pop("epoch") == 0

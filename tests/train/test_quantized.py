@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import LLAMA, base_config, train
-from safetensors.torch import load_file
+from here import run_here
+from running import LLAMA, base_config, train, write_jsonl
+from safetensors.torch import load_file, save_file
+from test_eval import PAIRS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model
+from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
+from packtrain.model.load import load_model
 
 PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
 
@@ -60,6 +65,64 @@ def test_two_processes_train_as_one_and_adapters_stay_float32(tmp_path: Path, qu
         return
     merged = AutoModelForCausalLM.from_pretrained(two.folder / "final-merged")
     assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["packed", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("padding", "padding_free"))],
+)
+def test_preferences_on_four_bits_are_held_to_the_base_itself(tmp_path: Path, mode: str) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = config_of(tmp_path)
+    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    config["model"]["quantize"], config["batch"]["tokens_per_device"] = "nf4", 512
+    share = ["packing.share_prefix=true"] if mode == "packed" else []
+    alone = run_here(tmp_path, config, "objective.kind=dpo", "packing.mode=padding", name="alone")
+    two = train(tmp_path, config, f"packing.mode={mode}", *share, command="dpo", name="two", processes=2)
+    assert two.losses == pytest.approx(alone.losses, rel=1e-6) and len(alone.losses) == 3
+    assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-6) and alone.losses[-1] < alone.losses[0]
+    assert "against the model with its adapters off" in two.log
+
+
+def test_a_model_that_comes_in_four_bits_trains_adapters_and_nothing_else(tmp_path: Path) -> None:
+    if find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    config = config_of(tmp_path)
+    loaded = run_here(tmp_path, config, "model.quantize=nf4", name="loaded")
+    quantized = Model(path=str(tmp_path / "model"), quantize="nf4")
+    model = load_model(quantized, Peft(), load_tokenizer(Model(tokenizer="quickstart")), seed=0)
+    config["model"]["path"] = str(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved")
+    assert run_here(tmp_path, config, name="saved-run").losses == pytest.approx(loaded.losses, rel=1e-6)
+    with pytest.raises(UserError, match="weights quantised by bitsandbytes cannot be trained"):
+        run_here(tmp_path, config, "peft=none", name="full")
+
+
+def test_a_model_in_mxfp4_trains_as_what_its_weights_stand_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_local_experts": 2,
+        "head_dim": 8,
+    }
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 1, "vocab_size": 4096}
+    whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"](**shape), dtype=torch.bfloat16)
+    whole.save_pretrained(folder := tmp_path / "mxfp4")
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.full((experts, rows, width // 32), 121, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config["model"]["path"] = str(folder)
+    packed, padded = (run_here(tmp_path, config, f"packing.mode={mode}", name=mode) for mode in ("packed", "padding"))
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-6) and packed.losses[-1] != packed.losses[0]
 
 
 @pytest.mark.parametrize(

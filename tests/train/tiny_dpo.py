@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import datasets
@@ -34,6 +35,8 @@ SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 
 class Pairs:
     """As a PairDataset, of pairs in memory: 7, of odd lengths."""
+
+    report = SimpleNamespace(sources=("memory",))
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -100,7 +103,7 @@ def ours(
 
 def trainer_of(kind: type[Any], folder: Path, settings: Any, steps: Steps, *, model: Any, reference: Any) -> Any:
     """A trainer by a loss of that kind over `steps`, on models that attend by Segments unless they are padded."""
-    of_loop = LoopSettings(steps, None, StopRequest(), folder, {})
+    of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
     held_to = another() if reference == OTHER else reference
     trainer = StepTrainer(kind(model or policy(), settings, TOKENIZER, of_loop, held_to), of_loop)
     if steps.layout != "padding":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,8 @@ LABELS = [True, False, False, True, True, False, True]
 
 class Answers:
     """As an UnpairedDataset, of answers in memory: 7, of odd lengths."""
+
+    report = SimpleNamespace(sources=("memory",))
 
     def __init__(self, labels: list[bool]) -> None:
         rng = np.random.default_rng(1)

@@ -75,6 +75,10 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
 
 
+FIGURES = {"loss", "tokens", "pairs", "answers", "accuracy", "margin", "kl", "entropy", "rewards", "logits", "logps"}
+"""Names of held-out figures, which no set of data.eval has."""
+
+
 def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data = config.data
     if data.train is None or data.train == []:
@@ -83,7 +87,18 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         if any(not source.path for source in sources(value)):
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
     held_out = data.eval
-    if held_out == [] or (isinstance(held_out, float) and not 0 < held_out < 1) or str(held_out).endswith("%"):
+    for name in held_out if isinstance(held_out, dict) else ():
+        if name in FIGURES or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            what = f"a set cannot be called {name!r}"
+            fix = "Take letters, digits, _ and -, and no figure's own name, such as loss."
+            yield Fault((f"data.eval.{name}",), what, fix)
+    none = [] in held_out.values() if isinstance(held_out, dict) else False
+    if (
+        held_out in ([], {})
+        or none
+        or (isinstance(held_out, float) and not 0 < held_out < 1)
+        or str(held_out).endswith("%")
+    ):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
         yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
     if data.max_length is None and data.overlong not in ("auto", "truncate"):

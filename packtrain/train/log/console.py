@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -129,7 +130,7 @@ def log_steps(
     batch: Batch,
     data: PreparedData,
     steps: Steps,
-    evaluation: Steps | None,
+    evaluation: Mapping[str, Steps],
     ranks: Ranks,
 ) -> None:
     """The size and number of steps, data, packing and optimizer; a `thing` is an example: documents, pairs, answers."""
@@ -152,7 +153,7 @@ def log_steps(
     )
     examples = batch.examples_per_step or 0
     each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"
-    evaluated = "" if evaluation is None else f", evaluated in {counted(len(evaluation), 'steps')}"
+    evaluated = f", evaluated in {counted(sum(map(len, evaluation.values())), 'steps')}" if evaluation else ""
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if examples > len(data.train) and data.stream is None:
         log.warn(f"a step of {examples:,} is more than the {counted(len(data.train), thing)} of an epoch")

@@ -21,6 +21,7 @@ from trl.trainer.utils import get_peak_flops_per_device
 
 from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
+from packtrain.run_folder import losses_of_sets
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
 
@@ -226,7 +227,9 @@ class TerminalProgress(TrainerCallback):
         """Shows the figures of the steps since the last line."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{_preference_words(logs)}")
+            of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(logs).items())
+            words = f"{logs['eval_loss']:.4f}{of_sets and f' ({of_sets})'}"
+            self._log.say(f"{place}  eval loss {words}{_preference_words(logs)}")
         elif "loss" in logs:
             figures = (
                 f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"

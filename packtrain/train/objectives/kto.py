@@ -75,7 +75,7 @@ class KTOLoss(ReferenceLoss):
             self._kl = self._divergence(batches[0].mismatched)
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
-        """Estimates the divergence over the mismatched pairs of the evaluation set."""
+        """Estimates the divergence over the mismatched pairs of an evaluation set."""
         if self.estimates:
             self._kl = self._divergence(batches(UnpairedSteps.mismatched))
 
@@ -223,7 +223,7 @@ def check_sizes(settings: LoopSettings) -> None:
     where = what = ""
     if each is not None and whole_pass and count % each == (1 if each > 1 else 0):
         where, what = "batch.examples_per_step", f"of {counted(count, 'answers')} the last step has a single one"
-    elif settings.evaluation is not None and len(settings.evaluation.data) == 1:
+    elif any(len(steps.data) == 1 for steps in settings.evaluation.values()):
         where, what = "data.eval", "a single answer is held out"
     if where:
         fix = "take another number, or objective.loss=apo_zero_unpaired, which has no KL estimate"

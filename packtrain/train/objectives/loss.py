@@ -7,7 +7,7 @@ losses are means over the examples or tokens of the global step; each metric is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from packtrain.train.settings import LoopSettings
 Logps = tuple[torch.Tensor, ...]
 """Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
-"""This rank's micro-batches of the evaluation set; a function may replace its steps first (kto: by their mismatched pairs)."""
+"""This rank's micro-batches of an evaluation set; a function may replace its steps first (kto: by their mismatched pairs)."""
 
 
 class Loss:
@@ -74,8 +74,9 @@ class Loss:
         """Returns the function that takes the metrics back to what they are now."""
         return lambda: None
 
-    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
-        """Metrics over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
+    def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
+        """Metrics over all evaluation sets together by name, `loss` among them, and over each named one as NAME_metric; called in eval
+        mode, on every rank."""
         raise NotImplementedError
 
     @contextmanager
@@ -137,21 +138,32 @@ class ExampleLoss(Loss):
         finally:
             self._metrics = kept
 
-    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
-        """The loss and all metrics over the evaluation set."""
+    def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
+        """The loss and all metrics."""
+        counts = torch.zeros(4, len(sets), dtype=torch.int64, device=self.device)
+        for own, batches in zip(counts.T, sets.values(), strict=True):
+            for batch in batches():
+                own += torch.tensor(batch.own_counts, device=counts.device)
+        with waiting("the counts of all ranks"):
+            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
+        # [sets, 2]: what each adds to the loss of all, and its own loss, of one forward pass
+        losses = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
+        every, of_sets = self.new_metrics(), list[dict[str, Any]]()
         with self.keeping_metrics():
-            counts = torch.zeros(4, dtype=torch.int64, device=self.device)
-            for batch in batches():
-                counts += torch.tensor(batch.own_counts, device=counts.device)
-            with waiting("the counts of all ranks"):
-                counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-            self.open_evaluation(batches)
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            for batch in batches():
-                loss += self.part(self.model, batch, counts).double() / batch.parts
-            with waiting("the loss of all ranks"):
-                loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-            return {"loss": loss.item(), self.example_unit: int(counts[3].item()), **self.pop_metrics()}
+            for own, count, batches in zip(losses, counts.T, sets.values(), strict=True):
+                self.open_evaluation(batches)
+                both = torch.stack([counts.sum(dim=1), count], dim=1)
+                for batch in batches():
+                    own += self.part(self.model, batch, both).double() / batch.parts
+                every.add_sums(self._metrics)
+                of_sets.append(self.pop_metrics())
+            self._metrics = every
+            figures = [self.pop_metrics(), *of_sets]
+        with waiting("the loss of all ranks"):
+            losses = cast(torch.Tensor, self.accelerator.reduce(losses, reduction="sum"))
+        values, numbers = [losses[:, 0].sum(), *losses[:, 1]], [counts[3].sum(), *counts[3]]
+        found = zip(values, numbers, figures, strict=True)
+        return by_name(sets, [{"loss": loss.item(), self.example_unit: int(n.item()), **own} for loss, n, own in found])
 
 
 class ReferenceLoss(ExampleLoss):
@@ -248,6 +260,15 @@ class ReferenceLoss(ExampleLoss):
         )
 
 
+def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`figures` (those of all `sets` together, then those of each) in one mapping, where those of a named set have its name in front."""
+    whole, *own = figures
+    return {
+        **whole,
+        **{f"{name}_{key}": of_set[key] for name, of_set in zip(sets, own, strict=True) if name for key in of_set},
+    }
+
+
 class WeightedMetrics:
     """Sums of metrics, each weighted by the number of units that it is a mean over; `units` has the unit of each metric.
 
@@ -272,6 +293,11 @@ class WeightedMetrics:
         weights = to_device(torch.tensor(counts, dtype=torch.float64), nothing.device)
         part = torch.stack([torch.stack(values) * weights, weights], dim=1)
         self._sums = part if self._sums is None else self._sums + part
+
+    def add_sums(self, other: Any) -> None:
+        """Adds the sums of another one, which keeps them."""
+        if other._sums is not None:
+            self._sums = other._sums if self._sums is None else self._sums + other._sums
 
     def mark(self) -> Callable[[], None]:
         """Returns the function that takes the sums back to what they are now."""

@@ -48,9 +48,17 @@ class RewardMetrics(WeightedMetrics):
 
     def add(self, metrics: dict[str, list[torch.Tensor]], unit_counts: Mapping[Any, int]) -> None:
         """See WeightedMetrics."""
-        ends = torch.stack([-metrics.pop(LEAST)[-1], metrics.pop(GREATEST)[-1]])
-        self._ends = ends if self._ends is None else self._ends.maximum(ends)
+        self._extend(torch.stack([-metrics.pop(LEAST)[-1], metrics.pop(GREATEST)[-1]]))
         super().add(metrics, unit_counts)
+
+    def add_sums(self, other: Any) -> None:
+        """See WeightedMetrics."""
+        if other._ends is not None:
+            self._extend(other._ends)
+        super().add_sums(other)
+
+    def _extend(self, ends: torch.Tensor) -> None:
+        self._ends = ends if self._ends is None else self._ends.maximum(ends)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
         """See WeightedMetrics."""

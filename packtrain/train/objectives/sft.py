@@ -6,7 +6,7 @@ Evaluation is exact over the whole set, without the routers' loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from packtrain.proof.comparison import tolerance_of
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import EvaluationBatches, Loss
+from packtrain.train.objectives.loss import EvaluationBatches, Loss, by_name
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.preflight import FirstStepWatch
@@ -86,15 +86,17 @@ class SFTLoss(Loss):
         finally:
             self.routers = routers
 
-    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
+    def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
         """Mean loss per trained token."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches():
-            loss = self.model(**self.inputs(batch), loss_sum=True).double()
-            total += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
+        sums = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
+        for own, batches in zip(sums, sets.values(), strict=True):
+            for batch in batches():
+                loss = self.model(**self.inputs(batch), loss_sum=True).double()
+                own += torch.stack([loss, torch.full_like(loss, batch.own_counts[0])])
         with waiting("the loss of all ranks"):
-            loss_sum, trained = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        return {"loss": (loss_sum / trained.clamp(min=1)).item(), "tokens": int(trained.item())}
+            sums = cast(torch.Tensor, self.accelerator.reduce(sums, reduction="sum"))
+        found = [sums.sum(dim=0).tolist(), *sums.tolist()]
+        return by_name(sets, [{"loss": loss / max(trained, 1), "tokens": int(trained)} for loss, trained in found])
 
     def probe(self, steps: Steps) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""

@@ -231,8 +231,8 @@ class ReferenceObjective(TrainingObjective):
         console.log_loss(log, self.objective, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
-            if trainer.evaluation:
-                trainer.evaluation = self.with_reference(trainer.evaluation, trainer, ranks, precision)
+            for name, steps in trainer.evaluation.items():
+                trainer.evaluation[name] = self.with_reference(steps, trainer, ranks, precision)
         if preflight:
             loss, batch = cast(ReferenceLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
             check_answer_forward(loss, batch, attention)

@@ -284,7 +284,7 @@ def loss_on_random_examples(
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     if isinstance(steps, UnpairedSteps):
         steps = replace(steps, max_length=max(data.lengths))  # within the model's positions
-    loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
+    loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
     return objective.loss(model, arguments, tokenizer, loop), steps

@@ -272,6 +272,29 @@ def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None
     assert found.buffers == 2 * (3 * layer + rest - 97 * 64) + 2 * (layer + rest) + 4 * layer
 
 
+def test_seventy_billion_weights_in_four_bits_fit_one_gpu_and_are_gathered_as_they_are() -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"}
+    model = [f"model.config.{name}={value}" for name, value in sizes.items()]
+    how = [
+        "model.path=some/model",
+        "model.init=pretrained",
+        "model.dtype=bfloat16",
+        "model.quantize=nf4",
+        "peft=lora",
+        "data.max_length=2048",
+    ]
+    size = ["batch.examples_per_step=8", "batch.tokens_per_device=4096"]
+    found = known([*model, *how, *size], device=80 * GIB)
+    linear = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    others = found.parameters - linear  # embeddings, output head, norms
+    nf4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+    assert found.weights == pytest.approx(nf4 * linear + 2 * others + 4 * found.trained, rel=1e-6)
+    assert found.fits and found.weights < 38 * GIB
+    gathered = known([*model, *how, *size], 2, 80 * GIB, "fsdp2").buffers
+    assert gathered == pytest.approx(3 * nf4 * linear / 80 + 2 * others / 2, rel=1e-3)
+
+
 def test_fsdp2_exchanges_gradients_once_a_step_where_whole_ones_fit() -> None:
     batch = ["batch.tokens_per_device=64", "data.max_length=64"]
     full, adapters = [*sized("llama"), *batch], [*sized("llama"), *batch, "peft=lora"]
