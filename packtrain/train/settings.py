@@ -26,7 +26,7 @@ class LoopSettings:
     `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `exchange_once`
     is Memory.exchanges_once, `autocast` the format of mixed precision (None: that of the weights), `backend` the attention backend
     of packed rows (None: the model's own attention), `optim` the config's group, `checkpointing` what
-    trainer.gradient_checkpointing came to, `offload` trainer.activation_offload.
+    trainer.gradient_checkpointing came to, `offload` trainer.activation_offload, `ema` trainer.ema.
     """
 
     steps: Steps
@@ -47,6 +47,7 @@ class LoopSettings:
     largest_first: bool = False
     checkpointing: str = "none"
     offload: bool = False
+    ema: float = 0.0
 
     @property
     def sharded(self) -> bool:
@@ -102,7 +103,7 @@ def training_arguments(
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,  # our sampler starts at the resumed step by itself
-        "optim": optim.name,
+        "optim": "adamw_torch" if optim.name == "muon" else optim.name,
         "learning_rate": optim.learning_rate,
         "lr_scheduler_type": SchedulerType(optim.schedule),
         "lr_scheduler_kwargs": dict(optim.schedule_options),

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from packtrain.plan.memory import STEPPED
 from packtrain.train.optim.dither import Dither, dithered, own_part
+from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.optim.seen_updates import SeenUpdates, local
 
 MASTER, ROUNDINGS = "master", "roundings"
@@ -102,7 +103,7 @@ class _Float32Step(Optimizer):
             exact = weight.detach().float()
             if self.masters:
                 self.dither.move_master(self.names[weight], exact)
-        moments = {} if self.masters else {name: state[name].float() for name in _moments(state, weight)}
+        moments = {name: state[name].float() for name in _moments(state, weight)}
         if state:  # optimizers take an empty one for the first step
             self.state[exact] = state | moments
         return exact, rounded
@@ -139,7 +140,10 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:
     return sorted(
         name
         for name, value in state.items()
-        if name != "step" and type(value) in plain and value.is_floating_point() and value.shape == weight.shape
+        if name not in ("step", AVERAGE)
+        and type(value) in plain
+        and value.is_floating_point()
+        and value.shape == weight.shape
     )
 
 

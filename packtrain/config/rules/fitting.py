@@ -1,0 +1,129 @@
+"""What fits the weights: arguments of PEFT's adapters, groups of weights, and optimizers, as far as they cannot be or do not go together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from packtrain.config.keys import Fault, suggest
+from packtrain.config.objective import Option
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.wording import shortened
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+_WHOLE = {
+    "muon": "makes each matrix orthogonal as a whole",
+    "adagrad": "makes its states before the weights are spread",
+}
+"""Why optimizers cannot step parts of weights, where it is not a state for the whole one."""
+
+
+def _is_pattern(value: object) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
+def _is_names(value: object) -> bool:
+    return bool(value) and isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        _is_pattern(key) and type(number) is int and number > 0 for key, number in value.items()
+    )
+
+
+_SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
+_COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _is_counts)
+_OWN_STARTS = (
+    "true|gaussian|orthogonal. pissa and olora change the model's own weights, on which final/ is loaded and which a reference "
+    "has as they were; corda, eva and lora_ga need data of their own"
+)
+PEFT_OPTIONS = {
+    "use_dora": _SWITCH,
+    "use_rslora": _SWITCH,
+    "init_lora_weights": Option(True, _OWN_STARTS, lambda value: value in (True, "gaussian", "orthogonal")),
+    "layers_to_transform": Option(
+        None,
+        "list of the numbers of layers",
+        lambda value: (
+            isinstance(value, list) and value != [] and all(type(item) is int and item >= 0 for item in value)
+        ),
+    ),
+    "layers_pattern": Option(None, "name of the list of layers", lambda value: _is_pattern(value) or _is_names(value)),
+    "rank_pattern": _COUNTS,
+    "alpha_pattern": _COUNTS,
+    "exclude_modules": Option(
+        None, "list of names, or a regular expression", lambda value: _is_pattern(value) or _is_names(value)
+    ),
+}
+"""The entries of peft.options; names and defaults are those of PEFT's LoraConfig."""
+
+
+def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> Iterator[Fault]:
+    """Faults of the values of those arguments that are `known`."""
+    for name in given.keys() & known.keys():
+        if given[name] != known[name].default and not known[name].accepts(given[name]):
+            yield Fault((f"{where}.{name}",), f"found {shortened(given[name])}", f"Allowed: {known[name].allowed}.")
+
+
+def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Faults of peft, of optim.groups, and of trainer.ema."""
+    yield from _peft(config, given)
+    yield from _groups(config)
+    if config.trainer.ema and config.strategy.name.startswith("zero"):
+        what = "DeepSpeed keeps flat parts of weights, which are not averaged yet"
+        yield Fault(("trainer.ema", "strategy.name"), what, "Choose strategy=ddp or fsdp2, or remove the key.")
+
+
+def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    for key in sorted(given) if config.peft.kind == "none" else ():
+        if key.startswith("peft."):
+            what = "it does nothing without adapters (peft.kind is none)"
+            yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
+    targets, options = config.peft.target_modules, config.peft.options
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        what = f"{shortened(targets)} is no regular expression: {error}"
+        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
+    for name in options.keys() - PEFT_OPTIONS.keys():
+        fix = suggest(name, PEFT_OPTIONS, f"It has {', '.join(PEFT_OPTIONS)}.")
+        yield Fault(
+            (f"peft.options.{name}",), "there is no such option of adapters, or packtrain has not tried it", fix
+        )
+    yield from check_options("peft.options", options, PEFT_OPTIONS)
+    if "layers_to_transform" in options and isinstance(targets, str):
+        what = "PEFT counts layers only where target_modules is a list of names"
+        fix = "Set peft.target_modules to a list, such as [q_proj, v_proj], or name the layers in the pattern."
+        yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix)
+    if "layers_pattern" in options and "layers_to_transform" not in options:
+        what, fix = "it does nothing without layers_to_transform", "Set peft.options.layers_to_transform too."
+        yield Fault(("peft.options.layers_pattern",), what, fix)
+    if options.get("init_lora_weights") == "orthogonal" and config.peft.r % 2:
+        yield Fault(("peft.options.init_lora_weights", "peft.r"), "orthogonal needs an even rank", "Change peft.r.")
+
+
+def _groups(config: RunConfig) -> Iterator[Fault]:
+    for at, group in enumerate(config.optim.groups):
+        where = (f"optim.groups[{at}].match",)
+        if not group.match or not _is_pattern(group.match):
+            yield Fault(where, f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\.")
+        if not group.lr_scale and config.peft.kind == "lora" and config.strategy.name in SHARDED_WEIGHTS:
+            what = f"{config.strategy.name} saves of adapters what is trained, so that frozen ones would be lost"
+            yield Fault((*where, "strategy.name"), what, "Choose strategy=ddp or zero2, or leave them out of peft.")
+
+
+def check_optimizer(config: RunConfig) -> Iterator[Fault]:
+    """Faults of optim.name with strategy.name."""
+    name, optimizer = config.strategy.name, config.optim.name
+    if name == "zero3_offload" and optimizer not in ADAMW:
+        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+    elif name != "ddp" and optimizer not in (*ADAMW, "sgd", "rmsprop"):
+        why = _WHOLE.get(optimizer, "keeps a state for a whole weight")
+        what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
