@@ -45,21 +45,16 @@ REMOVED = {
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """Removed key → what to write in its place."""
-NO_OPTIMIZERS = {
-    "It keeps objects in its states, and a checkpoint is read without running code of its own.": "galore_adamw galore_adamw_8bit "
-    "galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise",
-    "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.": "lomo adalomo",
-    "Its weights are others in training than in evaluations and checkpoints.": "schedule_free_radam schedule_free_adamw "
-    "schedule_free_sgd",
-    "It counts its steps among its settings, which a run that goes on sets anew.": "stable_adamw",
-    "It clips gradients itself, beside optim.max_grad_norm.": "grokadamw",
-    "bitsandbytes fails to make its states; take ademamix_8bit.": "paged_ademamix_8bit",
-    "It is for other devices, or for a package that is no longer made.": "adamw_torch_xla adamw_torch_npu_fused adamw_anyprecision",
+_NO_OPTIMIZERS = {
+    "galore_adamw galore_adafactor apollo_adamw": "Its states hold objects, and a checkpoint is read without running code of its own.",
+    "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
+    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights are others in training than in what is saved.",
+    "stable_adamw": "It counts its steps among its settings, which a run that goes on sets anew.",
+    "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
 }
-"""Why packtrain has not these optimizers of transformers, and their names."""
 REPLACED = {
     ("optim.bf16_rounding", "nearest"): "It lost updates; stochastic takes as little memory.",
-    **{("optim.name", name): why for why, names in NO_OPTIMIZERS.items() for name in names.split()},
+    **{("optim.name", name): why for names, why in _NO_OPTIMIZERS.items() for name in names.split()},
     ("trainer.gradient_checkpointing", False): "It is now none.",
     ("trainer.gradient_checkpointing", True): "It is now full; auto takes what fits.",
 }

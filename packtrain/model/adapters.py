@@ -56,14 +56,11 @@ def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     names, targets = [name for name, _ in model.named_modules()], peft.target_modules
     wanted = [(target, [target]) for target in targets] if isinstance(targets, list) else [(targets, targets)]
     absent = [("target_modules", target) for target, by in wanted if not any(is_adapted(name, by) for name in names)]
-    ends, excluded = peft.modules_to_save, peft.options.get("exclude_modules", [])
+    ends = peft.modules_to_save
     absent += [("modules_to_save", end) for end in ends if not any(name.endswith(end) for name in names)]
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = peft.options.get(key, {})
         absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
-    for target in [excluded] if isinstance(excluded, str) else excluded:
-        by = target if isinstance(excluded, str) else [target]
-        absent += [] if any(is_adapted(name, by) for name in names) else [("options.exclude_modules", target)]
     parts = {part for name in names for part in name.split(".")}
     if problems := [
         Problem(f"{type(model).__name__} has no module {name!r}", f"peft.{key}", suggest(name, parts, _names(model)))

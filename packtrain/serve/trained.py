@@ -75,12 +75,8 @@ def adapters_of(trained: Trained) -> Peft:
         raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
     asked = {name: saved.get(name) for name in PEFT_OPTIONS}
     options = {name: value for name, value in asked.items() if value not in (None, [], PEFT_OPTIONS[name].default)}
-    own: Any = {
-        "alpha": saved["lora_alpha"],
-        "dropout": saved["lora_dropout"],
-        "target_modules": saved["target_modules"],
-    }
-    return Peft(kind="lora", r=saved["r"], options=options, **own)
+    own: Any = {"alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"], "options": options}
+    return Peft(kind="lora", r=saved["r"], target_modules=saved["target_modules"], **own)
 
 
 def load_trained(

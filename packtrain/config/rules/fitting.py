@@ -26,39 +26,30 @@ def _is_pattern(value: object) -> bool:
         return False
 
 
-def _is_names(value: object) -> bool:
-    return bool(value) and isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 def _is_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        _is_pattern(key) and type(number) is int and number > 0 for key, number in value.items()
-    )
+    return isinstance(value, dict) and all(_is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
 
 
 _SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
 _COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _is_counts)
-_OWN_STARTS = (
-    "true|gaussian|orthogonal. pissa and olora change the model's own weights, on which final/ is loaded and which a reference "
-    "has as they were; corda, eva and lora_ga need data of their own"
+_NAMES = Option(
+    None,
+    "list of names, or a regular expression",
+    lambda value: all(map(_is_pattern, value)) if isinstance(value, list) else _is_pattern(value),
+)
+_STARTS = (
+    "true|gaussian. pissa and olora change the model's own weights, on which final/ is loaded and which a reference has as they were; "
+    "corda, eva and lora_ga need data of their own"
+)
+_NUMBERS = Option(
+    None, "list of numbers of layers", lambda value: isinstance(value, list) and {*map(type, value)} == {int}
 )
 PEFT_OPTIONS = {
-    "use_dora": _SWITCH,
-    "use_rslora": _SWITCH,
-    "init_lora_weights": Option(True, _OWN_STARTS, lambda value: value in (True, "gaussian", "orthogonal")),
-    "layers_to_transform": Option(
-        None,
-        "list of the numbers of layers",
-        lambda value: (
-            isinstance(value, list) and value != [] and all(type(item) is int and item >= 0 for item in value)
-        ),
-    ),
-    "layers_pattern": Option(None, "name of the list of layers", lambda value: _is_pattern(value) or _is_names(value)),
-    "rank_pattern": _COUNTS,
-    "alpha_pattern": _COUNTS,
-    "exclude_modules": Option(
-        None, "list of names, or a regular expression", lambda value: _is_pattern(value) or _is_names(value)
-    ),
+    **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
+    "init_lora_weights": Option(True, _STARTS, lambda value: value in (True, "gaussian")),
+    "layers_to_transform": _NUMBERS,
+    **dict.fromkeys(("layers_pattern", "exclude_modules"), _NAMES),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _COUNTS),
 }
 """The entries of peft.options; names and defaults are those of PEFT's LoraConfig."""
 
@@ -85,11 +76,9 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             what = "it does nothing without adapters (peft.kind is none)"
             yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
     targets, options = config.peft.target_modules, config.peft.options
-    try:
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as error:
-        what = f"{shortened(targets)} is no regular expression: {error}"
-        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
+    if isinstance(targets, str) and not _is_pattern(targets):
+        what, fix = "it is no regular expression", "A text is a pattern for whole names; of names write a list."
+        yield Fault(("peft.target_modules",), what, fix)
     for name in options.keys() - PEFT_OPTIONS.keys():
         fix = suggest(name, PEFT_OPTIONS, f"It has {', '.join(PEFT_OPTIONS)}.")
         yield Fault(
@@ -100,11 +89,6 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = "PEFT counts layers only where target_modules is a list of names"
         fix = "Set peft.target_modules to a list, such as [q_proj, v_proj], or name the layers in the pattern."
         yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix)
-    if "layers_pattern" in options and "layers_to_transform" not in options:
-        what, fix = "it does nothing without layers_to_transform", "Set peft.options.layers_to_transform too."
-        yield Fault(("peft.options.layers_pattern",), what, fix)
-    if options.get("init_lora_weights") == "orthogonal" and config.peft.r % 2:
-        yield Fault(("peft.options.init_lora_weights", "peft.r"), "orthogonal needs an even rank", "Change peft.r.")
 
 
 def _groups(config: RunConfig) -> Iterator[Fault]:

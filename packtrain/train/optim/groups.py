@@ -56,10 +56,10 @@ def group_weights(model: nn.Module, optim: Optim, decayed: Collection[str]) -> l
             muon = optim.name == "muon" and id(weight) in inside
             groups.setdefault((group.lr_scale, decay, muon), []).append(weight)
     ordered = sorted(groups.items(), key=lambda item: item[0][0] != 1)
-    marks = [{"muon": muon} if optim.name == "muon" else {} for (_, _, muon), _ in ordered]
     return [
-        {"params": weights, "lr": scale * optim.learning_rate, "weight_decay": decay, **mark}
-        for ((scale, decay, _), weights), mark in zip(ordered, marks, strict=True)
+        {"params": weights, "lr": scale * optim.learning_rate, "weight_decay": decay}
+        | ({"muon": muon} if optim.name == "muon" else {})
+        for (scale, decay, muon), weights in ordered
     ]
 
 
