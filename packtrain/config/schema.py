@@ -246,11 +246,11 @@ class Optim:
     """Optimizer and learning rate."""
 
     name: OptimizerName = key(
-        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/planning.md)."
+        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md)."
     )
     groups: list[WeightGroup] = key(
         [],
-        "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/planning.md). LoRA+ is "
+        "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
         "[{match: lora_B, lr_scale: 16}].",
     )
     learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0)
@@ -377,7 +377,7 @@ class Trainer:
     )
     ema: float = key(
         0.0,
-        "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/planning.md).",
+        "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/fitting.md).",
         minimum=0,
         below=1,
     )
@@ -398,7 +398,7 @@ class Peft:
     )
     modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
     options: dict[str, Any] = key(
-        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/planning.md)."
+        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md)."
     )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
