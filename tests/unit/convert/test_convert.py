@@ -351,9 +351,14 @@ def test_the_page_names_keys_that_are_converted() -> None:
 def test_other_adapters_and_learning_rates_by_name_are_converted(tmp_path: Path) -> None:
     theirs = {
         **yaml.safe_load(AXOLOTL),
-        **{"lora_target_linear": False, "lora_target_modules": ["q_proj"], "peft_use_dora": True},
-        **{"peft_use_rslora": True, "peft_layers_to_transform": [0, 1], "peft_init_lora_weights": "gaussian"},
-        **{"loraplus_lr_ratio": 16, "optimizer": "muon"},
+        "lora_target_linear": False,
+        "lora_target_modules": ["q_proj"],
+        "peft_use_dora": True,
+        "peft_use_rslora": True,
+        "peft_layers_to_transform": [0, 1],
+        "peft_init_lora_weights": "gaussian",
+        "loraplus_lr_ratio": 16,
+        "optimizer": "muon",
     }
     (path := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
     ours = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]
