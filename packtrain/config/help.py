@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
-from packtrain.config.schema import DataSource, Stage, groups
+from packtrain.config.schema import DataSource, Stage, WeightGroup, groups
 from packtrain.config.yaml_files import SUFFIX, options, shipped
 
 PREFIXES = "+~"
@@ -85,6 +85,7 @@ def _sections() -> Iterator[tuple[str, str, list[str], list[Key]]]:
     doc = "An entry of `data.train` and `data.eval`; text alone is its `path`."
     yield "source", doc, [], list(keys_of(DataSource).values())
     yield "stage", "An entry of `data.stages`.", [], list(keys_of(Stage).values())
+    yield "group of weights", "An entry of `optim.groups`.", [], list(keys_of(WeightGroup).values())
 
 
 def _default(value: Any) -> str:

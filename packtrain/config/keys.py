@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from packtrain.config.objective import OPTIONS
-from packtrain.config.schema import DataSource, groups
+from packtrain.config.schema import DataSource, Stage, groups
 
 _OPTION = "It is now an entry of objective.options, by TRL's name: {}."
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
@@ -45,8 +45,16 @@ REMOVED = {
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """Removed key → what to write in its place."""
+_NO_OPTIMIZERS = {
+    "galore_adamw galore_adafactor apollo_adamw": "Its states hold objects, and a checkpoint is read without running code of its own.",
+    "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
+    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights are others in training than in what is saved.",
+    "stable_adamw": "It counts its steps among its settings, which a run that goes on sets anew.",
+    "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
+}
 REPLACED = {
     ("optim.bf16_rounding", "nearest"): "It lost updates; stochastic takes as little memory.",
+    **{("optim.name", name): why for names, why in _NO_OPTIMIZERS.items() for name in names.split()},
     ("trainer.gradient_checkpointing", False): "It is now none.",
     ("trainer.gradient_checkpointing", True): "It is now full; auto takes what fits.",
 }
@@ -84,7 +92,7 @@ _FREE = re.compile(
     r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
 )
 _FIXED = re.compile(
-    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind"
+    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save|options)|optim\.(name|groups)|objective\.kind"
 )
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
@@ -227,7 +235,7 @@ def _words(kind: Any) -> str:
     if kind in simple:
         return simple[kind]
     if is_dataclass(kind):
-        return "source" if kind is DataSource else "stage"
+        return {DataSource: "source", Stage: "stage"}.get(kind, "group of weights")
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:

@@ -23,6 +23,14 @@ Rounding = Literal["auto", "never", "final", "stochastic"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 Quantize = Literal["no", "nf4", "int8", "fp8"]
 Shuffle = bool | Literal["by_prefix"]
+_Plain = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon"]
+_Torchao = Literal["adamw_torch_8bit", "adamw_torch_4bit"]
+_AdamWs = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+_AdEMAMixes = Literal["ademamix", "ademamix_8bit", "paged_ademamix_32bit"]
+_Lions = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
+_RMSprops = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
+OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
 """Strategies under which no process has the whole model: every process has to call it the same number of times."""
@@ -231,12 +239,26 @@ class Packing:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class WeightGroup:
+    """Weights that are trained in another way than the others."""
+
+    match: str = key("", "Regular expression, searched in the names of the trained weights.")
+    lr_scale: float = key(1.0, "Their learning rate, as a multiple of that of the run; 0: they are frozen.", minimum=0)
+    weight_decay: float | None = key(None, "Their weight decay; none for that of the run.", minimum=0)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Optim:
     """Optimizer and learning rate."""
 
-    name: Literal[
-        "adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"
-    ] = key("adamw_torch_fused", "Optimizer, by its transformers name.")
+    name: OptimizerName = key(
+        "adamw_torch_fused", "Optimizer, by its transformers name, or muon of torch (docs/fitting.md)."
+    )
+    groups: list[WeightGroup] = key(
+        [],
+        "Weights by name with a learning rate of their own, or frozen; the first that matches decides (docs/fitting.md). LoRA+ is "
+        "[{match: lora_B, lr_scale: 16}].",
+    )
     learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0)
     schedule: Literal[
         "constant",
@@ -375,8 +397,14 @@ class Peft:
     r: int = key(16, "Rank of the adapters.", minimum=1)
     alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1)
     dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1)
-    target_modules: str | list[str] = key("all-linear", "Names of the layers that get adapters.")
+    target_modules: str | list[str] = key(
+        "all-linear",
+        "Names of the layers that get adapters, in a list; a text is a regular expression for whole names.",
+    )
     modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
+    options: dict[str, Any] = key(
+        {}, "Further arguments of PEFT's LoraConfig, such as {use_dora: true} (docs/fitting.md)."
+    )
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
 
 

@@ -254,6 +254,17 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"peft.target_modules": value if pattern else found})
 
 
+def lora_plus(value: Any, theirs: Theirs) -> Outcome:
+    """LoRA+: a greater learning rate of the second matrices of adapters."""
+    return Outcome({"optim.groups": [{"match": "lora_B", "lr_scale": number(value)}]})
+
+
+def unfrozen(value: Any, theirs: Theirs) -> Outcome:
+    """Patterns of the weights that are trained, from the beginning of their names on: all others are frozen."""
+    trained = [{"match": f"^(?:{str(pattern).split('[')[0]})"} for pattern in names(value)]
+    return Outcome({"optim.groups": [*trained, {"match": ".", "lr_scale": 0}]})
+
+
 def share(value: Any, theirs: Theirs) -> Outcome:
     """The part of the documents to hold out; a number of rows is none."""
     if number(value) >= 1:

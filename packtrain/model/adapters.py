@@ -6,6 +6,7 @@ merged first. As objective.reference it is a second, frozen set on the same base
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +16,11 @@ from transformers import PreTrainedModel
 
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
+from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
-from packtrain.plan.known_model import is_adapted
+from packtrain.plan.known_model import is_adapted, is_at
 
 _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's names of what a model is for, by whether it has a score in place of the output head."""
@@ -27,20 +29,26 @@ _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
     """`model` with new adapters, which depend on `seed` alone, and the head of a reward model (`scores`) trained in full beside them, as
     PEFT does it for classifiers. Raises UserError if they do not fit."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     torch.manual_seed(seed)
-    lora = LoraConfig(
+    check_layer_names(model, peft)
+    with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
+        return _head_is_free(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
+
+
+def _lora_config(peft: Peft, task: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=peft.r,
         lora_alpha=peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=peft.target_modules,
         modules_to_save=peft.modules_to_save or None,
-        task_type=_TASKS[scores],
+        task_type=task,
+        **peft.options,
     )
-    check_layer_names(model, peft)
-    with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
-        return _head_is_free(get_peft_model(model, lora), model)
 
 
 def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
@@ -50,6 +58,9 @@ def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     absent = [("target_modules", target) for target, by in wanted if not any(is_adapted(name, by) for name in names)]
     ends = peft.modules_to_save
     absent += [("modules_to_save", end) for end in ends if not any(name.endswith(end) for name in names)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = peft.options.get(key, {})
+        absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
     parts = {part for name in names for part in name.split(".")}
     if problems := [
         Problem(f"{type(model).__name__} has no module {name!r}", f"peft.{key}", suggest(name, parts, _names(model)))
@@ -72,12 +83,14 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
         with boundary(f"cannot merge the adapters of {folder}", "model.path"):
             untie_if_adapted(adapted)
             return adapted.merge_and_unload().requires_grad_(True)
-    theirs = adapted.peft_config["default"]
-    for name, value in {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}.items():
-        if value != getattr(peft, name):
-            what = f"the adapters of {folder} have {name} {value:g}, not {getattr(peft, name):g}"
-            fix = f"set peft.{name}={value:g}, or peft=none to merge them and train the whole model"
-            raise UserError(what, where=f"peft.{name}", fix=fix)
+    theirs, ours = adapted.peft_config["default"], _lora_config(peft, None)
+    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
+    for key, name in names.items():
+        if (value := getattr(theirs, name)) != (asked := getattr(ours, name)):
+            what = f"the adapters of {folder} have {name} {value}, not {asked}"
+            fix = f"set peft.{key}={json.dumps(value, default=list)}, or peft=none to merge them and train the whole model"
+            raise UserError(what, where=f"peft.{key}", fix=fix)
     return _head_is_free(adapted, model)
 
 

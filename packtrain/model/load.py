@@ -79,7 +79,7 @@ def load_model(
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
     On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
-    merged into them, whole ones. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
+    merged into them, or are DoRA's, whole ones. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -91,7 +91,8 @@ def load_model(
             model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
         else:
             merges = config is not adapted and peft.kind != "lora"
-            with reading_slices(None if merges else mesh):
+            # DoRA begins with the norms of whole weights
+            with reading_slices(None if merges or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
     keep_layout(model)
     model = dequantized(model) if dequantize else model

@@ -215,7 +215,8 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     if classes := list({type(layer) for layer in layers_of(model)}):
         set_z3_leaf_modules(model, classes)
     base = base_model(model)
-    if base is not model:  # a layer whose input has no gradient would lose its weights before its backward pass
+    # a layer whose input has no gradient would lose its weights before its backward pass
+    if base is not model or not cast(Any, base.get_input_embeddings()).weight.requires_grad:
         base.enable_input_require_grads()
     dtype = base.dtype
     # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself

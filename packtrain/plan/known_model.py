@@ -144,20 +144,35 @@ def read_layers(sizes: Mapping[str, Any]) -> Layers:
 
 
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
-    """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
+    """The shapes of the trained weights of LoRA: two matrices per adapted layer (and DoRA's magnitudes), and layers trained in full."""
     trained: list[tuple[int, ...]] = []
-    targets = peft.target_modules if isinstance(peft.target_modules, str) else {*peft.target_modules}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
-        if name != SCORE and len(shape) == 2 and is_adapted(layer, targets):
-            trained += [(peft.r, shape[1]), (shape[0], peft.r)]
+        if name != SCORE and len(shape) == 2 and _is_chosen(layer, peft):
+            r = next((r for at, r in peft.options.get("rank_pattern", {}).items() if is_at(at, layer)), peft.r)
+            trained += [(r, shape[1]), (shape[0], r), *([(shape[0],)] if peft.options.get("use_dora") else [])]
         if name == SCORE or any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
             trained.append(shape)
     return trained
 
 
+def _is_chosen(layer: str, peft: Peft) -> bool:
+    """Whether the linear layer of this name gets an adapter, by all that `peft` says."""
+    excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
+    if is_adapted(layer, excluded) or not is_adapted(layer, peft.target_modules):
+        return False
+    lists = peft.options.get("layers_pattern", "[^.]*")
+    found = [re.match(rf"(?:.*?\.)?{name}\.(\d+)\.", layer) for name in ([lists] if isinstance(lists, str) else lists)]
+    return numbers is None or any(int(item[1]) in numbers for item in found if item)
+
+
+def is_at(pattern: str, layer: str) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern is for the layer of this name, as peft has it."""
+    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+
+
 def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
-    """Whether peft gives an adapter to the linear layer of this name."""
+    """Whether `targets` name the linear layer of this name."""
     if targets == "all-linear":
         return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
     if isinstance(targets, str):

@@ -218,7 +218,10 @@ def _choose_checkpointing(
 def _measure(config: RunConfig) -> _Model:
     weights = weights_of(config.model, scores=config.objective.traits.scores)
     shapes = weights.shapes
-    trained = list(shapes.values()) if config.peft.kind == "none" else adapter_shapes(shapes, config.peft)
+    trained = adapter_shapes(shapes, config.peft)
+    if config.peft.kind == "none":
+        scales = {name: [one.lr_scale for one in config.optim.groups if re.search(one.match, name)] for name in shapes}
+        trained = [shape for name, shape in shapes.items() if scales[name][:1] != [0]]
     if not trained:
         raise UserError("no layer of the model has a name of peft.target_modules")
     blocks: Counter[str] = Counter()
@@ -261,7 +264,9 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     }
     split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}
     host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
-    if config.model.is_base_for_adapters:  # it reads its own slices (model/weights/slices.py)
+    if config.model.is_base_for_adapters and not config.peft.options.get(
+        "use_dora"
+    ):  # it reads its own slices (model/weights/slices.py)
         host = math.ceil(host / shards)
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
@@ -381,14 +386,21 @@ def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> in
     """Bytes of all states of `trained` weights of `width` bytes; DeepSpeed's optimizers see flat float32 copies of them."""
     masters = width == 2 and optim.keeps_masters
     copies = 4 * trained if strategy in STAGES or masters else 0
-    if optim.name in ("sgd", "adafactor"):  # of a matrix adafactor keeps a row and a column: next to nothing
-        return copies
-    return copies + 2 * trained * (1 if "8bit" in optim.name else 4 if copies else width)
+    each = 1 if "8bit" in optim.name else 0.5 if "4bit" in optim.name else 4 if copies else width
+    return copies + math.ceil(_moments(optim.name) * trained * each)
+
+
+def _moments(optimizer: str) -> int:
+    """How many numbers an optimizer keeps of each weight; of a matrix adafactor keeps a row and a column: next to nothing."""
+    if optimizer in ("sgd", "adafactor"):
+        return 0
+    one = any(word in optimizer for word in ("lion", "rmsprop", "adagrad", "muon"))
+    return 3 if "ademamix" in optimizer else 1 if one else 2
 
 
 def _in_float32(config: RunConfig) -> int:
     """Bytes of each of the numbers that are in float32 for a step: the gradient; without masters the weight, moments, chance."""
-    moments = 0 if config.optim.name in ("sgd", "adafactor") or "8bit" in config.optim.name else 2
+    moments = 0 if any(bits in config.optim.name for bits in ("8bit", "4bit")) else _moments(config.optim.name)
     listed = 4 if config.optim.name == "adamw_torch" else 0
     return listed + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 

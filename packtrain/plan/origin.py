@@ -28,7 +28,8 @@ FORMAT = "checkpoint.format"
 """Raised by one when checkpoints can no longer be read as before."""
 _OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
-_STAGES = "data.stages"
+_IF_ANY = ("data.stages", "optim.groups", "peft.options")
+"""Keys that are no facts where they are empty, as in the checkpoints of earlier packtrains."""
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
 _NAME = re.compile(r"step-(\d+)")
@@ -48,14 +49,14 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
-    facts = {name: value for name, value in facts.items() if not name.startswith((*_OPTIONS, _STAGES))}
+    facts = {name: value for name, value in facts.items() if not name.startswith((*_OPTIONS, *_IF_ANY))}
     data = config["data"]
     facts.pop("data.shuffle_buffer", None)
     facts["data.streaming"] = f"true, with shuffle_buffer={data['shuffle_buffer']}" if data["streaming"] else None
-    facts[_STAGES] = json.dumps(config["data"]["stages"]) if config["data"]["stages"] else None
-    for path in _OPTIONS:  # one fact each: an option that is taken away changes the training, too
+    for path in (*_OPTIONS, *_IF_ANY):  # one fact each: an option that is taken away changes the training, too
         group, _, name = path.partition(".")
-        facts[path] = json.dumps(config[group][name], sort_keys=True)
+        value = config[group][name]
+        facts[path] = json.dumps(value, sort_keys=True) if value or path in _OPTIONS else None
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
     facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain import fast_imports
+from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
@@ -72,7 +73,10 @@ def adapters_of(trained: Trained) -> Peft:
     saved = read_json(file := trained.folder / "adapter_config.json")
     if saved.get("peft_type") != "LORA":
         raise UserError("these are no LoRA adapters", where=str(file), fix="Merge them: packtrain merge.")
-    return Peft(kind="lora", r=saved["r"], alpha=saved["lora_alpha"], dropout=saved["lora_dropout"])
+    asked = {name: saved.get(name) for name in PEFT_OPTIONS}
+    options = {name: value for name, value in asked.items() if value not in (None, [], PEFT_OPTIONS[name].default)}
+    own: Any = {"alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"], "options": options}
+    return Peft(kind="lora", r=saved["r"], target_modules=saved["target_modules"], **own)
 
 
 def load_trained(

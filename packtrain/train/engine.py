@@ -23,6 +23,7 @@ from packtrain.train.checkpoint.reshard import masters_in
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
+from packtrain.train.optim.groups import MuonAndAdamW, group_weights
 from packtrain.train.optim.seen_updates import optimizer_inside
 
 
@@ -87,6 +88,12 @@ class Engine:
         making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
             kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if optim.name == "muon":
+            kind, arguments = MuonAndAdamW, {name: arguments[name] for name in ("lr", "betas", "eps")}
+        if optim.groups or optim.name == "muon":
+            decayed = self._trl.get_decay_parameter_names(self.model)
+            arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
+            self._trl.optimizer_cls_and_kwargs = kind, arguments
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
         if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it of model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")

@@ -42,6 +42,7 @@ from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.optim.groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
@@ -133,6 +134,7 @@ def load(run: Prepared) -> None:
         return load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores, mesh=mesh)
 
     run.model = on_all_or_none(run.peers if mesh else None, "loaded", read, timeout_s=limit_s)
+    freeze(run.model, config.optim.groups)
     agree_on_model(run.peers, run.model, timeout_s=limit_s)
     run.attention = own_attention(base_model(run.model))
     if config.trainer.tokens_per_mlp_tile:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, check_resume_despite, suggest
 from packtrain.config.objective import is_number
+from packtrain.config.rules.fitting import check_fitting, check_optimizer
 from packtrain.config.rules.objectives import check_objective
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, name_sources, sources
 from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
 # set for each process
 _LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"
 _COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
@@ -46,7 +46,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_trainer(config, given),
         *check_resume_despite(config.trainer.resume_despite),
         *check_objective(config, given),
-        *_peft(config, given),
+        *check_fitting(config, given),
         *_quantized(config),
         *_topology(config.topology),
         *check_strategy(config),
@@ -304,19 +304,6 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("trainer.output_dir",), what, "Name a folder, e.g. runs/sft.")
 
 
-def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    for key in sorted(given) if config.peft.kind == "none" else ():
-        if key.startswith("peft."):
-            what = "it does nothing without adapters (peft.kind is none)"
-            yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
-    targets = config.peft.target_modules
-    try:
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as error:
-        what = f"{shortened(targets)} is no regular expression: {error}"
-        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
-
-
 def _quantized(config: RunConfig) -> Iterator[Fault]:
     """model.quantize where it cannot be, or would not train what it says."""
     if config.model.quantize == "no":
@@ -343,13 +330,8 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:
     """The impossible combinations of strategy.name with other keys."""
-    name, optimizer = config.strategy.name, config.optim.name
-    if name == "zero3_offload" and optimizer not in _ADAMW:
-        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
-    elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
-        what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would differ"
-        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+    name = config.strategy.name
+    yield from check_optimizer(config)
     if name != "ddp" and config.model.dtype == "float16":
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
         yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)

@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 from packtrain.config.keys import Fault, near, suggest
 from packtrain.config.objective import REFERENCES
-from packtrain.config.schema import LISTED, Data, RunConfig, sources
+from packtrain.config.schema import LISTED, Bitsandbytes, Data, RunConfig, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -21,7 +22,8 @@ DATA_SUFFIXES = (
     *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # which people have data in, and which no hub id ends in
 )
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
-_OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsandbytes", "adamw_torch_8bit": "torchao"}
+_OPTIMIZER_PACKAGES = dict.fromkeys(get_args(Bitsandbytes), "bitsandbytes")
+_OPTIMIZER_PACKAGES |= {"adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao"}
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 

@@ -244,5 +244,5 @@ def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> s
     """The part of the cache key that depends on `model`: the hash of its `weights`, and its settings."""
     settings = base_model(model).config.to_dict()
     kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
-    scale = peft.alpha / peft.r if peft.kind == "lora" else 1
+    scale = f"{peft.alpha / peft.r} {peft.options or ''}".strip() if peft.kind == "lora" else 1
     return f"{weights} {json.dumps(kept, sort_keys=True, default=str)} {scale}"

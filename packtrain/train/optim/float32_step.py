@@ -102,7 +102,7 @@ class _Float32Step(Optimizer):
             exact = weight.detach().float()
             if self.masters:
                 self.dither.move_master(self.names[weight], exact)
-        moments = {} if self.masters else {name: state[name].float() for name in _moments(state, weight)}
+        moments = {name: state[name].float() for name in _moments(state, weight)}
         if state:  # optimizers take an empty one for the first step
             self.state[exact] = state | moments
         return exact, rounded

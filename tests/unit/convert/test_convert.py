@@ -358,7 +358,7 @@ def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
         named = {ours.replace("*", name) for ours, names in rows for name in names.split()}
         named |= {path for values in content.get("switches", {}).values() for path in values if path != "why"}
         named |= {choice["to"] for choice in content.get("choices", {}).values()}
-        inside = ("objective.options.", "optim.schedule_options.", "data.columns.")
+        inside = ("objective.options.", "optim.schedule_options.", "peft.options.", "data.columns.")
         assert {path for path in named if path not in keys() and not path.startswith(inside)} == set()
     assert table(origin).marks
 
@@ -379,3 +379,31 @@ def test_the_page_names_keys_that_are_converted() -> None:
             assert unknown == [], title
             found = re.findall(r"`([a-z]+\.[\w.*]+)`", ours)
             assert {name for name in found if name not in keys() and name not in groups} <= {"config.yaml"}, title
+
+
+def test_other_adapters_and_learning_rates_by_name_are_converted(tmp_path: Path) -> None:
+    theirs = {
+        **yaml.safe_load(AXOLOTL),
+        "lora_target_linear": False,
+        "lora_target_modules": ["q_proj"],
+        "peft_use_dora": True,
+        "peft_use_rslora": True,
+        "peft_layers_to_transform": [0, 1],
+        "peft_init_lora_weights": "gaussian",
+        "loraplus_lr_ratio": 16,
+        "optimizer": "muon",
+    }
+    (path := tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    ours = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]
+    options = {"use_dora": True, "use_rslora": True, "layers_to_transform": [0, 1], "init_lora_weights": "gaussian"}
+    assert ours["peft"]["options"] == options and ours["peft"]["target_modules"] == ["q_proj"]
+    assert ours["optim"]["groups"] == [{"match": "lora_B", "lr_scale": 16}] and ours["optim"]["name"] == "muon"
+    theirs = {
+        **yaml.safe_load(AXOLOTL),
+        "adapter": None,
+        "load_in_4bit": False,
+        "unfrozen_parameters": ["^lm_head.weight$"],
+    }
+    path.write_text(yaml.safe_dump(theirs))
+    groups = json.loads(packtrain("convert", str(path), "--json", folder=tmp_path).stdout)["config"]["optim"]["groups"]
+    assert groups == [{"match": "^(?:^lm_head.weight$)"}, {"match": ".", "lr_scale": 0}]

@@ -1,0 +1,110 @@
+"""What fits the weights: arguments of PEFT's adapters, groups of weights, and optimizers, as far as they cannot be or do not go together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from packtrain.config.keys import Fault, suggest
+from packtrain.config.objective import Option
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.wording import shortened
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+_WHOLE = {
+    "muon": "makes each matrix orthogonal as a whole",
+    "adagrad": "makes its states before the weights are spread",
+}
+"""Why optimizers cannot step parts of weights, where it is not a state for the whole one."""
+
+
+def _is_pattern(value: object) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_pattern(at) and type(to) is int and to > 0 for at, to in value.items())
+
+
+_SWITCH = Option(False, "true or false", lambda value: isinstance(value, bool))
+_COUNTS = Option({}, "mapping of regular expressions to whole numbers ≥ 1", _is_counts)
+_NAMES = Option(
+    None,
+    "list of names, or a regular expression",
+    lambda value: all(map(_is_pattern, value)) if isinstance(value, list) else _is_pattern(value),
+)
+_STARTS = (
+    "true|gaussian. pissa and olora change the model's own weights, on which final/ is loaded and which a reference has as they were; "
+    "corda, eva and lora_ga need data of their own"
+)
+_NUMBERS = Option(
+    None, "list of numbers of layers", lambda value: isinstance(value, list) and {*map(type, value)} == {int}
+)
+PEFT_OPTIONS = {
+    **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
+    "init_lora_weights": Option(True, _STARTS, lambda value: value in (True, "gaussian")),
+    "layers_to_transform": _NUMBERS,
+    **dict.fromkeys(("layers_pattern", "exclude_modules"), _NAMES),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _COUNTS),
+}
+"""The entries of peft.options; names and defaults are those of PEFT's LoraConfig."""
+
+
+def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> Iterator[Fault]:
+    """Faults of the values of those arguments that are `known`."""
+    for name in given.keys() & known.keys():
+        if given[name] != known[name].default and not known[name].accepts(given[name]):
+            yield Fault((f"{where}.{name}",), f"found {shortened(given[name])}", f"Allowed: {known[name].allowed}.")
+
+
+def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """Faults of peft and of optim.groups."""
+    yield from _peft(config, given)
+    yield from _groups(config)
+
+
+def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    for key in sorted(given) if config.peft.kind == "none" else ():
+        if key.startswith("peft."):
+            what = "it does nothing without adapters (peft.kind is none)"
+            yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
+    targets, options = config.peft.target_modules, config.peft.options
+    if isinstance(targets, str) and not _is_pattern(targets):
+        what, fix = "it is no regular expression", "A text is a pattern for whole names; of names write a list."
+        yield Fault(("peft.target_modules",), what, fix)
+    for name in options.keys() - PEFT_OPTIONS.keys():
+        fix = suggest(name, PEFT_OPTIONS, f"It has {', '.join(PEFT_OPTIONS)}.")
+        yield Fault(
+            (f"peft.options.{name}",), "there is no such option of adapters, or packtrain has not tried it", fix
+        )
+    yield from check_options("peft.options", options, PEFT_OPTIONS)
+    if "layers_to_transform" in options and isinstance(targets, str):
+        what = "PEFT counts layers only where target_modules is a list of names"
+        fix = "Set peft.target_modules to a list, such as [q_proj, v_proj], or name the layers in the pattern."
+        yield Fault(("peft.options.layers_to_transform", "peft.target_modules"), what, fix)
+
+
+def _groups(config: RunConfig) -> Iterator[Fault]:
+    for at, group in enumerate(config.optim.groups):
+        where = (f"optim.groups[{at}].match",)
+        if not group.match or not _is_pattern(group.match):
+            yield Fault(where, f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\.")
+        if not group.lr_scale and config.peft.kind == "lora" and config.strategy.name in SHARDED_WEIGHTS:
+            what = f"{config.strategy.name} saves of adapters what is trained, so that frozen ones would be lost"
+            yield Fault((*where, "strategy.name"), what, "Choose strategy=ddp or zero2, or leave them out of peft.")
+
+
+def check_optimizer(config: RunConfig) -> Iterator[Fault]:
+    """Faults of optim.name with strategy.name."""
+    name, optimizer = config.strategy.name, config.optim.name
+    if name == "zero3_offload" and optimizer not in ADAMW:
+        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+    elif name != "ddp" and optimizer not in (*ADAMW, "sgd", "rmsprop"):
+        why = _WHOLE.get(optimizer, "keeps a state for a whole weight")
+        what = f"{optimizer} {why}, and {name} gives it parts of weights: the training would differ"
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")

@@ -1,0 +1,83 @@
+"""Weights in groups, each with its share of the learning rate (optim.groups), and the optimizer that takes matrices in another way.
+
+A group whose share is 0 is frozen before anything is made of the model: no gradient, no state, no exchange.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from packtrain.config.keys import suggest
+from packtrain.config.schema import Optim, WeightGroup
+from packtrain.errors import Problem, UserError
+from packtrain.model.spread import layers_of
+
+
+def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
+    """Freezes the weights whose learning rate is 0. Raises UserError for a group that no trained weight is in, and if none is left."""
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    owners = {name: _group_of(name, groups) for name in names}
+    problems = []
+    for at, group in enumerate(groups):
+        if group not in owners.values():
+            earlier = any(re.search(group.match, name) for name in names)
+            what = f"{group.match!r} matches {'what earlier groups have' if earlier else 'no trained weight'}"
+            parts = {part for name in names for part in name.split(".")}
+            fix = "move it before them" if earlier else suggest(group.match, parts, f"names are such as {names[-1]}")
+            problems.append(Problem(what, f"optim.groups[{at}].match", fix))
+    if not problems and all(group is not None and group.lr_scale == 0 for group in owners.values()):
+        problems = [Problem("no weight is left to train", "optim.groups", "give one of them a learning rate")]
+    if problems:
+        raise UserError(problems)
+    for name, weight in model.named_parameters():
+        if (group := owners.get(name)) is not None and group.lr_scale == 0:
+            weight.requires_grad_(False)
+
+
+def group_weights(model: nn.Module, optim: Optim, decayed: Collection[str]) -> list[dict[str, Any]]:
+    """torch's parameter groups of the trained weights, of which those `decayed` have weight decay; first those with the learning rate of
+    the run, which is logged. With muon each group has matrices of layers alone, or none of them (`muon`)."""
+    inside = {id(weight) for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 2}
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            group = _group_of(name, optim.groups) or WeightGroup()
+            own = optim.weight_decay if name in decayed else 0.0
+            decay = own if group.weight_decay is None else group.weight_decay
+            muon = optim.name == "muon" and id(weight) in inside
+            groups.setdefault((group.lr_scale, decay, muon), []).append(weight)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0] != 1)
+    return [
+        {"params": weights, "lr": scale * optim.learning_rate, "weight_decay": decay}
+        | ({"muon": muon} if optim.name == "muon" else {})
+        for (scale, decay, muon), weights in ordered
+    ]
+
+
+def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
+    return next((group for group in groups if re.search(group.match, name)), None)
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for the groups with `muon`, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the others."""
+
+    def __init__(self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, {"lr": lr})
+        muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        # they fill in their settings
+        self._parts: list[tuple[bool, Optimizer]] = (
+            [(True, Muon(muons, adjust_lr_fn="match_rms_adamw"))] if muons else []
+        )
+        self._parts += [(False, AdamW(others, betas=betas, eps=eps))] if others else []
+
+    def step(self, closure: Any = None) -> None:
+        """One update of all weights that have a gradient; groups and states are those of this optimizer."""
+        for muon, part in self._parts:
+            part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
+            part.step()

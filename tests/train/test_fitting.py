@@ -1,0 +1,192 @@
+"""Other adapters than plain LoRA, groups of weights, Muon and other optimizers: the same training on any number of processes, and after a stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import run_here
+from peft import PeftModel
+from running import Run, base_config, packtrain, train
+from safetensors.torch import load_file
+from tiny_served import save_model
+from transformers import AutoModelForCausalLM
+
+from packtrain.errors import UserError
+from packtrain.train.optim.groups import MuonAndAdamW
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+DORA = ("peft=lora", "peft.r=4", "peft.options={use_dora: true, use_rslora: true}")
+GROUPS = (
+    r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]",
+    "optim.weight_decay=0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fitting")
+    save_model(folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Run]:
+    """The runs of one process, once they are made."""
+    return {}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config = base_config(folder, trainer={"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": None})
+    return {**config, "model": {"path": str(folder / "base")}}
+
+
+def weights_of(run: Run, place: str = "final") -> dict[str, torch.Tensor]:
+    return {
+        name: value for file in (run.folder / place).glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+def run_alone(folder: Path, alone: dict[str, Run], name: str, options: tuple[str, ...]) -> Run:
+    if name not in alone:
+        alone[name] = run_here(folder, config_of(folder), *options, name=name)
+    return alone[name]
+
+
+@pytest.mark.parametrize(("name", "options"), [("dora", DORA), ("groups", GROUPS)], ids=["dora", "groups"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"])
+def test_two_processes_train_as_one(
+    name: str, options: tuple[str, ...], strategy: str, folder: Path, alone: dict[str, Run]
+) -> None:
+    one = run_alone(folder, alone, name, options)
+    two = train(folder, config_of(folder), *options, f"strategy={strategy}", name=f"{name}-{strategy}", processes=2)
+    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+    expected = weights_of(one)
+    assert weights_of(two).keys() == expected.keys()
+    for name, weight in weights_of(two).items():
+        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_merged_adapters_of_dora_say_what_the_adapted_model_says(folder: Path, alone: dict[str, Run]) -> None:
+    run, base = run_alone(folder, alone, "dora", DORA), folder / "base"
+    merged = folder / "merged"
+    packtrain("merge", str(run.folder), "-o", str(merged))
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base)(IDS).logits
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run.folder / "final"))
+        expected = adapted.eval()(IDS).logits
+        whole = AutoModelForCausalLM.from_pretrained(merged)(IDS).logits
+    assert (whole - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (plain - expected).abs().max() > 1e-3
+
+
+def test_adapters_are_trained_on_with_their_options_only(folder: Path, alone: dict[str, Run]) -> None:
+    made = run_alone(folder, alone, "dora", DORA)
+    config = {**config_of(folder), "model": {"path": str(made.folder / "final")}}
+    with pytest.raises(UserError, match="have use_dora True, not False") as error:
+        run_here(folder, config, "peft=lora", "peft.r=4", "trainer.max_steps=1", name="other")
+    assert error.value.problems[0].fix.startswith("set peft.options.use_dora=true")
+    assert run_here(folder, config, *DORA, "trainer.max_steps=1", name="further").losses[0] < made.losses[0]
+
+
+def test_options_of_peft_choose_layers_and_ranks(folder: Path) -> None:
+    options = "peft.options={layers_to_transform: [1], rank_pattern: {v_proj: 2}, init_lora_weights: gaussian}"
+    run = run_here(
+        folder,
+        config_of(folder),
+        *("peft=lora", "peft.r=4", "peft.target_modules=[q_proj, v_proj]", options, "trainer.max_steps=1"),
+        name="chosen",
+    )
+    ranks = {
+        name.split(".")[4] + name.split(".")[6]: len(value) for name, value in weights_of(run).items() if "_A" in name
+    }
+    assert ranks == {"1q_proj": 4, "1v_proj": 2}
+
+
+def test_a_group_has_its_share_of_the_learning_rate_and_frozen_weights_stay(
+    folder: Path, alone: dict[str, Run]
+) -> None:
+    run, begin = run_alone(folder, alone, "groups", GROUPS), load_file(folder / "base" / "model.safetensors")
+    assert {line["lr"] for line in run.steps} == {1e-3}  # that of the weights in no group
+    moved = {
+        name: float((value - begin[name]).abs().max())
+        for name, value in weights_of(run, "checkpoints/step-000002").items()
+    }
+    assert moved["model.embed_tokens.weight"] == 0
+    first, second = (moved[f"model.layers.{at}.mlp.up_proj.weight"] for at in (0, 1))
+    assert first > 2 * second > 0
+    state = torch.load(run.folder / "checkpoints/step-000002/optimizer.pt", weights_only=True)
+    assert "model.embed_tokens.weight" not in state["order"]
+
+
+def test_groups_that_match_nothing_are_refused_before_any_step(folder: Path) -> None:
+    groups = "optim.groups=[{match: q_proj, lr_scale: 0}, {match: q_porj}, {match: 0.self_attn.q_proj}]"
+    with pytest.raises(UserError) as error:
+        run_here(folder, config_of(folder), groups, name="refused")
+    nothing, earlier = error.value.problems
+    assert (nothing.where, nothing.fix) == ("optim.groups[1].match", "Did you mean q_proj?")
+    assert "matches what earlier groups have" in earlier.what
+    with pytest.raises(UserError, match="no weight is left to train"):
+        run_here(folder, config_of(folder), "optim.groups=[{match: '.', lr_scale: 0}]", name="refused")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optim.name=muon",),
+        ("optim.name=muon", "model.dtype=bfloat16"),
+        ("optim.name=rmsprop",),
+        ("optim.name=adagrad",),
+    ],
+    ids=["muon", "muon, bfloat16", "rmsprop", "adagrad"],
+)
+def test_a_run_goes_on_bit_for_bit(options: tuple[str, ...], folder: Path) -> None:
+    name = "-".join(options).replace("=", "-")
+    whole = run_here(folder, config_of(folder), *options, name=name)
+    resume = f"trainer.resume={whole.folder / 'checkpoints' / 'step-000002'}"
+    on = run_here(folder, config_of(folder), *options, resume, name=f"{name}-on")
+    assert on.losses == whole.losses[2:]
+    expected = weights_of(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(on).items())
+    assert whole.losses[-1] < whole.losses[0]
+
+
+def test_muon_steps_matrices_of_layers_as_torch_does_and_all_else_by_adamw(folder: Path) -> None:
+    run = run_here(folder, config_of(folder), "optim.name=muon", "trainer.max_steps=2", name="muon-groups")
+    state = torch.load(run.folder / "checkpoints/step-000002/optimizer.pt", weights_only=True)
+    kept = {name: sorted(state["state"][number]) for number, name in enumerate(state["order"])}
+    for name, states in kept.items():
+        muon = "layers" in name and "norm" not in name
+        assert states == (["momentum_buffer"] if muon else ["exp_avg", "exp_avg_sq", "step"]), name
+    torch.manual_seed(0)
+    mine, theirs = (torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2))
+    theirs.data.copy_(mine)
+    ours = MuonAndAdamW([{"params": [mine], "muon": True, "weight_decay": 0.1}], lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    plain = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        mine.grad = theirs.grad = torch.randn(6, 4)
+        ours.step()
+        plain.step()
+    assert torch.equal(mine, theirs)
+
+
+def test_a_plan_counts_what_is_trained(folder: Path) -> None:
+    path = folder / "plan.yaml"
+    path.write_text(json.dumps(config_of(folder)))
+
+    def trained(*options: str) -> int:
+        return json.loads(packtrain("plan", str(path), "--json", *options).stdout)["memory"]["trained"]
+
+    every, frozen = trained(), trained(*GROUPS)
+    embedding = load_file(folder / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    assert every - frozen == embedding.numel()
+    lora = ("peft=lora", "peft.r=4")
+    assert trained(*lora) < trained(*DORA)
+    assert trained(*lora, "peft.target_modules=[q_proj]") == 2 * trained(
+        *lora, "peft.target_modules=[q_proj]", "peft.options={layers_to_transform: [1]}"
+    )
