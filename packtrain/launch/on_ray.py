@@ -15,12 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.config.compose import to_yaml
-from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError
 from packtrain.exit_code import ENDING, listening
 from packtrain.launch.attempt import is_locked
@@ -90,15 +88,13 @@ class Board:
         return self.codes
 
 
-def run_on_ray(config: RunConfig, plan: LaunchPlan) -> int:
-    """Runs `config` on the cluster that `ray status` shows from here; returns the exit code.
+def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join_timeout_s: float) -> int:
+    """Runs `config`, the YAML of a joined process, on the cluster that `ray status` shows from here; returns the exit code.
 
-    Raises UserError where Ray is not installed or no cluster is found, PeerFailed where its machines do not come within topology.join_timeout.
+    Raises UserError where Ray is not installed or no cluster is found, PeerFailed where workers are not placed within `join_timeout_s`.
     """
     try:
-        import ray
-        from ray.train import FailureConfig, ScalingConfig
-        from ray.train import RunConfig as TrainConfig
+        import ray.train
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     except ImportError as error:
         raise UserError(
@@ -111,17 +107,14 @@ def run_on_ray(config: RunConfig, plan: LaunchPlan) -> int:
         raise UserError("no Ray cluster is found from here", where="topology.kind", fix=fix) from error
     gpus, processes = ray.cluster_resources().get("GPU", 0) > 0, plan.num_processes
     board = ray.remote(num_cpus=0)(Board).remote()
-    own = replace(config.topology, kind="env", nodes=plan.nodes, gpus_per_node=plan.gpus_per_node, min_nodes=None)
-    inside = replace(config, topology=own, trainer=replace(config.trainer, restarts=0))
-    root = RunFolder.of(config.trainer).root.absolute()
-    given = Given(board, to_yaml(inside), config.objective.kind, root, os.getcwd(), processes)
+    given = Given(board, config, verb, folder.root.absolute(), os.getcwd(), processes)
     trainer = DataParallelTrainer(
         work,
         train_loop_config={"given": given},
         backend_config=_seeing_all_gpus(),
-        scaling_config=ScalingConfig(num_workers=processes, use_gpu=gpus, placement_strategy="PACK"),
-        run_config=TrainConfig(
-            failure_config=FailureConfig(max_failures=config.trainer.restarts),
+        scaling_config=ray.train.ScalingConfig(num_workers=processes, use_gpu=gpus, placement_strategy="PACK"),
+        run_config=ray.train.RunConfig(
+            failure_config=ray.train.FailureConfig(max_failures=plan.restarts),
             storage_path=tempfile.mkdtemp(prefix="packtrain-ray-"),
         ),
     )
@@ -137,7 +130,7 @@ def run_on_ray(config: RunConfig, plan: LaunchPlan) -> int:
     try:
         with listening(lambda number: board.stop.remote(number)):
             thread.start()
-            _follow(ray, board, thread, processes, config.topology.join_timeout)
+            _follow(ray, board, thread, processes, join_timeout_s)
         codes = ray.get(board.ended.remote())
     finally:
         ray.shutdown()
