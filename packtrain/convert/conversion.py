@@ -123,7 +123,7 @@ def _recognise(file: Foreign) -> OriginName:
     every: tuple[OriginName, ...] = get_args(OriginName)
     called = re.match(r"(?:.*/)?(trl|swift|megatron|llamafactory|axolotl)\b", file.program)
     marks = {origin: len(table(origin).marks & {*file.values}) for origin in every}
-    best = [origin for origin in every if marks[origin] == max(marks.values()) > 0]
+    best: list[OriginName] = [origin for origin in every if marks[origin] == max(marks.values()) > 0]
     if called:
         name = "ms-swift" if called[1] in ("swift", "megatron") else called[1]
         best = [origin for origin in every if origin == name]

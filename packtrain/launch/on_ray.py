@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,8 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
     Raises UserError where Ray is not installed or no cluster is found, PeerFailed where workers are not placed within `join_timeout_s`.
     """
     try:
-        import ray.train
-        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        ray, train = _ray(), import_module("ray.train")
+        make_trainer: Any = import_module("ray.train.v2.api.data_parallel_trainer").DataParallelTrainer
     except ImportError as error:
         raise UserError(
             f"Ray Train is not there: {error}", where="topology.kind", fix="pip install 'packtrain[ray]'"
@@ -108,13 +109,13 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
     gpus, processes = ray.cluster_resources().get("GPU", 0) > 0, plan.num_processes
     board = ray.remote(num_cpus=0)(Board).remote()
     given = Given(board, config, verb, folder.root.absolute(), os.getcwd(), processes)
-    trainer = DataParallelTrainer(
+    trainer = make_trainer(
         work,
         train_loop_config={"given": given},
         backend_config=_seeing_all_gpus(),
-        scaling_config=ray.train.ScalingConfig(num_workers=processes, use_gpu=gpus, placement_strategy="PACK"),
-        run_config=ray.train.RunConfig(
-            failure_config=ray.train.FailureConfig(max_failures=plan.restarts),
+        scaling_config=train.ScalingConfig(num_workers=processes, use_gpu=gpus, placement_strategy="PACK"),
+        run_config=train.RunConfig(
+            failure_config=train.FailureConfig(max_failures=plan.restarts),
             storage_path=tempfile.mkdtemp(prefix="packtrain-ray-"),
         ),
     )
@@ -171,16 +172,20 @@ def _follow(ray: Any, board: Any, thread: threading.Thread, processes: int, limi
         thread.join(_POLL_S)
 
 
+def _ray() -> Any:
+    return import_module("ray")
+
+
 def _seeing_all_gpus() -> Any:
     """Ray's settings of workers that each see all GPUs of their machine that are theirs, as torchrun's do."""
-    from ray.train.backend import Backend, BackendConfig
+    backend: Any = import_module("ray.train.backend")
 
-    class Shared(Backend):
+    class Shared(backend.Backend):
         share_cuda_visible_devices = True
 
-    class SharedConfig(BackendConfig):
+    class SharedConfig(backend.BackendConfig):
         @property
-        def backend_cls(self) -> type[Backend]:
+        def backend_cls(self) -> type:
             return Shared
 
     return SharedConfig()
@@ -188,19 +193,16 @@ def _seeing_all_gpus() -> Any:
 
 def work(config: dict[str, Any]) -> None:
     """In a worker of Ray: one process of the run. Raises RuntimeError where all are to be started again."""
-    import ray
-    from ray.train import get_context
-    from ray.train.collective import broadcast_from_rank_zero
-
+    ray, train, collective = _ray(), import_module("ray.train"), import_module("ray.train.collective")
     given: Given = config["given"]
-    context = get_context()
+    context = train.get_context()
     rank, board = context.get_world_rank(), given.board
     launch = ray.get(board.begin.remote(rank))
     here = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": str(free_port())}
     until = time.monotonic() + _LEAVE_S
     while rank == 0 and launch > 1 and is_locked(given.root) and time.monotonic() < until:
         time.sleep(_POLL_S)
-    first = broadcast_from_rank_zero(here)
+    first = collective.broadcast_from_rank_zero(here)
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": context.get_world_size(),
@@ -231,9 +233,7 @@ def work(config: dict[str, Any]) -> None:
 
 def _run(command: list[str], env: dict[str, str], given: Given) -> int:
     """Runs the process, with its lines to the board (other ranks than 0 have none but errors), and signals from there; its exit code."""
-    import ray
-
-    folder = given.folder if os.path.isdir(given.folder) else None
+    ray, folder = _ray(), given.folder if os.path.isdir(given.folder) else None
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     blocked = signal.pthread_sigmask(
         signal.SIG_UNBLOCK, ENDING
