@@ -68,6 +68,7 @@ class RunFolder:
     verification = _Entry("verify.json")  # of `packtrain verify`, in a folder of its own
     checkpoints = _Entry("checkpoints", result=True)  # step-000123/ each
     final = _Entry("final", result=True)  # the trained model (or adapters) and tokenizer, for from_pretrained
+    average = _Entry("final-ema", result=True)  # where trainer.ema averages the weights
     adapters = _Entry("final-adapters", result=True)  # where final/ has the merged model
     merged = _Entry("final-merged", result=True)  # where final/ has the adapters
     tensorboard = _Entry("tensorboard", result=True)
@@ -166,7 +167,7 @@ class RunFolder:
                 # its checkpoints first: after a kill here no run must resume from them
                 moved = self._move([self.checkpoints, *(set(self.entries()) - {self.logs, self.checkpoints})])
         elif self.final.exists() or self.status() == "done":
-            moved = self._move([self.final, self.adapters, self.merged, self.summary])
+            moved = self._move([self.final, self.average, self.adapters, self.merged, self.summary])
             if self.metrics.exists():  # the resumed run cuts off the lines after its checkpoint
                 shutil.copy2(self.metrics, moved)
         for file in list(self.attempt.root.iterdir()):

@@ -386,6 +386,12 @@ class Trainer:
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
     )
+    ema: float = key(
+        0.0,
+        "Decay of an average of the trained weights over the steps, such as 0.999, written to final-ema/; 0 for none (docs/fitting.md).",
+        minimum=0,
+        below=1,
+    )
     samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
 
 

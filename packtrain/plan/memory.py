@@ -259,7 +259,8 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
     parts = {
         "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
         "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed adds them up in float32
-        "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
+        "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width)
+        + (4 * model.trained if config.trainer.ema else 0),
         "reference": _reference(config, model),
     }
     split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}

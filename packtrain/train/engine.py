@@ -22,8 +22,8 @@ from packtrain.model.spread import check_active
 from packtrain.train.checkpoint.reshard import masters_in
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.dither import Dither
-from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
-from packtrain.train.optim.groups import MuonAndAdamW, group_weights
+from packtrain.train.optim.float32_step import MASTER, loses_updates, stepping_in_float32
+from packtrain.train.optim.groups import AVERAGE, MuonAndAdamW, group_weights
 from packtrain.train.optim.seen_updates import optimizer_inside
 
 
@@ -44,11 +44,12 @@ class Engine:
         *,
         offload: bool = False,
         exchange_once: bool = False,
+        ema: float = 0.0,
     ) -> None:
         """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py) and whether they
-        `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
+        `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
         self._trl, self._changes, self.strategy = loss.trl, loss.changes, strategy
-        self.exchanges_once = exchange_once
+        self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.trl.is_deepspeed_enabled
@@ -148,11 +149,24 @@ class Engine:
     def update(self) -> float:
         """Makes the update; returns its learning rate."""
         self.optimizer.step()
+        if self.ema:
+            self._average()
         rate = self.lr_schedule.get_last_lr()[0]
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_schedule.step()
         self.wrapped.zero_grad()
         return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Has the averages of the weights that were stepped go along with them, from the first step on: one more state of each."""
+        states = self.plain_optimizer.state
+        for weight in (weight for weight in self.model.parameters() if weight.grad is not None):
+            exact = states[weight].get(MASTER, weight).detach().float()
+            if AVERAGE in states[weight]:
+                states[weight][AVERAGE].lerp_(exact, 1 - self.ema)
+            else:
+                states[weight][AVERAGE] = exact.clone()
 
     @property
     def plain_optimizer(self) -> Any:

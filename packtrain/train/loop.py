@@ -89,7 +89,7 @@ class StepTrainer:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
-        how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once}
+        how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once, "ema": settings.ema}
         self.engine = Engine(loss, settings.strategy, settings.checkpointing, **how)
         self.checkpoints = Checkpoints(self.engine, settings, loss.trl)
         self.writer = self.checkpoints.writer

@@ -40,6 +40,7 @@ from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
+from packtrain.train.optim.groups import AVERAGE
 
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
 """How held-out pairs are ranked, by TRL's names: those of preference training, and of reward models."""
@@ -70,12 +71,18 @@ def save_final(
         if peft.merge:
             merged.append(folder.merged)
             contents[folder.merged] = "the merged model"
+    if trainer.engine.ema:
+        contents[folder.average] = (
+            f"the same, with the average of its weights over the steps (decay {trainer.engine.ema:g})"
+        )
     main = trainer.accelerator.is_main_process
     with published([*contents] if main else []):
         if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.names:
             trainer.checkpoints.save_model(staging(adapters))
         else:
             trainer.checkpoints.save_weights_in(dtype, staging(adapters))
+        if trainer.engine.ema:
+            trainer.checkpoints.save_weights_in(dtype, staging(folder.average), AVERAGE)
         if not main:
             return []
         if merged:

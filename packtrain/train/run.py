@@ -307,6 +307,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         largest_first=tries_largest(config.trainer, ranks),
         checkpointing=checkpointing,
         offload=config.trainer.activation_offload,
+        ema=config.trainer.ema,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):

@@ -28,7 +28,7 @@ class LoopSettings:
     `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `exchange_once`
     is Memory.exchanges_once, `autocast` the format of mixed precision (None: that of the weights), `backend` the attention backend
     of packed rows (None: the model's own attention), `optim` the config's group, `checkpointing` what
-    trainer.gradient_checkpointing came to, `offload` trainer.activation_offload.
+    trainer.gradient_checkpointing came to, `offload` trainer.activation_offload, `ema` trainer.ema.
     """
 
     steps: Steps
@@ -50,6 +50,7 @@ class LoopSettings:
     largest_first: bool = False
     checkpointing: str = "none"
     offload: bool = False
+    ema: float = 0.0
 
     @property
     def sharded(self) -> bool:

@@ -62,9 +62,12 @@ def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Opti
 
 
 def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Faults of peft and of optim.groups."""
+    """Faults of peft, of optim.groups, and of trainer.ema."""
     yield from _peft(config, given)
     yield from _groups(config)
+    if config.trainer.ema and config.strategy.name.startswith("zero"):
+        what = "DeepSpeed keeps flat parts of weights, which are not averaged yet"
+        yield Fault(("trainer.ema", "strategy.name"), what, "Choose strategy=ddp or fsdp2, or remove the key.")
 
 
 def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:

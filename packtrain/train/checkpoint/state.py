@@ -37,6 +37,7 @@ from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_z
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format, rounded
+from packtrain.train.optim.float32_step import MASTER
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
@@ -182,7 +183,8 @@ class Checkpoints:
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
         same = same and contents.order in (None, engine.weight_order)
-        if same and strategy == "fsdp2":
+        # what torch loads into has no averages before a step
+        if same and strategy == "fsdp2" and not engine.ema:
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
             put_weights(contents, names | buffers)
@@ -233,10 +235,11 @@ class Checkpoints:
         if not self._stream(folder, dtype, made):
             self._write_model(folder, self._whole_weights())
 
-    def save_weights_in(self, dtype: torch.dtype, folder: Path) -> None:
-        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any."""
+    def save_weights_in(self, dtype: torch.dtype, folder: Path, kept_as: str = MASTER) -> None:
+        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any, or of
+        another state that the optimizer keeps of them."""
         main, dither = self._accelerator.is_main_process, self._engine.dither
-        exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
+        exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed, kept_as=kept_as)
         names = {weight: name for name, weight in self._model.named_parameters()}
 
         def made(weight: torch.Tensor) -> torch.Tensor | None:

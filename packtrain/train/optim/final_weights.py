@@ -42,8 +42,8 @@ def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adap
     return dtype if ".modules_to_save." in name else torch.float32
 
 
-def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
-    """What `optimizer`, the trainer's, keeps of its weights."""
+def exact_weights(optimizer: Any, *, deepspeed: bool, kept_as: str = MASTER) -> Exact:
+    """What `optimizer`, the trainer's, keeps of its weights: masters, or what is `kept_as` a state of another name."""
     if deepspeed:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -51,7 +51,7 @@ def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
     states = optimizer_inside(optimizer).state
 
     def exact(weight: torch.Tensor) -> torch.Tensor | None:
-        master = states[weight].get(MASTER) if weight in states else None
+        master = states[weight].get(kept_as) if weight in states else None
         return None if master is None else gathered(master)
 
     return exact

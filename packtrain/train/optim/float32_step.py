@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from packtrain.plan.memory import STEPPED
 from packtrain.train.optim.dither import Dither, dithered, own_part
+from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.optim.seen_updates import SeenUpdates, local
 
 MASTER, ROUNDINGS = "master", "roundings"
@@ -139,7 +140,10 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:
     return sorted(
         name
         for name, value in state.items()
-        if name != "step" and type(value) in plain and value.is_floating_point() and value.shape == weight.shape
+        if name not in ("step", AVERAGE)
+        and type(value) in plain
+        and value.is_floating_point()
+        and value.shape == weight.shape
     )
 
 

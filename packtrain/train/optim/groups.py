@@ -18,6 +18,9 @@ from packtrain.config.schema import Optim, WeightGroup
 from packtrain.errors import Problem, UserError
 from packtrain.model.spread import layers_of
 
+AVERAGE = "average"
+"""A state of a weight beside those of its optimizer: its average over the steps (trainer.ema)."""
+
 
 def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
     """Freezes the weights whose learning rate is 0. Raises UserError for a group that no trained weight is in, and if none is left."""
