@@ -190,3 +190,42 @@ def test_a_plan_counts_what_is_trained(folder: Path) -> None:
     assert trained(*lora, "peft.target_modules=[q_proj]") == 2 * trained(
         *lora, "peft.target_modules=[q_proj]", "peft.options={layers_to_transform: [1]}"
     )
+
+
+EMA = ("trainer.ema=0.75", "trainer.checkpoint_every=1")
+
+
+def test_the_average_is_that_of_the_weights_after_each_step(folder: Path, alone: dict[str, Run]) -> None:
+    run = run_alone(folder, alone, "ema", EMA)
+    average = weights_of(run, "checkpoints/step-000001")
+    for step in (2, 3, 4):
+        weights = weights_of(run, f"checkpoints/step-{step:06d}")
+        average = {name: 0.75 * value + 0.25 * weights[name] for name, value in average.items()}
+    found = weights_of(run, "final-ema")
+    assert found.keys() == weights_of(run).keys()
+    for name, value in found.items():
+        assert (value - average[name]).abs().max() <= 1e-6, name
+        assert not torch.equal(value, weights_of(run)[name])
+    AutoModelForCausalLM.from_pretrained(run.folder / "final-ema")
+
+
+@pytest.mark.parametrize("options", [(), ("peft=lora",)], ids=["whole", "lora"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_average_is_the_same_on_two_processes_and_after_a_stop(
+    strategy: str, options: tuple[str, ...], folder: Path, alone: dict[str, Run]
+) -> None:
+    name = f"ema-{strategy}-{len(options)}"
+    one = run_alone(folder, alone, f"ema-{len(options)}", (*EMA, *options))
+    given = (*EMA, *options, f"strategy={strategy}")
+    two = train(folder, config_of(folder), *given, name=name, processes=2)
+    resume = f"trainer.resume={two.folder}/checkpoints/step-000002"
+    resumed = train(folder, config_of(folder), *given, resume, name=f"{name}-resumed", processes=2)
+    expected, found, after = (weights_of(run, "final-ema") for run in (one, two, resumed))
+    for key, value in expected.items():
+        assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
+        assert torch.equal(after[key], found[key]), key
+
+
+def test_an_average_of_what_deepspeed_keeps_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="DeepSpeed keeps flat parts of weights"):
+        run_here(folder, config_of(folder), "trainer.ema=0.9", "strategy=zero2", name="refused")

@@ -183,8 +183,8 @@ class Checkpoints:
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
         same = same and contents.order in (None, engine.weight_order)
-        # what torch loads into has no averages before a step
-        if same and strategy == "fsdp2" and not engine.ema:
+        same = same and not (strategy == "fsdp2" and engine.ema)  # what torch loads into has no averages before a step
+        if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
             put_weights(contents, names | buffers)
