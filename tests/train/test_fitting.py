@@ -20,6 +20,7 @@ from packtrain.errors import UserError
 from packtrain.train.optim.groups import MuonAndAdamW
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+NEEDS_TORCHAO = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 DORA = ("peft=lora", "peft.r=4", "peft.options={use_dora: true, use_rslora: true}")
 GROUPS = (
@@ -142,8 +143,9 @@ def test_groups_that_match_nothing_are_refused_before_any_step(folder: Path) -> 
         ("optim.name=muon", "model.dtype=bfloat16"),
         ("optim.name=rmsprop",),
         ("optim.name=adagrad",),
+        pytest.param(("optim.name=adamw_torch_8bit",), marks=NEEDS_TORCHAO),
     ],
-    ids=["muon", "muon, bfloat16", "rmsprop", "adagrad"],
+    ids=["muon", "muon, bfloat16", "rmsprop", "adagrad", "8 bits"],
 )
 def test_a_run_goes_on_bit_for_bit(options: tuple[str, ...], folder: Path) -> None:
     name = "-".join(options).replace("=", "-")

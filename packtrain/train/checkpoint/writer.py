@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from packtrain.monitor.heartbeat import own_heartbeat, waiting
 from packtrain.monitor.processes import free_memory
@@ -87,6 +87,8 @@ class CheckpointWriter:
             copies = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if self._fits_in_memory and (self._kept or _fits(state, copies)):
                 return self._staged(state)
+        except NotImplementedError:  # torchao's states in 8 and 4 bits, which the stager cannot copy
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
