@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,17 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
-from packtrain.exit_code import ENDING, listening
+from packtrain.exit_code import ENDING, leave, listening, report_error
 from packtrain.launch.attempt import is_locked
 from packtrain.launch.exit_status import MOST_TELLING
 from packtrain.launch.rendezvous import PROGRESS_S
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.surroundings import free_port
 from packtrain.run_folder import RunFolder
+from packtrain.wording import first_line
 
 ON_RAY = "PACKTRAIN_ON_RAY"
 """The variable by which a process knows that a worker of Ray has started it, with which it ends."""
 _POLL_S = 0.3
+_SILENT_S = 60
+"""After which the cluster is lost."""
 _LEAVE_S = 60
 """For the processes of a launch to end after the first of them has failed, and for those of an earlier one."""
 _AGAIN = (1, *MOST_TELLING[3:])
@@ -101,11 +105,15 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
         raise UserError(
             f"Ray Train is not there: {error}", where="topology.kind", fix="pip install 'packtrain[ray]'"
         ) from error
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
+        if port.isdecimal():  # ray.init waits for minutes where nothing listens
+            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except OSError as error:
         fix = "Start one with ray start --head, or give the command to one: ray job submit -- packtrain …"
-        raise UserError("no Ray cluster is found from here", where="topology.kind", fix=fix) from error
+        raise UserError(f"no Ray cluster is found from here ({address})", where="topology.kind", fix=fix) from error
     gpus, processes = ray.cluster_resources().get("GPU", 0) > 0, plan.num_processes
     board = ray.remote(num_cpus=0)(Board).remote()
     given = Given(board, config, verb, folder.root.absolute(), os.getcwd(), processes)
@@ -150,7 +158,12 @@ def _follow(ray: Any, board: Any, thread: threading.Thread, processes: int, limi
     complete_at = said_at = time.monotonic()
     while True:
         alive = thread.is_alive()
-        lines, begun = ray.get(board.read.remote())
+        try:
+            lines, begun = ray.get(board.read.remote(), timeout=_SILENT_S)
+        except ray.exceptions.RayError as error:  # it may hang when it is shut down, too
+            fix = "ray status says what there is; the same command goes on from the newest checkpoint."
+            lost = PeerFailed(f"the Ray cluster no longer answers: {first_line(error)}", where="Ray", fix=fix)
+            leave(report_error(lost))
         for line in lines:
             print(line, end="", flush=True)
         now = time.monotonic()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,15 +33,32 @@ class Cluster:
         self.address = f"127.0.0.1:{free_port()}"
         self.env = {**ENVIRONMENT, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
         head = ("--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false")
-        self.start("127.0.0.1", *head)
-        self.start("127.0.0.2", f"--address={self.address}")
+        self.started = [self.start("127.0.0.1", 1, *head)]
+        self.add()
 
-    def start(self, at: str, *given: str) -> None:
-        command = [RAY, "start", *given, f"--node-ip-address={at}", "--num-cpus=2"]
-        subprocess.run(command, env=self.env, check=True, capture_output=True, timeout=120)
+    def start(self, at: str, raylets: int, *given: str) -> subprocess.Popen[bytes]:
+        """Starts a raylet, and waits until the cluster has so many."""
+        command = [RAY, "start", "--block", *given, f"--node-ip-address={at}", "--num-cpus=2"]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started = subprocess.Popen(command, env=self.env, start_new_session=True, **streams)
+        end = time.monotonic() + LONG_S
+        while True:
+            status = subprocess.run([RAY, "status"], env=self.env, capture_output=True, text=True)
+            if f"/{2 * raylets}.0 CPU" in status.stdout:
+                return started
+            assert started.poll() is None and time.monotonic() < end, status
+            time.sleep(0.5)
+
+    def add(self) -> None:
+        self.started.append(self.start("127.0.0.2", 2, f"--address={self.address}"))
 
     def stop(self) -> None:
-        subprocess.run([RAY, "stop", "--force"], env=self.env, capture_output=True, timeout=120)
+        for started in self.started:
+            with suppress(psutil.Error):
+                root = psutil.Process(started.pid)
+                for one in [root, *root.children(recursive=True)]:
+                    with suppress(psutil.Error):
+                        one.kill()
 
     def begin(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "packtrain", "sft", "run.yaml", *GIVEN, *overrides]
@@ -114,7 +132,7 @@ def test_the_job_is_started_again_from_its_checkpoint(
         raylet = next(one for one in process.parents() if "raylet" in one.name())
         for one in [raylet, *raylet.children(recursive=True)]:
             one.kill()
-        cluster.start("127.0.0.2", f"--address={cluster.address}")
+        cluster.add()
     else:
         (process if killed == "a process" else process.parent() or process).kill()
     said, _ = run.communicate(timeout=LONG_S)
@@ -153,3 +171,15 @@ def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_pat
         cluster.env["RAY_ADDRESS"] = cluster.address
     assert run.returncode == 2 and "no Ray cluster is found" in said, said
     assert shutil.which(RAY)
+
+
+def test_a_cluster_that_is_lost_ends_the_command(tmp_path: Path) -> None:
+    own = Cluster()
+    try:
+        run = own.begin(prepared(tmp_path, max_steps=100_000))
+        wait_for_checkpoint(run, tmp_path)
+    finally:
+        own.stop()
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 4 and "the Ray cluster no longer answers" in said, said
+    assert_nothing_left()
