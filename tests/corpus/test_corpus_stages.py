@@ -122,7 +122,7 @@ CASES = [
     with_template("calls itself", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     with_template("says nothing of the messages", "hello"),
     trains("a template file in latin-1", {"t.jinja": b"caf\xe9"}, "data.chat_template=t.jinja"),
-    trains("weights that are quantised", {"model/config.json": changed(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})}, says=("quantiz",)),
+    trains("weights that are quantised", {"model/config.json": changed(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})}, says=("quantised by bitsandbytes",)),
     trains("an optimizer whose package does not work", {"bitsandbytes.py": "raise ImportError('libcudart is not there')"}, "optim.name=adamw_8bit", begin=from_here, says=("is installed, but does not work",), writes=("__pycache__*",)),
     trains("weights that are a pointer of LFS", {WEIGHTS: LFS}, says=("git lfs pull",)),
     trains("weights cut", {WEIGHTS: cut(1000)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -144,6 +145,7 @@ def test_float16_and_quantised_weights_are_not_trained_but_adapters_on_them_are(
     check_trainable(half.requires_grad_(False))
     quantised: Any = tiny_model("llama")
     quantised.is_quantized = True
-    with pytest.raises(UserError, match="quantised"):
+    quantised.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="some method"))
+    with pytest.raises(UserError, match="quantised by some method"):
         check_trainable(quantised)
     check_trainable(cast(Any, get_peft_model(quantised, LoraConfig(target_modules=["q_proj"]))))

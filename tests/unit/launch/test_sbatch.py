@@ -116,7 +116,7 @@ def test_each_key_becomes_its_line(given: list[str], line: str) -> None:
 
 def test_every_slurm_key_is_in_the_table_above() -> None:
     named = {override.split("=")[0] for given, _ in GIVEN for override in given}
-    assert named == {path for path, key in keys().items() if key.doc.startswith("Slurm:")}
+    assert named == {path for path, key in keys().items() if key.doc.startswith(("Slurm:", "Slurm, deploy:"))}
 
 
 def test_a_script_asks_for_machines_tasks_gpus_and_the_log_and_for_nothing_that_is_not_set(tmp_path: Path) -> None:
