@@ -48,6 +48,18 @@ ELASTIC = {
     "PET_MASTER_ADDR": "job-0",
     "PET_MASTER_PORT": "999",
 }
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "3",
+    "SKYPILOT_NUM_NODES": "4",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+    "SKYPILOT_NODE_IPS": "job-0\njob-1\njob-2\njob-3",
+}
+DSTACK = {
+    "DSTACK_NODE_RANK": "3",
+    "DSTACK_NODES_NUM": "4",
+    "DSTACK_GPUS_PER_NODE": "2",
+    "DSTACK_MASTER_NODE_IP": "job-0",
+}
 TORCHRUN = {
     "RANK": "1",
     "LOCAL_RANK": "0",
@@ -140,6 +152,23 @@ def test_a_task_per_gpu_gets_torch_s_variables() -> None:
     made = plan(env=TASK_PER_GPU).command.env
     named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert [made[name] for name in named] == ["17", "24", "1", "8", "n1"]
+
+
+@pytest.mark.parametrize(("engine", "env"), [("SkyPilot", SKYPILOT), ("dstack", DSTACK)])
+def test_machines_that_an_engine_has_started_know_which_they_are(engine: str, env: dict[str, str]) -> None:
+    made = plan(env=env)
+    assert (made.nodes, made.gpus_per_node, made.node, made.main_address) == (4, 2, 3, "job-0")
+    assert made.reason.startswith("machine 3 of 4 machines, 2 processes on each") and engine in made.reason
+    assert said_by(made.command, "--main_process_port") == "29500"
+    names = [*env]
+    alone = plan(env={**env, names[0]: "0", names[1]: "1"})
+    assert (alone.nodes, alone.role) == (1, "train")
+    on_cpus = plan({"gpus_per_node": 3}, {**env, names[2]: "0"})
+    assert on_cpus.gpus_per_node == 3
+    with pytest.raises(UserError, match=f"{names[0]} must be set"):
+        plan(env={name: value for name, value in env.items() if name != names[0]})
+    with pytest.raises(UserError, match=f"5, but it is 4 by {engine}'s variables"):
+        plan({"nodes": 5}, env)
 
 
 @pytest.mark.parametrize(("gpus", "local_rank"), [(0, "1"), (1, "0"), (8, "1")])
