@@ -207,6 +207,7 @@ def test_a_plan_counts_what_is_trained(folder: Path) -> None:
     every, frozen = trained(), trained(*GROUPS)
     embedding = load_file(folder / "base" / "model.safetensors")["model.embed_tokens.weight"]
     assert every - frozen == embedding.numel()
+    assert "trained (LoRA)" not in packtrain("plan", str(path), *GROUPS).stdout
     lora = ("peft=lora", "peft.r=4")
     assert trained(*lora) < trained(*DORA)
     assert trained(*lora, "peft.target_modules=[q_proj]") == 2 * trained(
