@@ -53,9 +53,11 @@ def _lora_config(peft: Peft, task: Any) -> Any:
 
 def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     """Raises UserError for a name that no module has: PEFT would go on with the others, without a word."""
-    names, targets = [name for name, _ in model.named_modules()], peft.target_modules
-    wanted = [(target, [target]) for target in targets] if isinstance(targets, list) else [(targets, targets)]
-    absent = [("target_modules", target) for target, by in wanted if not any(is_adapted(name, by) for name in names)]
+    names, absent = [name for name, _ in model.named_modules()], list[tuple[str, str]]()
+    excluded = peft.options.get("exclude_modules", [])
+    for key, given in (("target_modules", peft.target_modules), ("options.exclude_modules", excluded)):
+        wanted = [(one, [one]) for one in given] if isinstance(given, list) else [(given, given)]
+        absent += [(key, one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
     ends = peft.modules_to_save
     absent += [("modules_to_save", end) for end in ends if not any(name.endswith(end) for name in names)]
     for key in ("rank_pattern", "alpha_pattern"):

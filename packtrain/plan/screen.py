@@ -106,8 +106,9 @@ def _model(config: RunConfig, memory: Memory | str) -> str:
     name += ", new weights" if model.path and model.init == "random" else ""
     if isinstance(memory, str):
         return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}"
-    trained = "all trained" if memory.trained == memory.parameters else f"{in_millions(memory.trained)} trained (LoRA)"
-    return f"{name}, {in_millions(memory.parameters)} parameters, {trained}"
+    trained = "all" if memory.trained == memory.parameters else in_millions(memory.trained)
+    kind = " (LoRA)" if config.peft.kind == "lora" else ""
+    return f"{name}, {in_millions(memory.parameters)} parameters, {trained} trained{kind}"
 
 
 def _data(data: Data) -> str:

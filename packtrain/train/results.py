@@ -135,11 +135,16 @@ def saves_whole_model(settings: Model, peft: Peft) -> bool:
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, attention: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    attention: str,
+    system: str | None = None,
 ) -> list[str]:
     """Greedy answers of at most 64 tokens, under the model's original attention implementation.
 
-    A prompt is a user turn if the tokenizer has a chat template, else plain text to continue.
+    A prompt is a user turn (after `system`, data.system) if the tokenizer has a chat template, else plain text to continue.
     """
     answers, training = [], model.training
     model.eval()
@@ -148,8 +153,9 @@ def answer(
         for prompt in prompts:
             progress()
             if chat := bool(tokenizer.chat_template):
-                turn = [{"role": "user", "content": prompt}]
-                prompt = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+                turns = [{"role": "system", "content": system}] if system else []
+                turns += [{"role": "user", "content": prompt}]
+                prompt = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
             inputs = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
             ids = inputs["input_ids"].to(model.device)
             output = cast(Any, model).generate(

@@ -518,8 +518,8 @@ def _answers(run: Run) -> list[str]:
     if not (samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base = base_model(run.prepared.model)
-        return results.answer(base, run.prepared.tokenizer, samples, attention=run.prepared.attention)
+        base, how = base_model(run.prepared.model), {"attention": run.prepared.attention}
+        return results.answer(base, run.prepared.tokenizer, samples, **how, system=run.config.data.system)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

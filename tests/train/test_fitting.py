@@ -20,6 +20,7 @@ from packtrain.errors import UserError
 from packtrain.train.optim.groups import MuonAndAdamW
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+NEEDS_BITSANDBYTES = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 NEEDS_TORCHAO = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 DORA = ("peft=lora", "peft.r=4", "peft.options={use_dora: true, use_rslora: true}")
@@ -27,6 +28,7 @@ GROUPS = (
     r"optim.groups=[{match: embed_tokens, lr_scale: 0}, {match: 'layers\.0\.', lr_scale: 3, weight_decay: 0}]",
     "optim.weight_decay=0.1",
 )
+EMA = ("trainer.ema=0.75", "trainer.checkpoint_every=1")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,23 @@ def test_a_group_has_its_share_of_the_learning_rate_and_frozen_weights_stay(
     assert "model.embed_tokens.weight" not in state["order"]
 
 
+def test_checkpoints_have_what_groups_freeze_of_adapters(folder: Path) -> None:
+    lora = ("peft=lora", "peft.r=4", "peft.modules_to_save=[lm_head]")
+    run = run_here(folder, config_of(folder), *lora, "optim.groups=[{match: lora_A|lm_head, lr_scale: 0}]", name="fa")
+    saved, final = weights_of(run, "checkpoints/step-000004"), weights_of(run)
+    assert saved.keys() == final.keys() and any("lora_A" in name for name in final)
+    assert all(torch.equal(value, final[name]) for name, value in saved.items())
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), str(run.folder / "final"))
+
+
+def test_layers_without_adapters_that_no_model_has_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError) as error:
+        options = "peft.options={exclude_modules: [q_proj, v_porj]}"
+        run_here(folder, config_of(folder), "peft=lora", options, "trainer.max_steps=1", name="refused")
+    (problem,) = error.value.problems
+    assert (problem.where, problem.fix) == ("peft.options.exclude_modules", "Did you mean v_proj?")
+
+
 def test_groups_that_match_nothing_are_refused_before_any_step(folder: Path) -> None:
     groups = "optim.groups=[{match: q_proj, lr_scale: 0}, {match: q_porj}, {match: 0.self_attn.q_proj}]"
     with pytest.raises(UserError) as error:
@@ -144,8 +163,9 @@ def test_groups_that_match_nothing_are_refused_before_any_step(folder: Path) -> 
         ("optim.name=rmsprop",),
         ("optim.name=adagrad",),
         pytest.param(("optim.name=adamw_torch_8bit",), marks=NEEDS_TORCHAO),
+        pytest.param(("optim.name=adamw_8bit", "model.dtype=bfloat16", *EMA), marks=NEEDS_BITSANDBYTES),
     ],
-    ids=["muon", "muon, bfloat16", "rmsprop", "adagrad", "8 bits"],
+    ids=["muon", "muon, bfloat16", "rmsprop", "adagrad", "8 bits", "bitsandbytes, bfloat16, average"],
 )
 def test_a_run_goes_on_bit_for_bit(options: tuple[str, ...], folder: Path) -> None:
     name = "-".join(options).replace("=", "-")
@@ -187,14 +207,12 @@ def test_a_plan_counts_what_is_trained(folder: Path) -> None:
     every, frozen = trained(), trained(*GROUPS)
     embedding = load_file(folder / "base" / "model.safetensors")["model.embed_tokens.weight"]
     assert every - frozen == embedding.numel()
+    assert "trained (LoRA)" not in packtrain("plan", str(path), *GROUPS).stdout
     lora = ("peft=lora", "peft.r=4")
     assert trained(*lora) < trained(*DORA)
     assert trained(*lora, "peft.target_modules=[q_proj]") == 2 * trained(
         *lora, "peft.target_modules=[q_proj]", "peft.options={layers_to_transform: [1]}"
     )
-
-
-EMA = ("trainer.ema=0.75", "trainer.checkpoint_every=1")
 
 
 def test_the_average_is_that_of_the_weights_after_each_step(folder: Path, alone: dict[str, Run]) -> None:
@@ -226,6 +244,18 @@ def test_the_average_is_the_same_on_two_processes_and_after_a_stop(
     for key, value in expected.items():
         assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
         assert torch.equal(after[key], found[key]), key
+
+
+def test_an_average_ends_where_a_run_goes_on_without_it_and_begins_anew(folder: Path, alone: dict[str, Run]) -> None:
+    averaged = run_alone(folder, alone, "ema", EMA)
+    resume = f"trainer.resume={averaged.folder}/checkpoints/step-000002"
+    without = run_here(folder, config_of(folder), resume, name="ema-off")
+    assert without.losses == averaged.losses[2:]
+    state = torch.load(without.folder / "checkpoints/step-000004/optimizer.pt", weights_only=True)
+    assert not any("average" in states for states in state["state"].values())
+    resume = f"trainer.resume={without.folder}/checkpoints/step-000004"
+    again = run_here(folder, config_of(folder), *EMA, resume, "trainer.max_steps=5", name="ema-on")
+    assert all(torch.equal(value, weights_of(again)[name]) for name, value in weights_of(again, "final-ema").items())
 
 
 def test_an_average_of_what_deepspeed_keeps_is_refused(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 from pathlib import Path
@@ -12,14 +13,17 @@ import torch
 import torch.nn.functional as F
 from here import run_here, train_here
 from running import Run, assert_same_bits, base_config, conversations, packtrain, train, write_jsonl
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Data
+from packtrain.config.schema import Data, Model
 from packtrain.data.prepare import prepare
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.packing.collate import IGNORE, shifted_labels
 from packtrain.train import loader
+from packtrain.train.results import answer
 from tests.train import forked
 
 
@@ -124,6 +128,18 @@ def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path) -> 
         tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), "objective.loss=dft", name="other"
     ).losses
     assert abs(other[0] / plain[1].losses[0] - 1) > 1e-4
+
+
+def test_samples_are_asked_with_the_system_prompt_of_the_config() -> None:
+    tokenizer = copy.deepcopy(load_tokenizer(Model(tokenizer="quickstart")))  # which others share
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    said = {}
+    for template, system in ((turns, None), (turns, "Be brief."), (f"system: Be brief.\n{turns}", None)):
+        tokenizer.chat_template = template
+        said[template, system] = answer(model, tokenizer, ["river"], attention="sdpa", system=system)
+    without, with_prompt, by_hand = said.values()
+    assert with_prompt == by_hand != without
 
 
 def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_path: Path) -> None:

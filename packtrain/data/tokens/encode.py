@@ -93,6 +93,9 @@ class Encoder:
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
+        if self.data.system and self.template is not None and self._chat.drops_system:
+            fix = "Set data.chat_template to one that has system prompts, or remove the key."
+            raise UserError("the chat template leaves system prompts out", where="data.system", fix=fix)
 
     @cached_property
     def _chat(self) -> ChatEncoder:

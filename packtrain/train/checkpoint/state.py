@@ -38,6 +38,7 @@ from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.engine import Engine
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format, rounded
 from packtrain.train.optim.float32_step import MASTER
+from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.settings import LoopSettings
 from packtrain.train.spikes import STATE, RecentFigures
 from packtrain.wording import size
@@ -80,10 +81,11 @@ class Checkpoints:
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None, since)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """The state dict of the model; of adapters without the frozen weights."""
+        """The state dict of the model; of adapters without the frozen weights, but for those of their own that optim.groups freezes."""
         frozen = set[str]()
         if self._has_adapters:
-            frozen = {name for name, weight in self._model.named_parameters() if not weight.requires_grad}
+            rest = ((name, weight) for name, weight in self._model.named_parameters() if ".default" not in name)
+            frozen = {name for name, weight in rest if not weight.requires_grad}
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
@@ -201,6 +203,8 @@ class Checkpoints:
         else:
             put_weights(contents, names | buffers)
             put_into_torch(contents, optimizer, names)
+        for states in () if engine.ema else optimizer.state.values():
+            states.pop(AVERAGE, None)  # else a later run would go on with it as it was here
 
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
         """Restores that of this rank; with another number of processes it is seeded by trainer.seed, the `step` and the rank."""

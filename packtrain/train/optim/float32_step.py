@@ -25,6 +25,8 @@ from packtrain.train.optim.seen_updates import SeenUpdates, local
 
 MASTER, ROUNDINGS = "master", "roundings"
 """States of a weight beside those of its optimizer: its master, and how often it was rounded by chance."""
+_WRAPPED = "__bnb_optimizer_quant_state__"
+"""Where bitsandbytes has states of its own in a state dict."""
 
 
 def loses_updates(weight: torch.Tensor) -> bool:
@@ -88,9 +90,9 @@ class _Float32Step(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in zip(numbers, weights, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                loaded = self.state[weight][name]
-                if isinstance(value, torch.Tensor) and value.dtype != loaded.dtype:
+            saved = state_dict["state"].get(number, {})
+            for name, value in (saved | saved.get(_WRAPPED, {})).items():
+                if isinstance(value, torch.Tensor) and value.dtype != self.state[weight][name].dtype:
                     self.state[weight][name] = value.to(weight.device)
 
     def _open(self, weight: torch.Tensor) -> tuple[torch.Tensor, int]:

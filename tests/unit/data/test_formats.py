@@ -206,6 +206,29 @@ def test_a_system_column_comes_first_whatever_the_format_and_once(ready, tmp_pat
         assert texts(ready(write(tmp_path / "train.jsonl", row | {"system": system["content"]}))) == [wanted]
 
 
+def test_a_system_prompt_of_the_config_is_for_conversations_without_one(ready, tmp_path):
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    own = {"messages": [{"role": "system", "content": "Answer with care."}, QUESTION, ANSWER]}
+    plain = texts(ready(path := write(tmp_path / "train.jsonl", GOOD, own)))  # and cached
+    without, with_own = texts(ready(path, system="Be brief."))
+    assert without.startswith(system) and with_own == plain[1]
+    alpaca = write(tmp_path / "alpaca.jsonl", ALPACA, {**ALPACA, "system": "Answer with care."})
+    assert [text.startswith(system) for text in texts(ready(alpaca, system="Be brief."))] == [True, False]
+    text = write(tmp_path / "text.jsonl", {"text": "Plain."})
+    assert texts(ready(text, system="Be brief.")) == texts(ready(text))
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_refused(ready, tmp_path):
+    turns = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    (template := tmp_path / "silent.jinja").write_text(turns)
+    path = write(tmp_path / "train.jsonl", GOOD)
+    ready(path, chat_template=str(template))
+    with pytest.raises(UserError, match=r"data\.system: the chat template leaves system prompts out"):
+        ready(path, chat_template=str(template), system="Be brief.")
+
+
 @pytest.mark.parametrize("more", [{"system": "Answer with care."}, {"history": [["Hello", "there"]]}])
 def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(ready, tmp_path, more):
     path = write(tmp_path / "train.jsonl", {"q": "Add.", "completion": "3", **more})
