@@ -47,8 +47,8 @@ class Machines:
     spot: bool = False
 
 
-def deployment(engine: Engine, job: Job, machines: Machines, folder: Path) -> str:
-    """The text of the file, for its `folder`. Raises UserError where the machines of the run are not known, or are named by others."""
+def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secrets: list[str]) -> str:
+    """The text of the file, for its `folder`, with the names of `secrets`. Raises UserError where the machines of the run are not known, or are named by others."""
     config, topology = job.points[0].config, job.topology
     per_node, nodes = topology.gpus_per_node, topology.nodes or 1
     named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
@@ -94,7 +94,7 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path) -> st
         "restarts": config.trainer.restarts,
         "grace": topology.grace or _GRACE_S,
         "setup": topology.setup,
-        "secrets": _secrets(),
+        "secrets": secrets,
         "config": to_yaml(config).splitlines(),
         "command": f"{program} {shlex.join(arguments)}",
     }
@@ -110,7 +110,8 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
 
     Raises UserError where the client is not installed.
     """
-    text = deployment(engine, job, machines, file.parent if file else Path())
+    secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
+    text = deployment(engine, job, machines, file.parent if file else Path(), secrets)
     if file is not None:
         write_text(file, text)
     if submit:
@@ -119,10 +120,9 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
             what = f"{command[0]}, the client of {engine}, is not installed"
             raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
         if engine == "skypilot":  # else it refuses the names without values
-            command = [*command, *(word for name in _secrets() for word in ("--secret", name))]
-        with tempfile.NamedTemporaryFile(
-            "w", suffix=f"-{engine}.yaml", dir="."
-        ) as made:  # dstack copies the folder that it is in
+            command = [*command, *(word for name in secrets for word in ("--secret", name))]
+        # here, since dstack copies the folder that it is in
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:
             made.write(text)
             made.flush()
             return subprocess.run([*command, str(file or made.name)], check=False).returncode
@@ -131,8 +131,3 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
     else:
         print(f"{file} is written: {shlex.join([*_SUBMIT[engine][0], str(file)])} submits it", file=sys.stderr)
     return 0
-
-
-def _secrets() -> list[str]:
-    """The variables here that the run needs there, and that are not to be written into files."""
-    return sorted(name for name in os.environ if speaks_of_secrets(name) and name.startswith(("HF_", "WANDB_", "AWS_")))
