@@ -121,8 +121,7 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
             raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
         if engine == "skypilot":  # else it refuses the names without values
             command = [*command, *(word for name in secrets for word in ("--secret", name))]
-        # here, since dstack copies the folder that it is in
-        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
             made.write(text)
             made.flush()
             return subprocess.run([*command, str(file or made.name)], check=False).returncode
