@@ -119,12 +119,11 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
         if shutil.which(command[0]) is None:
             what = f"{command[0]}, the client of {engine}, is not installed"
             raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
-        if engine == "skypilot":  # else it refuses the names without values
-            command = [*command, *(word for name in secrets for word in ("--secret", name))]
+        values = [f"--secret={name}" for name in secrets if engine == "skypilot"]  # it refuses names without them
         with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
             made.write(text)
             made.flush()
-            return subprocess.run([*command, str(file or made.name)], check=False).returncode
+            return subprocess.run([*command, *values, str(file or made.name)], check=False).returncode
     if file is None:
         print_unchanged(text)
     else:

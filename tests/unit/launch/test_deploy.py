@@ -142,7 +142,7 @@ def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     deployed(tmp_path, engine, *EXAMPLES[engine], "--submit", code=7)
-    assert ("--secret HF_TOKEN" in (tmp_path / "said").read_text()) == (engine == "skypilot")
+    assert ("--secret=HF_TOKEN" in (tmp_path / "said").read_text()) == (engine == "skypilot")
     assert Path((tmp_path / "where").read_text().strip()).resolve() == tmp_path
     *_, job = yaml.safe_load_all((tmp_path / "got").read_text())
     assert "hf_a" not in str(job)
