@@ -23,6 +23,7 @@ from packtrain.errors import PeerFailed, UserError
 from packtrain.plan.origin import MANIFEST, ORIGIN, list_checkpoints, same_course, written_into
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, object_of
+from packtrain.time_limit import start
 from packtrain.wording import first_line
 
 KEY = "trainer.mirror"
@@ -33,7 +34,7 @@ _PAUSES_S = (5.0, 10.0, 20.0, 60.0, 300.0)
 _TRIES = 3
 """To reach the bucket at the start, and to copy the rest at the end."""
 _SILENT_S = 300
-"""Without a byte, after which the end of a run no longer waits for the copy."""
+"""Without a byte, after which the end of a run no longer waits for the copy, nor its start for an answer."""
 
 
 class Mirror:
@@ -59,13 +60,12 @@ class Mirror:
     def fetch(self, resume: str) -> None:
         """Before a run: gets the newest checkpoint and the figures until there, if the run folder has none as new and `resume` is auto.
 
-        Raises UserError where the bucket cannot be written to, or has a run that this one would replace, or the run folder has another
-        one or what packtrain did not make; PeerFailed where it does not answer.
+        Raises UserError where the bucket cannot be written to, or it or the run folder has what this would replace; PeerFailed: no answer.
         """
         self._folder.check_ours()
         for left in reversed(range(_TRIES)):
             try:
-                self._look()
+                start(self._look).result(_SILENT_S / _TRIES)
                 return self._fetch(resume)
             except UserError:
                 raise

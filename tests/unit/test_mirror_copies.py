@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,10 @@ def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(
     with pytest.raises(PeerFailed, match="no route"):
         mirror.fetch("auto")
     assert len(asked) == 1 + 3
+    monkeypatch.setattr("packtrain.mirror._SILENT_S", 0.3)
+    monkeypatch.setattr(mirror._system, "pipe_file", lambda *_: time.sleep(1))
+    with pytest.raises(PeerFailed, match="TimeoutError"):
+        mirror.fetch("auto")
 
 
 @pytest.mark.parametrize(
