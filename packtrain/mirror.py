@@ -20,9 +20,10 @@ from typing import Any, cast
 
 from packtrain.durable import aside, hash_of, publish
 from packtrain.errors import PeerFailed, UserError
-from packtrain.plan.origin import MANIFEST, list_checkpoints, written_into
+from packtrain.plan.origin import MANIFEST, ORIGIN, list_checkpoints, same_course, written_into
 from packtrain.redact import clean
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, object_of
+from packtrain.time_limit import start
 from packtrain.wording import first_line
 
 KEY = "trainer.mirror"
@@ -33,21 +34,23 @@ _PAUSES_S = (5.0, 10.0, 20.0, 60.0, 300.0)
 _TRIES = 3
 """To reach the bucket at the start, and to copy the rest at the end."""
 _SILENT_S = 300
-"""Without a byte, after which the end of a run no longer waits for the copy."""
+"""Without a byte, after which the end of a run no longer waits for the copy, nor its start for an answer."""
 
 
 class Mirror:
-    """The copy of the run in `folder` at `url`."""
+    """The copy of the run in `folder` at `url`; `keep` is trainer.keep_checkpoints."""
 
-    def __init__(self, url: str, folder: RunFolder) -> None:
+    def __init__(self, url: str, folder: RunFolder, keep: int | None = None) -> None:
         import fsspec
 
-        self.url, self._folder = url.rstrip("/"), folder
+        self.url, self._folder, self._keep = url.rstrip("/"), folder, keep
         options: Any = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
         self._system, self._root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url, **options))
         self._names: set[str] = set()
         self._manifests: dict[int, bytes] = {}
         """Of the checkpoints that are there."""
+        self._older = set[int]()
+        """Those that were not fetched."""
         self._copied: dict[str, tuple[int, int]] = {}
         """Size and time of last change of what was copied of the other files."""
         self._ending, self._heard_at, self._failure = threading.Event(), time.monotonic(), ""
@@ -57,17 +60,39 @@ class Mirror:
     def fetch(self, resume: str) -> None:
         """Before a run: gets the newest checkpoint and the figures until there, if the run folder has none as new and `resume` is auto.
 
-        Raises UserError where the bucket cannot be written to, or has a run that this one would replace; PeerFailed where it does not answer.
+        Raises UserError where the bucket cannot be written to, or it or the run folder has what this would replace; PeerFailed: no answer.
         """
-        self._look()
-        done = self._there("summary.json") and json.loads(self._read("summary.json")).get("status") == "done"
-        newest = max(list_checkpoints(self._folder.checkpoints), default=-1)
-        newer = [] if done or resume != "auto" else sorted(step for step in self._manifests if step > newest)[::-1]
-        if newer and not any(self._download(step) for step in newer):
+        self._folder.check_ours()
+        for left in reversed(range(_TRIES)):
+            try:
+                start(self._look).result(_SILENT_S / _TRIES)
+                return self._fetch(resume)
+            except UserError:
+                raise
+            except Exception as error:
+                what = f"{self.url} cannot be read and written: {_shortly(error)}"
+                if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
+                    fix = "Check the URL, and the credentials by which its package gets there."
+                    raise UserError(what, where=KEY, fix=fix) from error
+                if not left:
+                    raise PeerFailed(what, where=KEY, fix="Try again, or leave the key out.") from error
+                time.sleep(_PAUSES_S[0])
+
+    def _fetch(self, resume: str) -> None:
+        mine, newest = list_checkpoints(self._folder.checkpoints), max(self._manifests, default=-1)
+        done = self._object("summary.json").get("status") == "done"
+        there = self._object(f"checkpoints/step-{newest:06d}/{ORIGIN}")
+        here = object_of(mine[max(mine)] / ORIGIN) if mine else {}
+        other = there and here and not same_course(there, here)
+        fetches = resume == "auto" and not (done or other or self._folder.status() == "done")
+        newer = sorted((step for step in self._manifests if step > max(mine, default=-1) and fetches), reverse=True)
+        if newer and not any(self._download(step) for step in newer) and not mine:
             what = f"no checkpoint in {self.url} is what its manifest says"
             raise UserError(what, where=KEY, fix="Name another place, or an intact checkpoint in trainer.resume.")
-        goes_on = list_checkpoints(self._folder.checkpoints) and not self._folder.gives_way(resume)
-        if (done or self._manifests) and not goes_on:
+        behind = resume == "auto" and not newer and newest > max(mine, default=-1)
+        mine = list_checkpoints(self._folder.checkpoints)
+        self._older = {step for step in self._manifests if step < max(mine, default=-1)} - mine.keys()
+        if (done or self._manifests) and (behind or other or not mine or self._folder.gives_way(resume)):
             has = "a finished run" if done else "checkpoints of a run"
             fix = "Name another place, or remove what is there."
             raise UserError(f"{self.url} has {has}, which this one does not continue", where=KEY, fix=fix)
@@ -79,6 +104,7 @@ class Mirror:
     def close(self) -> None:
         """Copies what is left, as long as it gets on, and says so if it does not."""
         self._ending.set()
+        self._heard_at = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - self._heard_at < _SILENT_S:
             self._thread.join(_POLL_S)
         if self._failure or self._thread.is_alive():
@@ -87,28 +113,18 @@ class Mirror:
 
     def _look(self) -> None:
         """Lists what is there, and leaves the mark of a run folder, to know that it may."""
-        for left in reversed(range(_TRIES)):
-            try:
-                self._system.invalidate_cache()
-                self._system.pipe_file(self._at(self._folder.mark.name), b"packtrain copies a run to this folder.\n")
-                self._names = {name[len(self._root) :].lstrip("/") for name in self._system.find(self._root)}
-                found = [match for name in self._names if (match := _INSIDE.fullmatch(name)) and match[2] == MANIFEST]
-                self._manifests = {int(match[1]): self._read(match[0]) for match in found}
-                return
-            except Exception as error:
-                what = f"{self.url} cannot be written to: {_shortly(error)}"
-                if isinstance(error, (PermissionError, FileNotFoundError)) or "credentials" in what:
-                    fix = "Check the URL, and the credentials by which its package gets there."
-                    raise UserError(what, where=KEY, fix=fix) from error
-                if not left:
-                    raise PeerFailed(what, where=KEY, fix="Try again, or leave the key out.") from error
-                time.sleep(_PAUSES_S[0])
+        self._system.invalidate_cache()
+        self._system.pipe_file(self._at(self._folder.mark.name), b"packtrain copies a run to this folder.\n")
+        self._names = {name[len(self._root) :].lstrip("/") for name in self._system.find(self._root)}
+        found = [match for name in self._names if (match := _INSIDE.fullmatch(name)) and match[2] == MANIFEST]
+        self._manifests = {int(match[1]): self._read(match[0]) for match in found}
 
     def _download(self, step: int) -> bool:
         """Puts a checkpoint into the run folder with the small files; whether it is what its manifest says."""
         target = self._folder.checkpoints / f"step-{step:06d}"
         staging, there = aside(target), f"checkpoints/{target.name}"
         _say(f"getting {target.name} from {self.url}")
+        self._folder.set_mark()
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         (staging / MANIFEST).write_bytes(self._manifests[step])
@@ -125,10 +141,12 @@ class Mirror:
             _say(f"{there} in {self.url} is damaged: {_shortly(error)}")
             shutil.rmtree(staging, ignore_errors=True)
             return False
-        self._folder.set_mark()
-        for name in self._names:
-            if "/" not in name:
-                (self._folder.root / name).write_bytes(self._read(name))
+        best = object_of(staging / "trainer_state.json").get("best_global_step")
+        if best in self._manifests and best not in (step, *list_checkpoints(self._folder.checkpoints)):
+            self._download(best)  # whose weights the run may end with
+        for path in self._folder.entries():
+            if path.name in self._names and (path in (self._folder.metrics, self._folder.spikes) or not path.exists()):
+                path.write_bytes(self._read(path.name))
         publish(staging, target)
         return True
 
@@ -148,7 +166,7 @@ class Mirror:
         small = everything or now - self._small_at > _SMALL_S
         try:
             self._copy_new(small=small)
-        except Exception as error:
+        except BaseException as error:  # asyncio's CancelledError is no Exception
             if (why := _shortly(error)) != self._failure:
                 _say(f"copying to {self.url} failed and is tried again: {why}")
             self._failure = why
@@ -171,7 +189,8 @@ class Mirror:
                 if checkpoint.is_dir():  # else it was removed meanwhile, since there is a newer one
                     raise
         there = {int(match[1]) for name in self._names if (match := _INSIDE.fullmatch(name))}
-        for step in there - set(checkpoints) if checkpoints else ():
+        held = self._older.intersection(sorted({*checkpoints, *self._older})[-(self._keep or 0) :])
+        for step in there - {*checkpoints, *held} if checkpoints else ():
             self._remove_checkpoint(step)
         done = folder.status() == "done"
         if not (small or done):
@@ -218,16 +237,13 @@ class Mirror:
     def _put(self, path: Path) -> None:
         from fsspec.callbacks import Callback
 
-        mirror = self
-
-        class Heard(Callback):
-            def call(self, *_: Any, **__: Any) -> None:
-                mirror._heard_at = time.monotonic()
+        def hear(*_: Any, **__: Any) -> None:
+            self._heard_at = time.monotonic()
 
         name = str(path.relative_to(self._folder.root))
         self._names.add(name)
-        self._system.put_file(str(path), self._at(name), callback=Heard())
-        self._heard_at = time.monotonic()
+        self._system.put_file(str(path), self._at(name), callback=Callback(hooks={"hear": hear}))
+        hear()
 
     def _remove(self, name: str) -> None:
         if name in self._names:
@@ -236,8 +252,12 @@ class Mirror:
             self._names.discard(name)
             self._copied.pop(name, None)
 
-    def _there(self, name: str) -> bool:
-        return name in self._names
+    def _object(self, name: str) -> dict[str, Any]:
+        """A JSON object that is there, {} where there is none."""
+        with suppress(ValueError):
+            if name in self._names and isinstance(content := json.loads(self._read(name)), dict):
+                return content
+        return {}
 
     def _read(self, name: str) -> bytes:
         return cast(bytes, self._system.cat_file(self._at(name)))
@@ -260,7 +280,7 @@ def fetch_record(url: str, folder: Path) -> None:
         raise UserError(f"{url} cannot be read: {_shortly(error)}", where=url, fix=fix) from error
 
 
-def _shortly(error: Exception) -> str:
+def _shortly(error: BaseException) -> str:
     return clean(first_line(error))
 
 

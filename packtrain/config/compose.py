@@ -106,18 +106,15 @@ def load_points(
     ]
     for line in notes:
         say(line)
-    if len({point.config.trainer.output_dir for point in points}) == number:
-        return points, shared
+    trainers = [point.config.trainer for point in points]
+    alike = [key for key in ("output_dir", "mirror") if len({getattr(trainer, key) for trainer in trainers}) < number]
     names = [re.sub(r"[^\w.=-]+", "-", "_".join(item.lstrip("+") for item in point.chosen)) for point in points]
     names = [name[:_LONGEST_NAME] for name in names]
     if len(set(names)) < number:
         names = [f"{at}-{name}" for at, name in enumerate(names)]
     named = []
     for point, name in zip(points, names, strict=True):
-        folder = f"{point.config.trainer.output_dir}/{name}"
-        own = {"output_dir": folder} | (
-            {"mirror": f"{mirror}/{name}"} if (mirror := point.config.trainer.mirror) else {}
-        )
+        own = {key: f"{place}/{name}" for key in alike if (place := getattr(point.config.trainer, key))}
         config = replace(point.config, trainer=replace(point.config.trainer, **own))
         named.append(
             Point(config, (*point.chosen, *(assignment(f"trainer.{key}", value) for key, value in own.items())))

@@ -47,8 +47,8 @@ class Machines:
     spot: bool = False
 
 
-def deployment(engine: Engine, job: Job, machines: Machines) -> str:
-    """The text of the file. Raises UserError where the machines of the run are not known, or are named by others."""
+def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secrets: list[str]) -> str:
+    """The text of the file, for its `folder`, with the names of `secrets`. Raises UserError where the machines of the run are not known, or are named by others."""
     config, topology = job.points[0].config, job.topology
     per_node, nodes = topology.gpus_per_node, topology.nodes or 1
     named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
@@ -70,17 +70,21 @@ def deployment(engine: Engine, job: Job, machines: Machines) -> str:
     if engine == "kubeflow" and not machines.image:
         fix = "Build one by the Dockerfile, and push it to where the cluster finds it."
         raise UserError("pods need an image with packtrain in it", where="--image", fix=fix)
+    if engine != "kubeflow" and job.config and (os.path.isabs(job.config) or ".." in Path(job.config).parts):
+        fix = "Copy it into this folder, and name it by its path from here."
+        raise UserError(f"{engine} copies this folder alone to the machines", where=job.config, fix=fix)
     first = replace(topology, kind="manual", nodes=nodes, node_rank=0, main_address="first")
     there = Surroundings(gpus=per_node if machines.gpu != "none" else 0)
     plan = plan_launch(replace(config, topology=first), there, job.verb, job.arguments)
     program = topology.command or "packtrain"
     inside = "/tmp/packtrain.yaml" if engine == "kubeflow" else None
     arguments = [job.verb, inside] if inside else [job.verb, *job.arguments]
-    secrets = [name for name in os.environ if speaks_of_secrets(name) and name.startswith(("HF_", "WANDB_", "AWS_"))]
+    name = re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")
     values: dict[str, Any] = {
-        "made_by": f"Made by {clean(shlex.join(job.invoked_as))}".replace("\n", "\n# "),
+        "made_by": "\n# ".join(f"Made by {clean(shlex.join(job.invoked_as))}".splitlines()),
         "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
-        "name": re.sub(r"[^a-z0-9]+", "-", Path(config.trainer.output_dir).name.lower()).strip("-")[:40] or "packtrain",
+        "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # as a host may be called
+        "here": os.path.relpath(".", folder),
         "nodes": nodes,
         "per_node": per_node,
         "image": machines.image,
@@ -90,7 +94,7 @@ def deployment(engine: Engine, job: Job, machines: Machines) -> str:
         "restarts": config.trainer.restarts,
         "grace": topology.grace or _GRACE_S,
         "setup": topology.setup,
-        "secrets": sorted(secrets),
+        "secrets": secrets,
         "config": to_yaml(config).splitlines(),
         "command": f"{program} {shlex.join(arguments)}",
     }
@@ -106,7 +110,8 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
 
     Raises UserError where the client is not installed.
     """
-    text = deployment(engine, job, machines)
+    secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
+    text = deployment(engine, job, machines, file.parent if file else Path(), secrets)
     if file is not None:
         write_text(file, text)
     if submit:
@@ -114,10 +119,11 @@ def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: boo
         if shutil.which(command[0]) is None:
             what = f"{command[0]}, the client of {engine}, is not installed"
             raise UserError(what, where="--submit", fix=f"{install}; or write the file with -o, and submit it there.")
-        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml") as made:
+        values = [f"--secret={name}" for name in secrets if engine == "skypilot"]  # it refuses names without them
+        with tempfile.NamedTemporaryFile("w", suffix=f"-{engine}.yaml", dir=".") as made:  # dstack copies its folder
             made.write(text)
             made.flush()
-            return subprocess.run([*command, str(file or made.name)], check=False).returncode
+            return subprocess.run([*command, *values, str(file or made.name)], check=False).returncode
     if file is None:
         print_unchanged(text)
     else:

@@ -84,7 +84,8 @@ def execute(
 
         def open_folder(plan: LaunchPlan, resume: str) -> None:
             nonlocal has_opened
-            mirror = Mirror(config.trainer.mirror, folder) if config.trainer.mirror and not has_opened else None
+            url, keep = config.trainer.mirror, config.trainer.keep_checkpoints
+            mirror = Mirror(url, folder, keep) if url and not has_opened else None
             if mirror is not None:
                 check_free(folder.root)
                 mirror.fetch(resume)

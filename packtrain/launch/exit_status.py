@@ -82,8 +82,9 @@ class MachineReport:
     @property
     def has_failed(self) -> bool:
         """Whether the run has failed, so that the other machines end, too."""
-        failed = any(map(is_failure, self.codes.values()))
-        return failed or bool(self.lost) or (self.launched != 0 and self.signal is None)
+        codes = self.codes.values()
+        stopped = self.signal is not None or any((code or 0) > 128 for code in codes)  # of which torchrun makes a 1
+        return any(map(is_failure, codes)) or bool(self.lost) or (self.launched != 0 and not stopped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,10 @@ class Mortal:
         self.system.pipe_file(target, content[: len(content) // 2] if self.left == 0 else content)
         self._count()
 
+    def get_file(self, path: str, target: str) -> None:
+        self._count()
+        self.system.get_file(path, target)
+
     def rm_file(self, path: str) -> None:
         self.system.rm_file(path)
         self._count()
@@ -46,14 +52,16 @@ class Mortal:
             raise Killed
 
 
-def write_checkpoint(folder: RunFolder, step: int, content: str) -> None:
+def write_checkpoint(folder: RunFolder, step: int, content: str, *, rate: str = "1", best: int | None = None) -> None:
     place = folder.checkpoints / f"step-{step:06d}"
-    (place / "inner").mkdir(parents=True)
+    (place / "inner").mkdir(parents=True, exist_ok=True)
+    (place / "origin.json").write_text(json.dumps({"optim.learning_rate": rate}))
+    (place / "trainer_state.json").write_text(json.dumps({"best_global_step": best}))
     for name in ("weights", "inner/states"):
         (place / name).write_text(f"{content} {name}" * 5)
     manifest = {
         name: {"bytes": (place / name).stat().st_size, "blake2b": hash_of(place / name)}
-        for name in ("weights", "inner/states")
+        for name in ("weights", "inner/states", "origin.json", "trainer_state.json")
     }
     (place / "manifest.json").write_text(json.dumps(manifest))
     folder.metrics.write_text(f"until {step}")
@@ -178,12 +186,118 @@ def test_a_bucket_that_is_forbidden_or_away_is_said_at_the_start(
     with pytest.raises(PeerFailed, match="no route"):
         mirror.fetch("auto")
     assert len(asked) == 1 + 3
+    monkeypatch.setattr("packtrain.mirror._SILENT_S", 0.3)
+    monkeypatch.setattr(mirror._system, "pipe_file", lambda *_: time.sleep(1))
+    with pytest.raises(PeerFailed, match="TimeoutError"):
+        mirror.fetch("auto")
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("runs/a", "is no URL of a bucket"), ("s4://a", "s3"), ("abfs://a", "needs the package adlfs")]
+    ("value", "says"),
+    [
+        ("runs/a", "is no URL of a bucket"),
+        ("s3://", "is no URL of a bucket"),
+        ("s4://a", "s3"),
+        ("abfs://a", "needs the package adlfs"),
+    ],
 )
 def test_what_is_no_bucket_is_refused(value: str, says: str, tmp_path: Path) -> None:
     quickstart = str(ROOT / "recipes/quickstart-sft.yaml")
     done = packtrain("sft", quickstart, f"trainer.mirror={value}", "--dry-run", folder=tmp_path)
     assert done.returncode == 2 and says in done.stderr and "trainer.mirror" in done.stderr
+
+
+def test_a_sweep_with_folders_of_its_own_has_copies_of_their_own(tmp_path: Path) -> None:
+    from packtrain.config.compose import load_points
+
+    given = ["trainer.output_dir=a,b", "trainer.mirror=memory://runs"]
+    points, _ = load_points(str(ROOT / "recipes/quickstart-sft.yaml"), given)
+    assert [point.config.trainer.output_dir for point in points] == ["a", "b"]
+    assert len({point.config.trainer.mirror for point in points}) == 2
+
+
+def test_what_the_run_folder_has_of_another_run_or_of_the_user_is_left_alone(
+    run: RunFolder, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert copied(run, url)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="packtrain did not make"):
+        fetched(url, own)
+    mirror = Mirror(url, RunFolder(tmp_path / "killed"))
+    monkeypatch.setattr(mirror, "_system", Mortal(mirror._system, 1))
+    with pytest.raises(Killed):
+        mirror.fetch("auto")  # which goes on by the same command
+    assert fetched(url, tmp_path / "killed").checkpoints.is_dir()
+    done = RunFolder(tmp_path / "done")
+    write_checkpoint(done, 2, "done")
+    done.set_mark()
+    done.summary.write_text('{"status": "done"}')
+    with pytest.raises(UserError, match="does not continue"):
+        fetched(url, done.root)
+    assert (own / "metrics.jsonl").read_text() == "mine" and done.metrics.read_text() == "until 2"
+    assert [path.name for path in done.checkpoints.iterdir()] == ["step-000002"]
+
+
+def test_a_bucket_of_another_run_is_not_written_to(run: RunFolder, url: str, tmp_path: Path) -> None:
+    write_checkpoint(run, 3, "three", rate="0.1")
+    assert copied(run, url)
+    for step in (2, 9):  # newer there, newer here
+        other = RunFolder(tmp_path / f"other-{step}")
+        other.set_mark()
+        write_checkpoint(other, step, "other", rate="0.2")
+        with pytest.raises(UserError, match="which this one does not continue"):
+            fetched(url, other.root)
+        assert other.metrics.read_text() == f"until {step}"
+    run.summary.write_text('{"status": "done"}')
+    write_checkpoint(run, 6, "six", rate="0.1")
+    assert copied(run, url)
+    behind = RunFolder(tmp_path / "behind")  # a machine that was lost, and is back when the run is done
+    behind.set_mark()
+    write_checkpoint(behind, 3, "three", rate="0.1")
+    with pytest.raises(UserError, match="has a finished run"):
+        fetched(url, behind.root)
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(None, [3, 6, 9, 12, 15]), (3, [6, 9, 12, 15]), (1, [6, 12, 15])])
+def test_older_checkpoints_stay_as_keep_checkpoints_says_and_the_best_one_comes_too(
+    run: RunFolder, url: str, tmp_path: Path, keep: int | None, stay: list[int]
+) -> None:
+    for step in (6, 9, 12):
+        write_checkpoint(run, step, "more", best=6)
+    assert copied(run, url)
+    fresh = RunFolder(tmp_path / "fresh")
+    mirror = Mirror(url, fresh, keep)
+    mirror.fetch("auto")
+    assert sorted(path.name for path in fresh.checkpoints.iterdir()) == ["step-000006", "step-000012"]
+    write_checkpoint(fresh, 15, "more", best=6)
+    mirror._copy_new(small=True)
+    there = fsspec.filesystem("memory").find(url[9:])
+    assert [int(name.split("/")[-2][5:]) for name in there if name.endswith("manifest.json")] == stay
+
+
+def test_the_end_waits_from_the_end_on_and_says_why_a_copy_failed(
+    run: RunFolder, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.mirror._PAUSES_S", (0.0,))
+    monkeypatch.setattr("packtrain.mirror._POLL_S", 0.05)
+    mirror = Mirror(url, run)
+    mirror.fetch("auto")
+    mirror._heard_at -= 1000  # nothing new for long
+    mirror._ending.set()
+    mirror.start()
+    mirror.close()
+    assert "has not all" not in capsys.readouterr().err
+    assert fsspec.filesystem("memory").exists(f"{url[8:]}/checkpoints/step-000003/manifest.json")
+    write_checkpoint(run, 6, "six")
+    mirror = Mirror(url, run)
+    mirror.fetch("auto")
+
+    def put_file(*_: Any, **__: Any) -> None:
+        raise asyncio.CancelledError("given up")
+
+    monkeypatch.setattr(mirror._system, "put_file", put_file)
+    mirror.start()
+    mirror.close()
+    assert "has not all of the run (given up)" in capsys.readouterr().err

@@ -98,8 +98,8 @@ def _bucket(key: str, url: str | None) -> Iterator[Fault]:
         return
     from fsspec.registry import known_implementations
 
-    protocol, sign, _ = url.partition("://")
-    if not sign or protocol not in known_implementations:
+    protocol, _, name = url.partition("://")
+    if not name.strip("/") or protocol not in known_implementations:
         fix = suggest(protocol, known_implementations, "It begins with s3://, gs://, az://, … (docs/resume.md).")
         yield Fault((key,), f"{url!r} is no URL of a bucket", fix)
     elif importlib.util.find_spec(package := known_implementations[protocol]["class"].partition(".")[0]) is None:

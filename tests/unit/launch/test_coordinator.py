@@ -288,6 +288,11 @@ SILENT = {"silent": "silent for 10 s"}
             "but not every process ended cleanly",
         ),
         ([{"codes": {0: 143, 1: 143}}, {"codes": {2: 143, 3: 143}}], 143, "stopped by SIGTERM"),
+        (
+            [{"codes": {0: 143, 1: 143}, "launched": 1}, {"codes": {2: 143, 3: 143}, "launched": 1}],
+            143,
+            "stopped by SIGTERM",
+        ),
         ([{"launched": 1}, {}], 4, "n1: torchrun ended with exit code 1: see logs/launcher.log"),
     ],
 )

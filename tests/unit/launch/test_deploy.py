@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import yaml
 from tests.unit.command_line import packtrain
 
 ROOT = Path(__file__).resolve().parents[3]
+CONFIG = "recipes/quickstart-sft.yaml"
 GIVEN = ("topology.nodes=2", "topology.gpus_per_node=8", "trainer.checkpoint_every=100", "trainer.restarts=3")
 EXAMPLES = {
     "kubeflow": ("--image", "ghcr.io/you/packtrain"),
@@ -19,10 +24,11 @@ EXAMPLES = {
 }
 
 
-def deployed(folder: Path, engine: str, *given: str, code: int = 0) -> str:
+def deployed(folder: Path, engine: str, *given: str, code: int = 0, keys: Iterable[str] = ()) -> str:
     """What the command writes, or its error."""
-    command = ("deploy", "--on", engine, *given, "sft", str(ROOT / "recipes/quickstart-sft.yaml"))
-    done = packtrain(*command, *GIVEN, folder=folder)
+    (folder / "recipes").mkdir(exist_ok=True)
+    shutil.copy(ROOT / CONFIG, folder / CONFIG)
+    done = packtrain("deploy", "--on", engine, *given, "sft", CONFIG, *GIVEN, *keys, folder=folder)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
@@ -68,7 +74,7 @@ def test_a_task_of_dstack_is_one_by_its_own_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", EXAMPLES)
 def test_the_files_in_deploy_are_what_the_command_writes(tmp_path: Path, engine: str) -> None:
-    told = deployed(tmp_path, engine, *EXAMPLES[engine]).replace(f"{ROOT}/", "")
+    told = deployed(tmp_path, engine, *EXAMPLES[engine])
     assert (ROOT / "deploy" / f"{engine}.yaml").read_text() == told
 
 
@@ -94,6 +100,56 @@ def test_what_is_missing_is_said(tmp_path: Path, engine: str, given: tuple[str, 
     ],
 )
 def test_machines_that_others_name_are_refused(tmp_path: Path, key: str, says: str) -> None:
-    command = ("deploy", "--gpu", "H100", "sft", str(ROOT / "recipes/quickstart-sft.yaml"), *GIVEN, key)
-    done = packtrain(*command, folder=tmp_path)
-    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert says in deployed(tmp_path, "skypilot", "--gpu", "H100", code=2, keys=[key])
+
+
+@pytest.mark.parametrize("engine", EXAMPLES)
+@pytest.mark.parametrize(
+    ("folder", "name"), [("2024", "run-2024"), ("on", "on"), ("a", "run-a"), (f"{'b' * 39}-c", "b" * 39)]
+)
+def test_a_run_gets_a_name_that_a_host_may_have(tmp_path: Path, engine: str, folder: str, name: str) -> None:
+    text = deployed(tmp_path, engine, *EXAMPLES[engine], keys=[f"trainer.output_dir=runs/{folder}"])
+    *_, job = yaml.safe_load_all(text)
+    assert name == (job["metadata"] if engine == "kubeflow" else job)["name"]
+
+
+@pytest.mark.parametrize("engine", EXAMPLES)
+def test_lines_of_the_shell_come_there_as_they_are(tmp_path: Path, engine: str) -> None:
+    lines = ["  module load x", "cat <<E\n  a: {{ b }}\nE", "echo 'c' # \"d\""]
+    keys = [f"topology.setup={lines}".replace("\\n", "\n"), "tracking.run_name='it\\'s\n$HOME'"]
+    *_, job = yaml.safe_load_all(deployed(tmp_path, engine, *EXAMPLES[engine], keys=keys))
+    if engine == "kubeflow":
+        (script,) = job["spec"]["trainer"]["args"]
+        config = yaml.safe_load(script.partition("<<'PACKTRAIN'\n")[2].partition("\nPACKTRAIN\n")[0])
+        assert config["tracking"]["run_name"] == "it's\n$HOME"
+    else:
+        *commands, command = job["commands"] if engine == "dstack" else (job["setup"], job["run"])
+        script = "\n".join(commands)
+        assert shlex.split(command) == ["packtrain", "sft", CONFIG, *GIVEN, *keys]
+    assert "\n".join(lines) in script
+
+
+@pytest.mark.parametrize(("engine", "client"), [("skypilot", "sky"), ("dstack", "dstack"), ("kubeflow", "kubectl")])
+def test_the_client_gets_the_file_in_this_folder_and_gives_the_exit_code(
+    tmp_path: Path, engine: str, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bin" / client
+    fake.parent.mkdir()
+    fake.write_text(
+        '#!/bin/sh\necho "$@" > said\nfor last; do :; done\ncp "$last" got\ndirname "$last" > where\nexit 7\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    deployed(tmp_path, engine, *EXAMPLES[engine], "--submit", code=7)
+    assert ("--secret=HF_TOKEN" in (tmp_path / "said").read_text()) == (engine == "skypilot")
+    assert Path((tmp_path / "where").read_text().strip()).resolve() == tmp_path
+    *_, job = yaml.safe_load_all((tmp_path / "got").read_text())
+    assert "hf_a" not in str(job)
+
+
+def test_what_the_machines_would_not_have_is_refused(tmp_path: Path) -> None:
+    done = packtrain("deploy", "--gpu", "H100", "sft", str(ROOT / CONFIG), *GIVEN, folder=tmp_path)
+    assert done.returncode == 2 and "copies this folder alone" in done.stderr
+    deployed(tmp_path, "dstack", *EXAMPLES["dstack"], "-o", "recipes/job.yaml")
+    assert yaml.safe_load((tmp_path / "recipes/job.yaml").read_text())["files"] == ["..:/workflow"]
