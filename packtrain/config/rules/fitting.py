@@ -46,7 +46,7 @@ _NUMBERS = Option(
 )
 PEFT_OPTIONS = {
     **dict.fromkeys(("use_dora", "use_rslora"), _SWITCH),
-    "init_lora_weights": Option(True, _STARTS, lambda value: value in (True, "gaussian")),
+    "init_lora_weights": Option(True, _STARTS, lambda value: value is True or value == "gaussian"),
     "layers_to_transform": _NUMBERS,
     **dict.fromkeys(("layers_pattern", "exclude_modules"), _NAMES),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), _COUNTS),
