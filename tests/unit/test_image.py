@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,23 @@ def test_the_locks_pin_what_the_project_asks_for_each_with_hashes() -> None:
     for requirement in map(Requirement, asked):
         version = {**torch, **others}[requirement.name.lower().replace("_", "-")][0]
         assert requirement.specifier.contains(version), f"{requirement}, and the lock has {version}: deploy/lock.sh"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("lock", ["requirements.lock", "torch-cuda.lock"])
+def test_the_locks_can_be_installed(lock: str, python: str, tmp_path: Path) -> None:
+    """What they pin is there for these Pythons on Linux; deploy/install.sh, below, also compares the hashes."""
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or pytest.skip("uv is not installed")
+    try:
+        socket.create_connection(("pypi.org", 443), timeout=5).close()
+    except OSError:
+        pytest.skip("PyPI is not reachable")
+    platform = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+    given = ("--require-hashes", "--no-deps", "-r", str(ROOT / "deploy" / lock), "--target", str(tmp_path))
+    command = [uv, "pip", "install", "--dry-run", *platform, *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n + ") == len(pinned(lock))
 
 
 def test_the_dockerfile_runs_these_steps_as_no_root() -> None:
