@@ -263,8 +263,8 @@ def open_stream(
     sample.fingerprint = hashlib.blake2b(
         f"{sample.fingerprint} {json.dumps(identity)}".encode(), digest_size=16
     ).hexdigest()
-    told = "data.streaming: these figures are of the first rows of each source"
-    sample.report = replace(sample.report, remarks=(*sample.report.remarks, told))
+    remark = "data.streaming: these figures are of the first rows of each source"
+    sample.report = replace(sample.report, remarks=(*sample.report.remarks, remark))
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)

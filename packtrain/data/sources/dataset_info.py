@@ -62,10 +62,10 @@ class Translation:
         if self.form == "openai":
             ours["messages"] = ours.pop("conversations", None)
         for name in ("conversations", "messages", "chosen", "rejected"):
-            if isinstance(told := ours.get(name), list):
-                ours[name] = [self._turn(turn) for turn in told]
-            elif isinstance(told, dict):
-                ours[name] = self._turn(told)
+            if isinstance(turns := ours.get(name), list):
+                ours[name] = [self._turn(turn) for turn in turns]
+            elif isinstance(turns, dict):
+                ours[name] = self._turn(turns)
         return ours
 
     def _turn(self, turn: Any) -> Any:
