@@ -195,7 +195,7 @@ class Mirror:
         done = folder.status() == "done"
         if not (small or done):
             return
-        finals = [folder.final, folder.average, folder.adapters, folder.merged]
+        finals = folder.finals
         inside = [path for final in finals if done for path in final.rglob("*") if path.is_file()]
         for path in [*inside, *(path for path in folder.entries() if path.is_file() and path != folder.summary)]:
             self._copy(path)

@@ -88,6 +88,11 @@ class RunFolder:
         return RunFolder(self.logs / "attempt")
 
     @property
+    def finals(self) -> list[Path]:
+        """Where the trained model is, in all forms in which a run may leave it."""
+        return [self.final, self.average, self.adapters, self.merged]
+
+    @property
     def restarted(self) -> Path:
         """The list of the run's restarts (trainer.restarts), if there were any."""
         return self.logs / "restarts.json"
@@ -167,7 +172,7 @@ class RunFolder:
                 # its checkpoints first: after a kill here no run must resume from them
                 moved = self._move([self.checkpoints, *(set(self.entries()) - {self.logs, self.checkpoints})])
         elif self.final.exists() or self.status() == "done":
-            moved = self._move([self.final, self.average, self.adapters, self.merged, self.summary])
+            moved = self._move([*self.finals, self.summary])
             if self.metrics.exists():  # the resumed run cuts off the lines after its checkpoint
                 shutil.copy2(self.metrics, moved)
         for file in list(self.attempt.root.iterdir()):

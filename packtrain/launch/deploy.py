@@ -21,7 +21,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.yaml_files import shipped
 from packtrain.durable import write_text
 from packtrain.errors import UserError
-from packtrain.launch.slurm_jobs import Job, print_unchanged
+from packtrain.launch.slurm_jobs import Job, print_unchanged, render
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import Surroundings
 from packtrain.redact import clean, speaks_of_secrets
@@ -98,11 +98,7 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
         "config": to_yaml(config).splitlines(),
         "command": f"{program} {shlex.join(arguments)}",
     }
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    source = FileSystemLoader(shipped("deploy"))
-    templates = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return templates.get_template(f"{engine}.yaml.j2").render(**values) + "\n"
+    return render(shipped("deploy") / f"{engine}.yaml.j2", values)
 
 
 def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: bool, file: Path | None) -> int:

@@ -141,11 +141,16 @@ def script(job: Job, plan: LaunchPlan) -> str:
         # the array's number would requeue all of its tasks
         "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
     }
+    return render(shipped("slurm") / TEMPLATE, values)
+
+
+def render(template: Path, values: dict[str, Any]) -> str:
+    """The text that a template of jinja makes of `values`, all of which it has to be given."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    source = FileSystemLoader(shipped("slurm"))
+    source = FileSystemLoader(template.parent)
     templates = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return templates.get_template(TEMPLATE).render(**values) + "\n"
+    return templates.get_template(template.name).render(**values) + "\n"
 
 
 def summary(job: Job, plan: LaunchPlan) -> str:
