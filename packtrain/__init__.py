@@ -4,6 +4,7 @@ The library (docs/library.md) is what `__all__` names. It is imported lazily, be
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ __version__ = "0.1.0"
 __all__ = ["PackedCollator", "Segments", "attach", "dither_weights", "pack"]
 _MODULES = {"PackedCollator": "library.collator", "Segments": "packing.segments"}
 _MODULES |= {"attach": "library.attach", "dither_weights": "train.optim.dither", "pack": "library.collator"}
+
+# Else pyarrow has a thread from its import on, and a fork of a process with threads may find a lock that nobody opens.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in about the time that workers take to start."""
 MAX_WORKERS = 16
 PREFETCH = 3
+END_S = 30
+"""What workers may take for the chunks that they are at, once no more are wanted."""
 
 
 @dataclass(frozen=True)
@@ -243,15 +246,26 @@ class Tokeniser:
     def _start(self, processes: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            forkserver.ensure_running()  # which the signals that end a whole group would end, and with it what it has started
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(self.encoder,))
-
-        def end() -> None:
-            for worker in [*(pool._processes or {}).values()]:  # a pool that broke waits until they obey its SIGTERM
-                worker.kill()
-            pool.shutdown(wait=True, cancel_futures=True)
-
-        self.stack.callback(end)
+        self.stack.callback(_end, pool)
         return pool
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Ends the workers after the chunks that they are at: one that is killed amid a result would leave the pool waiting for the rest of it."""
+    workers, manager = [*(pool._processes or {}).values()], pool._executor_manager_thread
+    limit = time.monotonic() + END_S
+    pool.shutdown(wait=False, cancel_futures=True)
+    while manager is not None and manager.is_alive():
+        if pool._broken or time.monotonic() > limit:  # broken, it waits until they obey its SIGTERM
+            for worker in workers:
+                worker.kill()
+        manager.join(0.1)
 
 
 def refuse_rows(problems: list[Problem]) -> UserError:

@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from running import Run, assert_same_bits, base_config, packtrain, train
 
+from packtrain.mirror import Mirror
+from packtrain.train.checkpoint import state as checkpoint_state
 from tests.ports import free_port
 from tests.train import forked
 
@@ -53,6 +57,23 @@ def bucket() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
     server.kill()
 
 
+def killed_once_copied(*given: Any) -> None:
+    """The command, which waits after its first checkpoint until that is in the bucket, and is killed."""
+    copied, copy, complete = threading.Event(), Mirror._copy_checkpoint, checkpoint_state.complete
+
+    def copy_and_tell(self: Mirror, step: int, checkpoint: Path) -> None:
+        copy(self, step, checkpoint)
+        copied.set()
+
+    def last(staging: Path, target: Path) -> None:
+        complete(staging, target)
+        assert copied.wait(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Mirror._copy_checkpoint, checkpoint_state.complete = copy_and_tell, last
+    forked.run(*given)
+
+
 def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
     bucket: tuple[subprocess.Popen[bytes], dict[str, str]], tmp_path: Path
 ) -> None:
@@ -62,27 +83,18 @@ def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
     config["trainer"]["mirror"] = "s3://runs/some/where"
     file = tmp_path / "mirrored.yaml"
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "packtrain", "sft", str(file), f"trainer.output_dir={tmp_path}/one"]
-    run = subprocess.Popen(command, env={**forked.ENVIRONMENT, **env}, stderr=subprocess.DEVNULL)
+    packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/one", env=env, begin=killed_once_copied, expect=-9)
     import s3fs
 
-    system, until = (
-        s3fs.S3FileSystem(key="someone", secret=SECRET, endpoint_url=env["AWS_ENDPOINT_URL"]),
-        time.time() + 120,
-    )
-    while not system.glob("runs/some/where/checkpoints/step-*/manifest.json", refresh=True):
-        assert run.poll() is None and time.time() < until
-        system.invalidate_cache()
-        time.sleep(0.1)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    system = s3fs.S3FileSystem(key="someone", secret=SECRET, endpoint_url=env["AWS_ENDPOINT_URL"])
     done = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/two", env=env)
     assert "resuming from step-" in done.stdout and "getting step-" in done.stderr
     assert_same_bits(resumed := Run(tmp_path / "two"), unbroken)
     assert [line["step"] for line in resumed.steps] == list(range(1, 41))
     there = {name.removeprefix("runs/some/where/") for name in system.find("runs/some/where", refresh=True)}
     assert {"final/model.safetensors", "summary.json", "report.html", "metrics.jsonl"} <= there
-    assert len({name.split("/")[1] for name in there if name.startswith("checkpoints/")}) == 2
+    kept = {name.split("/")[1] for name in there if name.startswith("checkpoints/")}
+    assert kept == {"step-000038", "step-000040"}
     again = packtrain("sft", str(file), f"trainer.output_dir={tmp_path}/three", env=env, expect=2)
     assert "has a finished run" in again.stderr
     packtrain("report", "s3://runs/some/where", "-o", str(tmp_path / "page.html"), env=env)
@@ -91,12 +103,13 @@ def test_a_killed_run_goes_on_bit_for_bit_on_a_fresh_machine(
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
     # the bucket goes away in the middle: a warning, and all else as ever
-    config["trainer"] |= {"mirror": "s3://runs/other", "max_steps": 20}
+    config["trainer"] |= {"mirror": "s3://runs/other", "max_steps": 60}
     file.write_text(yaml.safe_dump(config))
-    command[-1] = f"trainer.output_dir={tmp_path}/four"
+    command = [sys.executable, "-m", "packtrain", "sft", str(file), f"trainer.output_dir={tmp_path}/four"]
     run = subprocess.Popen(command, env={**forked.ENVIRONMENT, **env}, stderr=subprocess.PIPE, text=True)
-    while not system.exists("runs/other/.packtrain"):
-        assert run.poll() is None and time.time() < until + 60
+    until = time.monotonic() + 120
+    while not system.exists("runs/other/metrics.jsonl"):
+        assert run.poll() is None and time.monotonic() < until
         time.sleep(0.1)
         system.invalidate_cache()
     os.kill(server.pid, signal.SIGKILL)
