@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,9 +246,10 @@ class Tokeniser:
     def _start(self, processes: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        resource_tracker.ensure_running()  # which would let the signals through again, if the forkserver started it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            forkserver.ensure_running()  # which the signals that end a whole group would end, and with it what it has started
+            forkserver.ensure_running()  # which signals to a whole group would end, and with it the pool
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(self.encoder,))
@@ -258,13 +259,14 @@ class Tokeniser:
 
 def _end(pool: ProcessPoolExecutor) -> None:
     """Ends the workers after the chunks that they are at: one that is killed amid a result would leave the pool waiting for the rest of it."""
-    workers, manager = [*(pool._processes or {}).values()], pool._executor_manager_thread
-    limit = time.monotonic() + END_S
+    manager: Any = pool._executor_manager_thread
+    workers, limit = [*(pool._processes or {})], time.monotonic() + END_S
     pool.shutdown(wait=False, cancel_futures=True)
     while manager is not None and manager.is_alive():
         if pool._broken or time.monotonic() > limit:  # broken, it waits until they obey its SIGTERM
-            for worker in workers:
-                worker.kill()
+            for pid in workers:  # Process.kill does nothing where the forkserver was killed, too
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         manager.join(0.1)
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,9 @@ def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
         read(open_(url).stream)
 
 
+@pytest.mark.parametrize("killed", ["a worker", "what workers are forked from"])
 def test_a_tokenising_process_that_is_killed_ends_the_stream(
-    tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
+    killed: str, tmp_path: Path, open_: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("packtrain.data.prepare.count_tokenising_processes", lambda: 2)
     stream = open_(DataSource(path=str(write(tmp_path / "x.jsonl", rows_of("row", 3000))), repeat=True)).stream
@@ -261,7 +263,8 @@ def test_a_tokenising_process_that_is_killed_ends_the_stream(
     worker = next(iter(pool._processes))
     threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc", str(worker), "task").glob("*")]
     assert "jemalloc_bg_thd" not in threads  # with which forks may lock up
-    os.kill(worker, signal.SIGKILL)
+    server: Any = forkserver._forkserver
+    os.kill(worker if killed == "a worker" else server._forkserver_pid, signal.SIGKILL)
     with pytest.raises(PacktrainError, match="a tokenising process died"):
         [*islice(windows, 10_000)]
     stream.stack.close()  # ends, although workers ignore SIGTERM
