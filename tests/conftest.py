@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in more:
             item.add_marker(pytest.mark.exhaustive)
         files.setdefault(item.path, []).append(item)
-    waiting = [path for path in files if path.parent.name == "cluster"]
-    computing = [path for path in files if path.parent.name != "cluster"]
+    waiting = [path for path in files if path.parent.name == "cluster" or path.name == "test_image.py"]
+    computing = [path for path in files if path not in waiting]
     turns = chain.from_iterable(zip_longest(computing, waiting))
     items[:] = [item for path in turns if path is not None for item in files[path]]

@@ -150,6 +150,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
+@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
 def test_case(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)

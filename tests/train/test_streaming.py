@@ -54,7 +54,7 @@ def test_the_summary_and_metrics_tell_what_was_streamed(unbroken: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_bit_for_bit_from_its_place(unbroken: Run, processes: int) -> None:
     folder = unbroken.folder.parent
     name = f"resumed-{processes}"
