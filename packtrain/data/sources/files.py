@@ -32,11 +32,12 @@ from packtrain.data.sources.chunks import (
     refuse_repeated_keys,
 )
 from packtrain.data.sources.remote import RemoteFile
-from packtrain.errors import UserError
+from packtrain.errors import PeerFailed, UserError
 
 COMPRESSED = (".gz", ".zst")
 _TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _TABLES = (".parquet", ".arrow")
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, csv.Error, pa.ArrowException)
 SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in COMPRESSED), *_TABLES)
 READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPRESSED)}), {', '.join(_TABLES)}"
 
@@ -56,7 +57,7 @@ def kind_of(path: Path | RemoteFile) -> str:
 def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first: int = 0) -> Iterator[Chunk]:
     """The rows of one file, in order, from chunk number `first` on; `split_text` says what is a row of running text.
 
-    Raises UserError when the file as a whole cannot be read.
+    Raises UserError when the file as a whole cannot be read, PeerFailed when its server does not answer.
     """
     kind = kind_of(path)
     try:
@@ -77,11 +78,13 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except Exception as error:
-        away = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # whatever its library raises
-        if not (away or isinstance(error, (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException))):
+        remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # whatever its library raises
+        if not (remote or isinstance(error, (OSError, *_DAMAGED))):
             raise
-        fix = "Check the network and your access to it." if away else "Check the file, or download it again."
-        raise UserError(f"cannot read the file: {error}", where=str(path), fix=fix) from error
+        away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))
+        fix = "Check the network and your access to it." if remote else "Check the file, or download it again."
+        kind_of_error = PeerFailed if away else UserError  # an engine may start the job again for the one
+        raise kind_of_error(f"cannot read the file: {error}", where=str(path), fix=fix) from error
 
 
 def _open_raw(path: Path | RemoteFile) -> BinaryIO:

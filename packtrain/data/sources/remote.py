@@ -11,7 +11,7 @@ import fsspec
 
 from packtrain.config.schema import DataSource
 from packtrain.data.tokens.pretrained import OFFLINE_ADVICE, offline_unless_reachable
-from packtrain.errors import UserError
+from packtrain.errors import PeerFailed, UserError
 
 _WAITS_S = (1, 5, 25)
 
@@ -62,7 +62,7 @@ def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) 
                 first += 1
                 yield first - 1, chunk
             return
-        except UserError:
+        except (UserError, PeerFailed):
             if wait_s is None or "://" not in name:
                 raise
             time.sleep(wait_s)

@@ -31,7 +31,7 @@ from packtrain.data.sources.chunks import CHUNK_ROWS
 from packtrain.data.sources.files import read_file
 from packtrain.data.sources.remote import RemoteFile
 from packtrain.data.streaming import Stream, Window, open_stream
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import PacktrainError, PeerFailed, UserError
 
 TOKENIZER = tokenizer_of("smollm")
 
@@ -247,7 +247,7 @@ def test_reading_goes_on_where_a_server_failed_and_ends_where_it_stays_away(
     assert sorted(chain(*read(open_(url).stream))) == sorted(row["text"] for row in rows_of("row", 3000))
     assert len(opened) == 3  # the first rows, those to the failure, and those after it
     most = 100
-    with pytest.raises(UserError, match=r"the server is away\n.*Check the network"):
+    with pytest.raises(PeerFailed, match=r"the server is away\n.*Check the network"):
         read(open_(url).stream)
 
 
