@@ -280,7 +280,9 @@ class ChatEncoder:
             if is_ours(error):
                 raise
             what = f"the chat template refuses the conversation: {first_line(error)}"
-            raise BadRow("chat template refuses", what, "messages") from error
+            has_system = [message["role"] for message in conversation.messages[:1]] == ["system"]
+            fix = "Fix the row; where it takes no system prompt, set neither that nor data.system." if has_system else ""
+            raise BadRow("chat template refuses", what, "messages", fix) from error
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
 
 
