@@ -8,6 +8,7 @@ or a worker is lost, Ray Train starts all of them again, trainer.restarts times 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from typing import Any
 from packtrain.errors import PeerFailed, UserError
 from packtrain.exit_code import ENDING, leave, listening, report_error
 from packtrain.launch.attempt import is_locked
-from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES
+from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES, is_failure
 from packtrain.launch.rendezvous import PROGRESS_S
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.surroundings import free_port
@@ -39,8 +40,8 @@ ON_RAY = "PACKTRAIN_ON_RAY"
 _POLL_S = 0.3
 _SILENT_S = 60
 """After which the cluster is lost, or the workers of a launch of which none says anything."""
-_LEAVE_S = 60
-"""For the processes of a launch to end after the first of them has failed, and for those of an earlier one."""
+_LEAVE_S = 30
+"""For the processes of a launch to end after the first of them has failed, as with torchrun; then they are killed."""
 _OF_JOBS = "working_dir_files"
 """The folder in which Ray has its copies of the folders of jobs."""
 _AGAIN = (1, *MOST_TELLING[3:])
@@ -67,14 +68,14 @@ class Board:
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
         self.signals: list[int] = []
-        self.launches, self.heard_at = 0, 0.0
+        self.launches, self.heard_at, self.failed_at = 0, 0.0, math.inf
         self.begun: set[int] = set()
         self.codes: dict[int, int] = {}
 
     def begin(self, rank: int) -> int:
         """Notes a worker; the number of the launch, from 1."""
         if rank in self.begun or not self.begun:
-            self.begun, self.codes, self.launches = set(), {}, self.launches + 1
+            self.begun, self.codes, self.launches, self.failed_at = set(), {}, self.launches + 1, math.inf
         self.begun.add(rank)
         self.heard_at = time.monotonic()
         return self.launches
@@ -94,10 +95,12 @@ class Board:
     def sent(self, known: int) -> list[int]:
         """The signals for all processes after the `known` first."""
         self.heard_at = time.monotonic()
-        return self.signals[known:]
+        return [signal.SIGKILL] if self.heard_at - self.failed_at > _LEAVE_S else self.signals[known:]
 
     def end(self, rank: int, code: int) -> None:
         self.codes[rank] = code
+        if is_failure(code):
+            self.failed_at = min(self.failed_at, time.monotonic())
 
     def ended(self) -> dict[int, int]:
         """The exit codes by rank."""
@@ -255,7 +258,7 @@ def work(given: Given) -> None:
     rank, board = context.get_world_rank(), given.board
     launch = ray.get(board.begin.remote(rank))
     here = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": str(free_port())}
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + 2 * _LEAVE_S
     while rank == 0 and launch > 1 and is_locked(given.root) and time.monotonic() < until:
         time.sleep(_POLL_S)
     first = collective.broadcast_from_rank_zero(here)
@@ -280,7 +283,7 @@ def work(given: Given) -> None:
         variables = {**given.variables, **os.environ, **{key: str(value) for key, value in numbers.items()}, **first}
         code, last = _run(command, variables, given, rank)
     ray.get(board.end.remote(rank, code))
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + 2 * _LEAVE_S
     while (codes := ray.get(board.ended.remote())) and len(codes) < given.processes and time.monotonic() < until:
         time.sleep(_POLL_S)
     telling = next((one for one in MOST_TELLING if one in codes.values()), code)
