@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -129,7 +129,7 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
     _connect(ray)
     gpus = ray.cluster_resources().get("GPU", 0) > 0
     beside = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
-    here = beside(ray.get_runtime_context().get_node_id(), soft=True)  # other machines may be lost
+    here = beside(ray.get_runtime_context().get_node_id(), soft=False)  # other machines may be lost
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
     given = Given(board, config, verb, root, current, processes, secrets)
     trainer = make_trainer(
@@ -167,13 +167,17 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
         codes = ray.get(board.ended.remote()).values()
     finally:
         ray.shutdown()
+    return _exit_code(codes, processes, failure[0] if failure and not received else None)
+
+
+def _exit_code(codes: Collection[int], processes: int, lost: BaseException | None) -> int:
+    """That of the run, from the `codes` of the processes that have one; `lost` is why Ray gave up, though nobody asked it to."""
     if len(codes) == processes and not any(codes):
         return 0
-    # Ray stops the others of a lost worker by SIGTERM
-    lost = failure and not received
+    # the others of a lost worker have been stopped by Ray, by SIGTERM
     code = next((code for code in MOST_TELLING if code in codes), 4 if lost else max(codes, default=4))
     if lost and code not in codes:
-        said = str(failure[0]).strip().splitlines()[-1][:300]
+        said = str(lost).strip().splitlines()[-1][:300]
         print(f"a worker of Ray was lost: {said}", file=sys.stderr, flush=True)
     return code
 
@@ -188,7 +192,9 @@ def _connect(ray: Any) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process with code 15
-    except (OSError, ValueError, RuntimeError) as error:  # the last: a cluster of another version
+    except (
+        Exception
+    ) as error:  # of many types: an address of another kind, a cluster of another version, a missing token
         what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
         fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or give it the command: ray job submit -- packtrain …"
         raise UserError(what, where="topology.kind", fix=fix) from error
@@ -226,9 +232,8 @@ def _follow(
             print(f"{what} (ray status)", file=sys.stderr, flush=True)
         if now - complete_at > limit_s:
             what = f"Ray has placed {begun} of {processes} workers after {limit_s} s"
-            raise PeerFailed(
-                what, where="topology.join_timeout", fix="ray status says what there is, and what is asked for."
-            )
+            fix = "ray status says what there is, and what is asked for."
+            raise PeerFailed(what, where="topology.join_timeout", fix=fix)
         thread.join(_POLL_S)
 
 
@@ -272,14 +277,8 @@ def work(given: Given) -> None:
     with tempfile.TemporaryDirectory(prefix="packtrain-ray-") as made:
         file = Path(made, "run.yaml")
         file.write_text(given.config, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "packtrain",
-            given.verb,
-            str(file),
-            *(["trainer.resume=auto"] if launch > 1 else []),
-        ]
+        resume = ["trainer.resume=auto"] if launch > 1 else []
+        command = [sys.executable, "-m", "packtrain", given.verb, str(file), *resume]
         variables = {**given.variables, **os.environ, **{key: str(value) for key, value in numbers.items()}, **first}
         code, last = _run(command, variables, given, rank)
     ray.get(board.end.remote(rank, code))
@@ -298,9 +297,8 @@ def _run(command: list[str], env: dict[str, str], given: Given, rank: int) -> tu
     what rank 0 does."""
     ray, folder = _ray(), given.folder if os.path.isdir(given.folder) else None
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    blocked = signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, ENDING
-    )  # Ray's workers block SIGINT, and a process inherits that
+    # Ray's workers block SIGINT, and a process inherits that
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     process = subprocess.Popen(command, env=env, cwd=folder, **streams)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     last: deque[str] = deque(maxlen=TAIL_LINES)
