@@ -75,7 +75,7 @@ def execute(
         done = plan.survives_lost_machines and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
     if plan.role == "ray":
-        numbers = {"nodes": plan.nodes, "gpus_per_node": plan.gpus_per_node, "min_nodes": None}
+        numbers = dict.fromkeys(("nodes", "gpus_per_node", "min_nodes"))  # as Ray has placed them
         joined = replace(config, topology=replace(config.topology, kind="env", **numbers))
         inside = to_yaml(replace(joined, trainer=replace(config.trainer, restarts=0)))
         return run_on_ray(inside, config.objective.kind, folder, plan, config.topology.join_timeout)

@@ -2,13 +2,15 @@
 joins the others as under torchrun.
 
 packtrain is a process of its own below the worker, since a worker's code is not in the main thread, which signals go to. A `Board`, an
-actor of this launch, carries what rank 0 prints to the terminal, a signal to all, and the exit codes back. Where processes have failed or a
-worker is lost, Ray Train starts all of them again, trainer.restarts times (its FailureConfig), from the newest checkpoint.
+actor beside the launcher, carries what rank 0 prints to the terminal, signals to all, and the exit codes back. Where processes have failed
+or a worker is lost, Ray Train starts all of them again, trainer.restarts times (its FailureConfig), from the newest checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from typing import Any
 from packtrain.errors import PeerFailed, UserError
 from packtrain.exit_code import ENDING, leave, listening, report_error
 from packtrain.launch.attempt import is_locked
-from packtrain.launch.exit_status import MOST_TELLING
+from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES, is_failure
 from packtrain.launch.rendezvous import PROGRESS_S
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.surroundings import free_port
@@ -35,16 +39,19 @@ ON_RAY = "PACKTRAIN_ON_RAY"
 """The variable by which a process knows that a worker of Ray has started it, with which it ends."""
 _POLL_S = 0.3
 _SILENT_S = 60
-"""After which the cluster is lost."""
-_LEAVE_S = 60
-"""For the processes of a launch to end after the first of them has failed, and for those of an earlier one."""
+"""After which the cluster is lost, or the workers of a launch of which none says anything."""
+_LEAVE_S = 30
+"""For the processes of a launch to end after the first of them has failed, as with torchrun; then they are killed."""
+_OF_JOBS = "working_dir_files"
+"""The folder in which Ray has its copies of the folders of jobs."""
 _AGAIN = (1, *MOST_TELLING[3:])
 """The exit codes after which a new launch may help: a crash, a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What each worker gets: the `board`, the run as a YAML, its `verb`, run folder and the folder that its paths start from."""
+    """What each worker gets: the `board`, the run as a YAML, its `verb`, run folder, the folder that its paths start from, and the
+    variables for it that a machine may lack."""
 
     board: Any
     config: str
@@ -52,41 +59,48 @@ class Given:
     root: Path
     folder: str
     processes: int
+    variables: Mapping[str, str] = field(repr=False)
 
 
 class Board:
     """What workers and launcher tell each other; an actor of Ray."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.signal, self.launches = 0, 0
+        self.lines: list[tuple[int, str]] = []
+        self.signals: list[int] = []
+        self.launches, self.heard_at, self.failed_at = 0, 0.0, math.inf
         self.begun: set[int] = set()
         self.codes: dict[int, int] = {}
 
     def begin(self, rank: int) -> int:
         """Notes a worker; the number of the launch, from 1."""
         if rank in self.begun or not self.begun:
-            self.begun, self.codes, self.launches = set(), {}, self.launches + 1
+            self.begun, self.codes, self.launches, self.failed_at = set(), {}, self.launches + 1, math.inf
         self.begun.add(rank)
+        self.heard_at = time.monotonic()
         return self.launches
 
-    def say(self, lines: list[str]) -> None:
-        self.lines += lines
+    def say(self, stream: int, line: str) -> None:
+        """A line for the terminal's stdout (1) or stderr (2)."""
+        self.lines.append((stream, line))
 
-    def read(self) -> tuple[list[str], int]:
-        """The lines since the last call, and how many workers have begun."""
+    def read(self) -> tuple[list[tuple[int, str]], int]:
+        """The lines since the last call, and how many workers there are."""
         lines, self.lines = self.lines, []
-        return lines, len(self.begun)
+        return lines, len(self.begun) if time.monotonic() - self.heard_at < _SILENT_S else 0
 
-    def stop(self, number: int) -> None:
-        self.signal = number
+    def send(self, number: int) -> None:
+        self.signals.append(number)
 
-    def asked(self) -> int:
-        """The signal for all processes; 0: none."""
-        return self.signal
+    def sent(self, known: int) -> list[int]:
+        """The signals for all processes after the `known` first."""
+        self.heard_at = time.monotonic()
+        return [signal.SIGKILL] if self.heard_at - self.failed_at > _LEAVE_S else self.signals[known:]
 
     def end(self, rank: int, code: int) -> None:
         self.codes[rank] = code
+        if is_failure(code):
+            self.failed_at = min(self.failed_at, time.monotonic())
 
     def ended(self) -> dict[int, int]:
         """The exit codes by rank."""
@@ -105,23 +119,25 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
         raise UserError(
             f"Ray Train is not there: {error}", where="topology.kind", fix="pip install 'packtrain[ray]'"
         ) from error
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    host, _, port = address.rpartition(":")
-    try:
-        if port.isdecimal():  # ray.init waits for minutes where nothing listens
-            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except OSError as error:
-        fix = "Start one with ray start --head, or give the command to one: ray job submit -- packtrain …"
-        raise UserError(f"no Ray cluster is found from here ({address})", where="topology.kind", fix=fix) from error
-    gpus, processes = ray.cluster_resources().get("GPU", 0) > 0, plan.num_processes
-    board = ray.remote(num_cpus=0)(Board).remote()
-    given = Given(board, config, verb, folder.root.absolute(), os.getcwd(), processes)
+    root, processes = folder.root.absolute(), plan.num_processes
+    if _OF_JOBS in root.parts:
+        what = f"{folder.root} would be in a copy that each machine has of the job's folder, which Ray deletes"
+        fix = "Name a folder that all machines see by its whole path; relative paths of data and config may stay."
+        raise UserError(what, where="trainer.output_dir", fix=fix)
+    secrets = {name: value for name, value in os.environ.items() if re.match("(HF|WANDB|AWS)_", name)}
+    current = os.getcwd()
+    _connect(ray)
+    gpus = ray.cluster_resources().get("GPU", 0) > 0
+    beside = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+    here = beside(ray.get_runtime_context().get_node_id(), soft=False)  # other machines may be lost
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    given = Given(board, config, verb, root, current, processes, secrets)
     trainer = make_trainer(
-        work,
-        train_loop_config={"given": given},
+        lambda: work(given),  # Ray would show a train_loop_config in its dashboard
         backend_config=_seeing_all_gpus(),
-        scaling_config=train.ScalingConfig(num_workers=processes, use_gpu=gpus, placement_strategy="PACK"),
+        scaling_config=train.ScalingConfig(
+            num_workers=processes, use_gpu=gpus, placement_strategy="PACK" if plan.nodes > 1 else "STRICT_PACK"
+        ),
         run_config=train.RunConfig(
             failure_config=train.FailureConfig(max_failures=plan.restarts),
             storage_path=tempfile.mkdtemp(prefix="packtrain-ray-"),
@@ -135,26 +151,62 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
         except BaseException as error:
             failure.append(error)
 
+    received: list[int] = []
+
+    def pass_on(number: int) -> None:
+        received.append(number)
+        board.send.remote(number)
+
     thread = threading.Thread(target=fit, name="ray train", daemon=True)
     try:
-        with listening(lambda number: board.stop.remote(number)):
+        with listening(pass_on):
             thread.start()
-            _follow(ray, board, thread, processes, join_timeout_s)
-        codes = ray.get(board.ended.remote())
+            placed = _follow(ray, board, thread, received, processes, join_timeout_s)
+        if not placed:
+            signal.raise_signal(received[0])  # which ends the command, now that nobody listens here
+        codes = ray.get(board.ended.remote()).values()
     finally:
         ray.shutdown()
-    if len(codes) == processes and not any(codes.values()):
+    return _exit_code(codes, processes, failure[0] if failure and not received else None)
+
+
+def _exit_code(codes: Collection[int], processes: int, lost: BaseException | None) -> int:
+    """That of the run, from the `codes` of the processes that have one; `lost` is why Ray gave up, though nobody asked it to."""
+    if len(codes) == processes and not any(codes):
         return 0
-    code = next((code for code in MOST_TELLING if code in codes.values()), max(codes.values(), default=4))
-    if code in _AGAIN and failure:
-        print(
-            f"the workers on Ray failed: {str(failure[0]).strip().splitlines()[-1][:500]}", file=sys.stderr, flush=True
-        )
+    # the others of a lost worker have been stopped by Ray, by SIGTERM
+    code = next((code for code in MOST_TELLING if code in codes), 4 if lost else max(codes, default=4))
+    if lost and code not in codes:
+        said = str(lost).strip().splitlines()[-1][:300]
+        print(f"a worker of Ray was lost: {said}", file=sys.stderr, flush=True)
     return code
 
 
-def _follow(ray: Any, board: Any, thread: threading.Thread, processes: int, limit_s: float) -> None:
-    """Prints what rank 0 prints until the run has ended. Raises PeerFailed where some workers are not placed after `limit_s`."""
+def _connect(ray: Any) -> None:
+    """Raises UserError where no cluster is found."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdecimal() and "//" not in host:  # ray.init waits for minutes where nothing listens
+            socket.create_connection((host, int(port)), timeout=10).close()
+        handler = signal.getsignal(signal.SIGTERM)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process with code 15
+    except (
+        Exception
+    ) as error:  # of many types: an address of another kind, a cluster of another version, a missing token
+        what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
+        fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or give it the command: ray job submit -- packtrain …"
+        raise UserError(what, where="topology.kind", fix=fix) from error
+
+
+def _follow(
+    ray: Any, board: Any, thread: threading.Thread, received: list[int], processes: int, limit_s: float
+) -> bool:
+    """Prints what rank 0 prints until the run has ended; returns False if a signal was `received` while no worker is there.
+
+    Raises PeerFailed where some workers are not placed after `limit_s`.
+    """
     complete_at = said_at = time.monotonic()
     while True:
         alive = thread.is_alive()
@@ -164,24 +216,24 @@ def _follow(ray: Any, board: Any, thread: threading.Thread, processes: int, limi
             fix = "ray status says what there is; the same command goes on from the newest checkpoint."
             lost = PeerFailed(f"the Ray cluster no longer answers: {first_line(error)}", where="Ray", fix=fix)
             leave(report_error(lost))
-        for line in lines:
-            print(line, end="", flush=True)
+        for stream, line in lines:
+            print(line, end="", file=sys.stderr if stream == 2 else sys.stdout, flush=True)
         now = time.monotonic()
         complete_at = now if begun == processes else complete_at
-        if not alive:
-            return
+        if not alive or (received and not begun):
+            return not alive
         if now - max(complete_at, said_at) > PROGRESS_S:
             said_at = now
-            print(
-                f"waiting for {processes - begun} of {processes} workers of Ray (ray status)",
-                file=sys.stderr,
-                flush=True,
+            has = ray.cluster_resources()
+            kind = "GPU" if has.get("GPU") else "CPU"
+            what = (
+                f"waiting for {processes - begun} of {processes} workers of Ray, which has {has.get(kind, 0):g} {kind}s"
             )
+            print(f"{what} (ray status)", file=sys.stderr, flush=True)
         if now - complete_at > limit_s:
             what = f"Ray has placed {begun} of {processes} workers after {limit_s} s"
-            raise PeerFailed(
-                what, where="topology.join_timeout", fix="ray status says what there is, and what is asked for."
-            )
+            fix = "ray status says what there is, and what is asked for."
+            raise PeerFailed(what, where="topology.join_timeout", fix=fix)
         thread.join(_POLL_S)
 
 
@@ -204,15 +256,14 @@ def _seeing_all_gpus() -> Any:
     return SharedConfig()
 
 
-def work(config: dict[str, Any]) -> None:
+def work(given: Given) -> None:
     """In a worker of Ray: one process of the run. Raises RuntimeError where all are to be started again."""
     ray, train, collective = _ray(), import_module("ray.train"), import_module("ray.train.collective")
-    given: Given = config["given"]
     context = train.get_context()
     rank, board = context.get_world_rank(), given.board
     launch = ray.get(board.begin.remote(rank))
     here = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": str(free_port())}
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + 2 * _LEAVE_S
     while rank == 0 and launch > 1 and is_locked(given.root) and time.monotonic() < until:
         time.sleep(_POLL_S)
     first = collective.broadcast_from_rank_zero(here)
@@ -226,45 +277,49 @@ def work(config: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="packtrain-ray-") as made:
         file = Path(made, "run.yaml")
         file.write_text(given.config, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "packtrain",
-            given.verb,
-            str(file),
-            *(["trainer.resume=auto"] if launch > 1 else []),
-        ]
-        code = _run(command, {**os.environ, **{key: str(value) for key, value in numbers.items()}, **first}, given)
+        resume = ["trainer.resume=auto"] if launch > 1 else []
+        command = [sys.executable, "-m", "packtrain", given.verb, str(file), *resume]
+        variables = {**given.variables, **os.environ, **{key: str(value) for key, value in numbers.items()}, **first}
+        code, last = _run(command, variables, given, rank)
     ray.get(board.end.remote(rank, code))
-    until = time.monotonic() + _LEAVE_S
+    until = time.monotonic() + 2 * _LEAVE_S
     while (codes := ray.get(board.ended.remote())) and len(codes) < given.processes and time.monotonic() < until:
         time.sleep(_POLL_S)
     telling = next((one for one in MOST_TELLING if one in codes.values()), code)
+    if rank and rank == min(one for one, its in codes.items() if its == telling):
+        ray.get([board.say.remote(2, line) for line in last])
     if telling in _AGAIN:
         raise RuntimeError(f"rank {rank} ended with exit code {code}")
 
 
-def _run(command: list[str], env: dict[str, str], given: Given) -> int:
-    """Runs the process, with its lines to the board (other ranks than 0 have none but errors), and signals from there; its exit code."""
+def _run(command: list[str], env: dict[str, str], given: Given, rank: int) -> tuple[int, list[str]]:
+    """Runs the process, with signals from the board; its exit code and last lines. Ray's log has all that it prints, and the board
+    what rank 0 does."""
     ray, folder = _ray(), given.folder if os.path.isdir(given.folder) else None
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    blocked = signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, ENDING
-    )  # Ray's workers block SIGINT, and a process inherits that
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Ray's workers block SIGINT, and a process inherits that
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     process = subprocess.Popen(command, env=env, cwd=folder, **streams)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    last: deque[str] = deque(maxlen=TAIL_LINES)
 
-    def pass_on() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            given.board.say.remote([line.decode(errors="replace")])
+    def pass_on(number: int, stream: Any) -> None:
+        for said in stream:
+            last.append(line := said.decode(errors="replace"))
+            print(line, end="", flush=True)
+            if rank == 0:
+                given.board.say.remote(number, line)
 
-    reader = threading.Thread(target=pass_on, daemon=True)
-    reader.start()
-    sent = 0
+    readers = [threading.Thread(target=pass_on, args=one) for one in ((1, process.stdout), (2, process.stderr))]
+    for reader in readers:
+        reader.daemon = True
+        reader.start()
+    known = 0
     while process.poll() is None:
-        if (number := ray.get(given.board.asked.remote())) != sent:
-            process.send_signal(sent := number)
+        for number in ray.get(given.board.sent.remote(known)):
+            process.send_signal(number)
+            known += 1
         time.sleep(_POLL_S)
-    reader.join(10)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    for reader in readers:
+        reader.join(10)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode, list(last)

@@ -84,7 +84,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     if kind == "ray":
         nodes, per_node = topology.nodes or 1, topology.gpus_per_node
         if per_node is None:
-            what = f"how many GPUs each of {nodes} machines has is not known here"
+            what = "how many GPUs each machine has is not known here"
             raise UserError(what, where=GPUS_PER_NODE, fix="Set it; ray status shows what the cluster has.")
         return Processes(nodes, per_node, f"Ray: {_machines(nodes, per_node)}", needs_ray=True)
     allocation = read_allocation(env)

@@ -16,6 +16,8 @@ import psutil
 import pytest
 import yaml
 
+from packtrain.launch.attempt import locked
+from packtrain.run_folder import RunFolder
 from tests.ports import free_port
 from tests.train.forked import ENVIRONMENT
 from tests.train.running import Run, base_config, train
@@ -156,7 +158,43 @@ def test_what_no_new_start_mends_ends_the_job(cluster: Cluster, tmp_path: Path) 
     (prepared(tmp_path, restarts=3) / "data.jsonl").write_text('{"messages": 3}\n')
     run = cluster.begin(tmp_path)
     said, _ = run.communicate(timeout=LONG_S)
-    assert run.returncode == 2 and "data.jsonl:1" in said, said
+    assert run.returncode == 2 and said.count("data.jsonl:1") == 1, said
+
+
+def test_a_lost_worker_without_restarts_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.begin(prepared(tmp_path, max_steps=100_000), "topology.nodes=1")  # two of the processes on a machine
+    wait_for_checkpoint(run, tmp_path)
+    (processes(RANK="1")[0].parent() or run).kill()
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 4 and "a worker of Ray was lost" in said, said
+    assert_nothing_left()
+
+
+def test_a_run_folder_in_use_ends_all_processes(cluster: Cluster, tmp_path: Path) -> None:
+    folder = RunFolder(prepared(tmp_path) / "run")
+    folder.logs.mkdir(parents=True)
+    folder.mark.touch()
+    with locked(folder.root):  # which rank 0 alone looks at, while the other waits for it
+        run = cluster.begin(tmp_path, "topology.nodes=1")
+        said, _ = run.communicate(timeout=150)
+    assert run.returncode == 2 and said.count("trainer.output_dir") == 1, said
+    assert_nothing_left()
+
+
+def test_a_signal_while_workers_are_placed(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.begin(prepared(tmp_path), "topology.gpus_per_node=64")
+    assert run.stdout is not None and "waiting for 128 of 128 workers" in run.stdout.readline()
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=30)
+    assert run.returncode == 143 and "stopped by SIGTERM" in said, said
+
+
+def test_a_run_folder_in_a_copy_that_ray_deletes_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "working_dir_files/_ray_pkg_1"
+    folder.mkdir(parents=True)
+    run = cluster.begin(prepared(folder), "trainer.output_dir=run")
+    said, _ = run.communicate(timeout=LONG_S)
+    assert run.returncode == 2 and "which Ray deletes" in said, said
 
 
 def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
@@ -165,6 +203,10 @@ def test_a_cluster_that_has_too_little_or_is_not_there(cluster: Cluster, tmp_pat
     assert run.returncode == 4 and "Ray has placed 0 of 128 workers after 15 s" in said, said
     cluster.env["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
     try:
+        run = cluster.begin(tmp_path)
+        said, _ = run.communicate(timeout=LONG_S)
+        assert run.returncode == 2 and "no Ray cluster is found" in said, said
+        cluster.env["RAY_ADDRESS"] = "http://127.0.0.1:8265"  # as ray job submit wants it
         run = cluster.begin(tmp_path)
         said, _ = run.communicate(timeout=LONG_S)
     finally:
