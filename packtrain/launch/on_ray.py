@@ -42,6 +42,8 @@ _SILENT_S = 60
 """After which the cluster is lost, or the workers of a launch of which none says anything."""
 _LEAVE_S = 30
 """For the processes of a launch to end after the first of them has failed, as with torchrun; then they are killed."""
+_GOES_ALONG = re.compile("(HF|WANDB|AWS)_(?!.*(HOME|DIR|CACHE|FILE))")
+"""Variables of the launcher that workers get, which may run elsewhere: no paths."""
 _OF_JOBS = "working_dir_files"
 """The folder in which Ray has its copies of the folders of jobs."""
 _AGAIN = (1, *MOST_TELLING[3:])
@@ -113,36 +115,21 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
     Raises UserError where Ray is not installed or no cluster is found, PeerFailed where workers are not placed within `join_timeout_s`.
     """
     try:
-        ray, train = _ray(), import_module("ray.train")
-        make_trainer: Any = import_module("ray.train.v2.api.data_parallel_trainer").DataParallelTrainer
+        ray, trainer_class = _ray(), _trainer_class()
     except ImportError as error:
-        raise UserError(
-            f"Ray Train is not there: {error}", where="topology.kind", fix="pip install 'packtrain[ray]'"
-        ) from error
-    root, processes = folder.root.absolute(), plan.num_processes
+        what, fix = f"Ray Train is not there: {error}", "pip install 'packtrain[ray]'"
+        raise UserError(what, where="topology.kind", fix=fix) from error
+    root, current, processes = folder.root.absolute(), os.getcwd(), plan.num_processes
     if _OF_JOBS in root.parts:
         what = f"{folder.root} would be in a copy that each machine has of the job's folder, which Ray deletes"
         fix = "Name a folder that all machines see by its whole path; relative paths of data and config may stay."
         raise UserError(what, where="trainer.output_dir", fix=fix)
-    secrets = {name: value for name, value in os.environ.items() if re.match("(HF|WANDB|AWS)_", name)}
-    current = os.getcwd()
+    variables = {name: value for name, value in os.environ.items() if _GOES_ALONG.match(name)}
     _connect(ray)
-    gpus = ray.cluster_resources().get("GPU", 0) > 0
     beside = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
     here = beside(ray.get_runtime_context().get_node_id(), soft=False)  # other machines may be lost
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
-    given = Given(board, config, verb, root, current, processes, secrets)
-    trainer = make_trainer(
-        lambda: work(given),  # Ray would show a train_loop_config in its dashboard
-        backend_config=_seeing_all_gpus(),
-        scaling_config=train.ScalingConfig(
-            num_workers=processes, use_gpu=gpus, placement_strategy="PACK" if plan.nodes > 1 else "STRICT_PACK"
-        ),
-        run_config=train.RunConfig(
-            failure_config=train.FailureConfig(max_failures=plan.restarts),
-            storage_path=tempfile.mkdtemp(prefix="packtrain-ray-"),
-        ),
-    )
+    trainer = _make_trainer(trainer_class, Given(board, config, verb, root, current, processes, variables), plan)
     failure: list[BaseException] = []
 
     def fit() -> None:
@@ -170,6 +157,26 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
     return _exit_code(codes, processes, failure[0] if failure and not received else None)
 
 
+def _trainer_class() -> Any:
+    return import_module("ray.train.v2.api.data_parallel_trainer").DataParallelTrainer
+
+
+def _make_trainer(kind: Any, given: Given, plan: LaunchPlan) -> Any:
+    """Of one worker for each process, with a GPU each where the cluster has any."""
+    train = import_module("ray.train")
+    placement = {"use_gpu": _ray().cluster_resources().get("GPU", 0) > 0, "num_workers": given.processes}
+    placement |= {"placement_strategy": "PACK" if plan.nodes > 1 else "STRICT_PACK"}
+    return kind(
+        lambda: work(given),  # Ray would show a train_loop_config in its dashboard
+        backend_config=_seeing_all_gpus(),
+        scaling_config=train.ScalingConfig(**placement),
+        run_config=train.RunConfig(
+            failure_config=train.FailureConfig(max_failures=plan.restarts),
+            storage_path=tempfile.mkdtemp(prefix="packtrain-ray-"),
+        ),
+    )
+
+
 def _exit_code(codes: Collection[int], processes: int, lost: BaseException | None) -> int:
     """That of the run, from the `codes` of the processes that have one; `lost` is why Ray gave up, though nobody asked it to."""
     if len(codes) == processes and not any(codes):
@@ -192,9 +199,7 @@ def _connect(ray: Any) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process with code 15
-    except (
-        Exception
-    ) as error:  # of many types: an address of another kind, a cluster of another version, a missing token
+    except Exception as error:  # also for an address of another kind, a cluster of another version, a missing token
         what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
         fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or give it the command: ray job submit -- packtrain …"
         raise UserError(what, where="topology.kind", fix=fix) from error
@@ -225,11 +230,9 @@ def _follow(
         if now - max(complete_at, said_at) > PROGRESS_S:
             said_at = now
             has = ray.cluster_resources()
-            kind = "GPU" if has.get("GPU") else "CPU"
-            what = (
-                f"waiting for {processes - begun} of {processes} workers of Ray, which has {has.get(kind, 0):g} {kind}s"
-            )
-            print(f"{what} (ray status)", file=sys.stderr, flush=True)
+            there = f"{has['GPU']:g} GPUs" if has.get("GPU") else f"{has.get('CPU', 0):g} CPUs"
+            what = f"waiting for {processes - begun} of {processes} workers of Ray, which has {there} (ray status)"
+            print(what, file=sys.stderr, flush=True)
         if now - complete_at > limit_s:
             what = f"Ray has placed {begun} of {processes} workers after {limit_s} s"
             fix = "ray status says what there is, and what is asked for."

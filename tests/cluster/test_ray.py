@@ -130,8 +130,9 @@ def test_the_job_is_started_again_from_its_checkpoint(
     run = cluster.begin(prepared(tmp_path, max_steps=40, restarts=2), "topology.join_timeout=200")
     wait_for_checkpoint(run, tmp_path)
     process, *_ = processes(RANK="3")
-    if killed == "a raylet":
-        raylet = next(one for one in process.parents() if "raylet" in one.name())
+    if killed == "a raylet":  # not that of the launcher
+        raylets = [one for process in processes() for one in process.parents() if "raylet" in one.name()]
+        raylet = next(one for one in raylets if any("127.0.0.2" in word for word in one.cmdline()))
         for one in [raylet, *raylet.children(recursive=True)]:
             one.kill()
         cluster.add()
