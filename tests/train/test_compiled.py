@@ -43,7 +43,11 @@ def loss_and_gradients(model: Any, segments: Segments) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: nothing can be compiled")
-def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compiled_once() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compiled_once(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", backend)
     plain, fast = (tiny_model("llama", num_hidden_layers=2, attention_bias=True).train() for _ in range(2))
     for model in (plain, fast):
         model.gradient_checkpointing_enable()
