@@ -69,7 +69,7 @@ def test_the_dockerfile_runs_these_steps_as_no_root() -> None:
     assert {"packtrain", "configs", "recipes", "slurm", "deploy", "pyproject.toml"} <= {one.strip() for one in kept}
 
 
-@pytest.mark.timeout(1500)  # as long as an index may take for 300 MB
+@pytest.mark.timeout(1200)  # as long as an index may take for 300 MB
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the locks are for Python 3.11 and later")
 def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     import torch
@@ -85,7 +85,7 @@ def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     here = f"torch=={torch.__version__.partition('+')[0]}"
     env = {**os.environ, "TORCH": here, "PYTHON": sys.executable, "PIP_NO_COMPILE": "0"}  # which turns compiling off
     try:
-        subprocess.run([tree / "deploy/install.sh", venv], env=env, check=True, timeout=1200)
+        subprocess.run([tree / "deploy/install.sh", venv], env=env, check=True, timeout=1000)
         given = ("sft", str(tree / "recipes/quickstart-sft.yaml"), "trainer.max_steps=2")
         done = subprocess.run([venv / "bin/packtrain", *given], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
