@@ -281,9 +281,7 @@ class ChatEncoder:
                 raise
             what = f"the chat template refuses the conversation: {first_line(error)}"
             has_system = [message["role"] for message in conversation.messages[:1]] == ["system"]
-            fix = (
-                "Fix the row; where it takes no system prompt, set neither that nor data.system." if has_system else ""
-            )
+            fix = "Fix the row, or data.system, if it takes no system prompt." if has_system else ""
             raise BadRow("chat template refuses", what, "messages", fix) from error
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
 
