@@ -2,8 +2,8 @@
 
 A thread of the process that has opened the run folder copies what is new there: each checkpoint once it is complete, metrics and other small
 files every minute, final/ when the run is done. A checkpoint is one by its manifest, which comes last and goes first, so that half of
-one is never read; a finished run is one by its summary.json, which follows final/. Training neither waits for the copy nor ends
-by its failures, which are told and tried again.
+one is never read; a finished run is one by its summary.json, which follows final/. Training does not wait for the copy.
+Where copying fails, that is printed, the run goes on, and the copy is tried again.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Mirror:
             time.sleep(_PAUSES_S[0])
 
     def _try_to_copy(self, *, everything: bool = False) -> bool:
-        """Copies what is new; a failure is told once. Whether there was none."""
+        """Copies what is new and returns whether that succeeded; the same failure is printed once."""
         now = time.monotonic()
         small = everything or now - self._small_at > _SMALL_S
         try:

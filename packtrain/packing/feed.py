@@ -130,7 +130,7 @@ class Feed:
             self._thread = None
 
     def _await(self, ready: Queue[Any]) -> Any:
-        """The next step; the watchdog is told of the progress of what it is made of, which may be a whole buffer of rows."""
+        """The next step. Reading it may take a whole buffer of rows, so the watchdog is shown that rows come in."""
         read = -1
         with waiting("the stream of data.train"):
             while True:
