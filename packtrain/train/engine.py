@@ -56,6 +56,7 @@ class Engine:
         self.weight_order: list[str] = []
         """The names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
+        self._masters: list[torch.Tensor] = []
         if checkpointing != "none":
             recompute(base_model(self.model), checkpointing, offload=offload)
 
@@ -72,7 +73,7 @@ class Engine:
         else:
             self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
         if self.deepspeed:
-            self._dither_masters()
+            self._find_masters()
         with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
             self.lr_schedule = get_scheduler(
                 self.args.lr_scheduler_type,
@@ -105,27 +106,27 @@ class Engine:
         with making():
             return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
 
-    def is_master(self, stepped: torch.Tensor) -> bool:
-        """Whether what the optimizer steps is a master of weights that are computed in bfloat16; of DeepSpeed's flat parts, which have
-        float32 weights of all kinds together, only those of 16-bit ones. Cells of fp8 are others."""
-        rounded = self.dither.rounded.values()
-        if "fp8" in self._changes:
-            return False
-        if self.deepspeed:
-            return base_model(self.model) is self.model and any(weight.dtype == torch.bfloat16 for weight in rounded)
+    def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of what the optimizer steps that are masters of weights that are computed in bfloat16; where there are any, each
+        process has one, if an empty one. Cells of fp8 are others."""
+        if "fp8" in self._changes or not self.dither.rounded:
+            return []
+        if self.deepspeed:  # which has weights of all kinds in one flat part
+            begin = stepped.data_ptr()
+            own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
+            return own or [stepped[:0]]
         if isinstance(stepped, torch.nn.Parameter):
-            return stepped.dtype == torch.float32 and any(stepped is weight for weight in rounded)
-        return getattr(self.plain_optimizer, "masters", False)
+            rounded = any(stepped is weight for weight in self.dither.rounded.values())
+            return [stepped] if stepped.dtype == torch.float32 and rounded else []
+        return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
-    def _dither_masters(self) -> None:
-        """Moves DeepSpeed's masters of 16-bit weights, of which it keeps flat parts."""
-        names = {
-            weight: name
-            for name, weight in self.model.named_parameters()
-            if weight.dtype == torch.bfloat16 and weight.requires_grad
-        }
+    def _find_masters(self) -> None:
+        """Finds the parts of DeepSpeed's flat masters that are of weights computed in bfloat16, and moves those of 16-bit ones."""
+        names = {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
-            self.dither.move_master(names[weight], master, first)
+            self._masters.append(master)
+            if weight.dtype == torch.bfloat16:
+                self.dither.move_master(names[weight], master, first)
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only, FSDP2 if it `exchanges_once`; else

@@ -124,7 +124,7 @@ class StepTrainer:
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
-        self.seen_updates.watch(self.engine.optimizer, self.engine.is_master)
+        self.seen_updates.watch(self.engine.optimizer, self.engine.masters_of)
         self.seen_updates.measured = sum("updates_seen" in line for line in self.state.log_history)
         if self.engine.deepspeed:
             ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)

@@ -189,8 +189,10 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
                 ("zero2", "bfloat16"),
                 ("zero1", "bfloat16"),
                 ("zero3", "bfloat16"),
+                ("zero2", "float32"),
                 ("zero3", "float32"),
                 ("zero3_offload", "bfloat16"),
+                ("zero3_offload", "float32"),
             ]
         ),
         pytest.param("ddp", "float32", marks=pytest.mark.exhaustive),
@@ -203,7 +205,7 @@ def test_masters_are_the_same_under_every_strategy(model: Path, tmp_path: Path, 
     begin = host_adam.run if strategy == "zero3_offload" else None
     run = train(tmp_path, config, f"strategy={strategy}", *exact, name="two", processes=2, begin=begin)
     assert run.losses == pytest.approx(alone.losses, rel=2e-3)
-    assert not seen(run) if (strategy, dtype) == ("zero3", "float32") else min(seen(run)) > 0.85
+    assert min(seen(run)) > 0.85
     assert along(learnt(run, model), learnt(alone, model)) == pytest.approx(1, abs=0.05)
     exact.append("optim.learning_rate=0")
     still = train(tmp_path, config, f"strategy={strategy}", *exact, name="still", processes=2, begin=begin)

@@ -120,13 +120,15 @@ def test_a_step_in_parts_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_stochastic_rounding_is_right_in_the_mean_and_takes_a_neighbour() -> None:
-    exact = torch.tensor([1.0, -1.0, 1.001, -1.001, 3e-39, torch.inf, -torch.inf, torch.nan])
+    exact = torch.tensor([1.0, -1.0, 1.001, -1.001, 3e-39, torch.inf, -torch.inf, torch.nan, 1e-45, -4e-41, 3.4e38])
     drawn = torch.stack([round_by_chance(exact, seed, "a") for seed in range(2000)])
     assert drawn.dtype == torch.bfloat16
     assert drawn[:, 0].eq(1).all() and drawn[:, 1].eq(-1).all(), "what needs no rounding stays"
     assert set(drawn[:, 2].tolist()) == {1.0, 1.0078125}
     assert drawn[:, 2:4].double().mean(0).tolist() == pytest.approx([1.001, -1.001], abs=3e-4)
     assert drawn[:, 5].eq(torch.inf).all() and drawn[:, 6].eq(-torch.inf).all() and drawn[:, 7].isnan().all()
+    assert not drawn[:, 8:].isnan().any(), "numbers near zero, as of moments that decay, and near the largest"
+    assert drawn[:, 9].double().mean().item() == pytest.approx(-4e-41, rel=0.1)
 
 
 # Runs.

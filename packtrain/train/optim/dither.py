@@ -30,7 +30,7 @@ from packtrain.monitor.heartbeat import waiting
 
 _AT_ONCE = 2**20
 """Numbers that are moved at a time: no second copy of a weight is made."""
-_INFINITE = 0x7F800000  # the bits from which on a float32 is no number
+_LAST = 0x7F7F8000  # the bits of a float32 from which on it rounds to infinity, or is no number
 
 
 @torch.no_grad()
@@ -163,21 +163,32 @@ def _parts(whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None:
-    """Adds to the bits of float32 [n], which come at flat index `first`, odd random numbers below 2^15 either way; zeros and what is no
-    number stay.
-
-    By the mixing function lowbias32 (Wellons 2018, nullprogram.com/blog/2018/07/31), in the wrapping arithmetic of int32.
-    """
-    mixed = torch.arange(first, first + len(numbers), device=numbers.device).to(torch.int32)  # wraps
-    mixed ^= _int32(zlib.crc32(f"{seed} {name}".encode()))
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed ^= (mixed >> shift) & ((1 << 32 - shift) - 1)
-        mixed *= _int32(factor)
-    mixed = (mixed >> 16) | 1
-    magnitude = (bits := numbers.view(torch.int32)) & 0x7FFFFFFF
-    mixed = torch.where(bits < 0, -mixed, mixed)  # the same way for numbers that change their sign
-    bits.add_(mixed.masked_fill_((magnitude == 0) | (magnitude >= _INFINITE), 0))
+    """Adds to the bits of float32 [n], which come at flat index `first`, odd random numbers below 2^15 either way, not beyond zero; zeros
+    and what has no neighbour above stay."""
+    bits = numbers.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF  # moved the same way in numbers that change their sign
+    places = _random_bits(seed, name, first, len(numbers), numbers.device).to(torch.int32)
+    lowest, highest = torch.aminmax(magnitude)
+    if lowest == 0 or highest >= _LAST:
+        places.masked_fill_((magnitude == 0) | (magnitude >= _LAST), 0)
+    magnitude.add_(places).clamp_(min=0)
+    torch.copysign(magnitude.view(torch.float32), numbers, out=numbers)
 
 
-def _int32(number: int) -> int:
-    return (number + 2**31) % 2**32 - 2**31
+def _random_bits(seed: int, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd int16 [count], those of the flat indices from `first` on: a 64-bit number each for four in a row, by the mixing function of
+    SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) in wrapping arithmetic."""
+    begin = first // 4
+    mixed = torch.arange(begin, (first + count + 3) // 4, device=device) + _int64(
+        zlib.crc32(f"{seed} {name}".encode()) << 32
+    )
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= (mixed >> shift) & ((1 << 64 - shift) - 1)
+        mixed *= _int64(factor)
+    mixed ^= (mixed >> 31) & ((1 << 33) - 1)
+    mixed |= 0x0001000100010001
+    return mixed.view(torch.int16)[first - 4 * begin :][:count]
+
+
+def _int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63

@@ -6,6 +6,7 @@ where they begin off the middle (dither.py). Of each tensor a seeded sample is l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,12 @@ class SeenUpdates:
         self._sums: torch.Tensor | None = None
         self._sampled: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         self._measuring = self._has_measured = self._untaken = False
-        self._is_master: Callable[[torch.Tensor], bool] = lambda stepped: False
+        self._masters_of: Callable[[torch.Tensor], list[torch.Tensor]] = lambda stepped: []
 
-    def watch(self, optimizer: Any, is_master: Callable[[torch.Tensor], bool]) -> None:
-        """Measures the steps of the optimizer that accelerate's or DeepSpeed's wrapper holds; `is_master` says whether what it steps are
-        masters of weights that are computed in bfloat16."""
-        optimizer, self._is_master = optimizer_inside(optimizer), is_master
+    def watch(self, optimizer: Any, masters_of: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        """Measures the steps of the optimizer that accelerate's or DeepSpeed's wrapper holds; `masters_of` says which parts of what it
+        steps are masters of weights that are computed in bfloat16."""
+        optimizer, self._masters_of = optimizer_inside(optimizer), masters_of
         if hasattr(optimizer, "seen"):  # float32_step.py, which has float32 tensors in the groups while it steps
             optimizer.seen = self
             return
@@ -64,12 +65,12 @@ class SeenUpdates:
             rate = float(group["lr"])
             if rate == 0 or rate < _MIN_RATE * float(group.get("initial_lr", rate)):
                 continue
-            for master in group["params"]:
-                if master.grad is not None and self._is_master(master):
-                    self._has_measured = self._untaken = True
-                    if (here := _flat(master)).numel():
-                        at = _sample(here)
-                        self._sampled.append((master, at, _at(here, at).clone()))
+            stepped = (one for one in group["params"] if one.grad is not None)
+            for master in itertools.chain.from_iterable(map(self._masters_of, stepped)):
+                self._has_measured = self._untaken = True
+                if (here := _flat(master)).numel():
+                    at = _sample(here)
+                    self._sampled.append((master, at, _at(here, at).clone()))
 
     def after(self) -> None:
         """Adds up how far those of the sample were moved."""
