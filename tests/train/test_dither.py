@@ -79,6 +79,25 @@ def test_an_update_is_seen_in_the_mean_at_powers_of_two_as_well(weights: torch.T
         assert not plain.any()
 
 
+@pytest.mark.parametrize("through_bfloat16", [True, False])
+def test_rows_rounded_to_8_bits_see_an_update_in_the_mean_too(weights: torch.Tensor, through_bfloat16: bool) -> None:
+    """By a scale for each row, as torchao has it, of the weights as they are or of those in bfloat16."""
+
+    def eight_bits(values: torch.Tensor) -> torch.Tensor:
+        rows = (rounded(values) if through_bfloat16 else values).view(1000, 300)
+        scale = rows.abs().amax(1, keepdim=True) / 448
+        return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).view(-1)
+
+    def seen(masters: torch.Tensor) -> float:
+        moved = masters + update
+        return ((eight_bits(moved) - eight_bits(masters)) @ update / update.square().sum()).item()
+
+    update = 1e-5 * torch.where(torch.arange(len(weights)) % 2 == 0, 1.0, -1.0)
+    dither_(masters := weights.clone(), 0, "a")
+    assert seen(masters) == pytest.approx(1, abs=0.15)
+    assert not through_bfloat16 or seen(weights) < 0.1
+
+
 def test_a_model_of_anyones_loop_is_moved_and_saved_as_it_was(model: Path) -> None:
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in made.named_parameters()}
