@@ -1,6 +1,6 @@
 """What a model learns that computes in bfloat16, beside float32: with masters in the middle of their rounding cells, and off it.
 
-    python benchmarks/bf16_like_float32.py MODEL DATA [--verb sft] [--rates 1e-5 1e-6] [--steps 50 …] [--seeds 0] [--folder FOLDER]
+    python benchmarks/bf16_like_float32.py MODEL DATA [--verb sft] [--rates 1e-5 1e-6] [--steps 50 …] [--seeds 0] [--figures eval_loss …]
 
 MODEL is a folder whose weights are bfloat16 numbers, DATA a file of conversations (or of preferences, for dpo, kto and reward), of which
 some are held out. Each run trains by `packtrain VERB`, constant AdamW, 2 documents of at most 128 tokens a step. After each of `--steps`
@@ -38,6 +38,10 @@ ROUNDED = {"bf16, dithered": "optim.bf16_rounding=final", "bf16 weights, masters
 """Runs whose rounded weights are those that they computed with: that final/ is written in bfloat16 by a run of its own."""
 
 
+SHOWN = ("loss", "rewards/margins", "rewards/accuracies")
+"""What preferences log of each step."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -47,85 +51,104 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, default=[50])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", nargs="+", default=[*RUNS], choices=[*RUNS])
+    parser.add_argument("--figures", nargs="+", default=["eval_loss"], help="held-out figures of the tables")
     parser.add_argument("--folder", type=Path, default=Path("runs/bf16_like_float32"))
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    common = [
-        f"data.train={options.data}",
-        *(
-            f"data.eval={0.02 if options.verb == 'sft' else 0.1}",
-            "data.max_length=128",
-            "batch.examples_per_step=2",
-            "batch.tokens_per_device=256",
-        ),
-        "verify.preflight=false",
-    ]
+    runs = Runs(options)
+    before = runs.measure(options.model)
+    for figure in options.figures:
+        print(f"\n{figure}, {before[figure]:.4f} before\n")
+        print(
+            "| rate | run | steps | logged | in float32 | rounded to bf16 | updates seen |\n|---|---|---|---|---|---|---|"
+        )
+        for rate in options.rates:
+            learned: dict[int, float] = {}
+            for name in options.runs:
+                for step in options.steps:
+                    made = [runs.figures_of(name, rate, seed, step) for seed in options.seeds]
+                    seen = statistics.mean(one["seen"] if one["seen"] is not None else math.nan for one in made)
+                    values = [
+                        statistics.mean(one[how][figure] for one in made) for how in ("logged", "float32", "rounded")
+                    ]
+                    of = learned.setdefault(step, before[figure] - values[1])
+                    shares = [f"{value:.4f} ({(before[figure] - value) / of:.1%})" for value in values]
+                    print(f"| {rate} | {name} | {step} | {' | '.join(shares)} | {seen:.3f} |", flush=True)
+    if options.verb == "dpo":
+        print("\nMeans of ten logged steps each (first seed)\n\n| rate | run | figure | |\n|---|---|---|---|")
+        for rate in options.rates:
+            for name in options.runs:
+                lines = runs.logged(name, rate, options.seeds[0])
+                for figure in SHOWN:
+                    values = [line[figure] for line in lines if figure in line]
+                    means = [f"{statistics.mean(values[at : at + 10]):.3f}" for at in range(0, len(values), 10)]
+                    print(f"| {rate} | {name} | {figure} | {' '.join(means)} |")
 
-    def packtrain(*arguments: str) -> str:
-        command = [sys.executable, "-m", "packtrain", *arguments]
-        with (options.folder / "errors.log").open("a") as errors:
-            return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=errors).stdout
 
-    def train(folder: Path, *arguments: str, every: int | None = None) -> Path:
-        if not (folder / "summary.json").exists():
-            kept = json.dumps(every)
-            times = [f"trainer.checkpoint_every={kept}", f"trainer.eval_every={kept}", "trainer.keep_checkpoints=null"]
-            packtrain(options.verb, *common, *times, *arguments, f"trainer.output_dir={folder}")
-        return folder
+class Runs:
+    """Runs of packtrain on one machine, each made once."""
 
-    def measured(weights: Path | str, *arguments: str) -> float:
-        held_to = [f"objective.reference={options.model}"] if options.verb in ("dpo", "kto") else []
-        what = [f"objective.kind={options.verb}", f"model.path={weights}", *FLOAT32, *held_to, *arguments]
-        return json.loads(packtrain("eval", *common, *what, "--json"))["figures"]["eval_loss"]
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.verb, self.model, self.folder, self.steps = options.verb, options.model, options.folder, options.steps
+        self.folder.mkdir(parents=True, exist_ok=True)
+        held_out = 0.02 if self.verb == "sft" else 0.1
+        data = [f"data.train={options.data}", f"data.eval={held_out}", "data.max_length=128"]
+        self.common = [*data, "batch.examples_per_step=2", "batch.tokens_per_device=256", "verify.preflight=false"]
 
-    def figures_of(name: str, rate: str, seed: int, step: int) -> tuple[float, ...]:
-        """As logged, of the weights in float32 and rounded, and `updates_seen` of the first step."""
-        place = f"{name.replace(', ', '-').replace(' ', '-')}-{options.steps[-1]}-{seed}"
-        folder = options.folder / rate / place
+    def figures_of(self, name: str, rate: str, seed: int, step: int) -> dict:
+        """The held-out figures after `step` steps as `logged`, of the weights in `float32` and `rounded`, and the `seen` updates of the first step."""
+        folder = self._place(name, rate, seed)
         done = folder / f"figures-{step}.json"
         if not done.exists():
-            how = ["optim.schedule=constant", f"optim.learning_rate={rate}", f"model.path={options.model}"]
-            how += [f"trainer.seed={seed}", *RUNS[name]]
-            train(folder, *how, f"trainer.max_steps={options.steps[-1]}", every=options.steps[0])
+            how = ["optim.schedule=constant", f"optim.learning_rate={rate}", f"model.path={self.model}"]
+            how += [f"trainer.seed={seed}", "trainer.log_every=1", *RUNS[name]]
+            self._train(folder, *how, f"trainer.max_steps={self.steps[-1]}", every=self.steps[0])
             at = [f"trainer.resume={folder / 'checkpoints' / f'step-{step:06}'}", f"trainer.max_steps={step}"]
-            exact = train(folder / f"at-{step}", *how, *at) / "final"
-            shares = [measured(exact)]
-            how = [*(one for one in how if not one.startswith("optim.bf16_rounding"))]
+            exact = self._train(folder / f"at-{step}", *how, *at) / "final"
+            figures = {"float32": self.measure(exact)}
             if name in ROUNDED:
                 at += [ROUNDED[name], "trainer.resume_despite=[optim.bf16_rounding]"]
-                rounded = train(folder / f"at-{step}-16", *how, *at) / "final"
+                how = [one for one in how if not one.startswith("optim.bf16_rounding")]
+                rounded = self._train(folder / f"at-{step}-16", *how, *at) / "final"
             else:
                 rounded = folder / f"at-{step}-16"
                 shutil.copytree(exact, rounded)
-                weights = load_file(exact / "model.safetensors")
-                halves = {key: weight.bfloat16() for key, weight in weights.items()}
+                halves = {key: weight.bfloat16() for key, weight in load_file(exact / "model.safetensors").items()}
                 save_file(halves, rounded / "model.safetensors", {"format": "pt"})
-            shares.append(measured(rounded))
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            (logged,) = [line["eval_loss"] for line in lines if "eval_loss" in line and line["step"] == step]
+            figures["rounded"] = self.measure(rounded)
+            lines = self.logged(name, rate, seed)
+            (figures["logged"],) = [line for line in lines if "eval_loss" in line and line["step"] == step]
             seen = [line["updates_seen"] for line in lines if line.get("updates_seen") is not None]
-            done.write_text(json.dumps([logged, *shares, seen[0] if seen else None]))
-            for weights in [*folder.glob(f"at-{step}*"), *at_its_end(folder, step)]:
+            done.write_text(json.dumps({**figures, "seen": seen[0] if seen else None}))
+            at_its_end = [folder / "checkpoints", folder / "final"] if step == self.steps[-1] else []
+            for weights in [*folder.glob(f"at-{step}*"), *at_its_end]:
                 shutil.rmtree(weights)
-        return tuple(math.nan if one is None else one for one in json.loads(done.read_text()))
+        return json.loads(done.read_text())
 
-    def at_its_end(folder: Path, step: int) -> list[Path]:
-        return [folder / "checkpoints", folder / "final"] if step == options.steps[-1] else []
+    def measure(self, weights: Path | str) -> dict[str, float]:
+        """The held-out figures of a model, computed in float32."""
+        held_to = [f"objective.reference={self.model}"] if self.verb in ("dpo", "kto") else []
+        what = [f"objective.kind={self.verb}", f"model.path={weights}", *FLOAT32, *held_to, "--json"]
+        return json.loads(self._packtrain("eval", *self.common, *what))["figures"]
 
-    before = measured(options.model)
-    print(
-        f"before: {before:.4f}\n\n| rate | run | steps | logged | in float32 | rounded to bf16 | updates seen |"
-        "\n|---|---|---|---|---|---|---|"
-    )
-    for rate in options.rates:
-        learned: dict[int, float] = {}
-        for name in options.runs:
-            for step in options.steps:
-                figures = [figures_of(name, rate, seed, step) for seed in options.seeds]
-                *losses, seen = map(statistics.mean, zip(*figures, strict=True))
-                of = learned.setdefault(step, before - losses[1])
-                shares = [f"{value:.4f} ({(before - value) / of:.1%})" for value in losses]
-                print(f"| {rate} | {name} | {step} | {' | '.join(shares)} | {seen:.3f} |", flush=True)
+    def logged(self, name: str, rate: str, seed: int) -> list[dict]:
+        """The lines that a run has logged."""
+        metrics = self._place(name, rate, seed) / "metrics.jsonl"
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+    def _place(self, name: str, rate: str, seed: int) -> Path:
+        return self.folder / self.verb / rate / f"{name.replace(', ', '-').replace(' ', '-')}-{self.steps[-1]}-{seed}"
+
+    def _train(self, folder: Path, *arguments: str, every: int | None = None) -> Path:
+        if not (folder / "summary.json").exists():
+            kept = json.dumps(every)
+            times = [f"trainer.checkpoint_every={kept}", f"trainer.eval_every={kept}", "trainer.keep_checkpoints=null"]
+            self._packtrain(self.verb, *self.common, *times, *arguments, f"trainer.output_dir={folder}")
+        return folder
+
+    def _packtrain(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "packtrain", *arguments]
+        with (self.folder / "errors.log").open("a") as errors:
+            return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=errors).stdout
 
 
 if __name__ == "__main__":
