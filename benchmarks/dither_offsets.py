@@ -36,7 +36,7 @@ def main() -> None:
         return torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     before, start, cores = peak(), time.perf_counter(), time.process_time()
-    dither: Dither = choose_dither(model, autocast=torch.bfloat16, sharded=True, wanted=True, seed=0)
+    dither: Dither = choose_dither(model, autocast=torch.bfloat16, sharded=True, seed=0)
     dither.move_weights()
     if gpu:
         torch.cuda.synchronize()

@@ -5,7 +5,7 @@ Train, verify and bench prepare a run by these functions. `Prepared` is what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -47,6 +47,10 @@ from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
 
+_DITHER = "dither"
+"""The seed by which the masters of a run were dithered, in its origin; None where they were not."""
+
+
 @dataclass(slots=True)
 class Prepared:
     """A run as far as it is prepared; `attention` is the model's original implementation, `backend` that of packed rows."""
@@ -61,7 +65,7 @@ class Prepared:
     attention: str = ""
     precision: Precision = field(init=False)
     origin: dict[str, Any] = field(default_factory=dict)
-    """What a resumed run must agree on of the precision and of the reference."""
+    """What a resumed run must agree on of the precision, of the masters and of the reference."""
     backend: AttentionChoice | None = None
     """None: batches are padded, or nothing runs packed rows."""
     compiled: int = 0
@@ -147,13 +151,16 @@ def check_model(run: Prepared, *, padded: bool) -> None:
     check_positions(run.model, run.longest, padded=padded)
 
 
-def settle_precision(run: Prepared, recorded: str | None = None) -> None:
-    """The number formats, and the reference in them; `recorded` is trainer.mixed_precision of a checkpoint to go on from."""
+def settle_precision(run: Prepared, recorded: Mapping[str, Any] | None = None) -> None:
+    """The number formats, the reference in them, and by what seed masters are dithered; `recorded` is the origin of a checkpoint to go on
+    from, whose masters are where its run has put them."""
     own_heartbeat().enter("proof")
+    recorded, optim = recorded or {}, run.config.optim
     asked, seed = run.config.trainer.mixed_precision, run.config.trainer.seed
-    run.precision = decide_precision(run.model, asked, run.ranks, recorded)
+    run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
-    run.origin = {"trainer.mixed_precision": run.precision.mixed, **reference}
+    dither = seed if optim.dither == "auto" and optim.keeps_masters else None
+    run.origin = {"trainer.mixed_precision": run.precision.mixed, _DITHER: recorded.get(_DITHER, dither), **reference}
 
 
 def spread_model(run: Prepared) -> None:
@@ -209,11 +216,8 @@ def settle_split(run: Prepared) -> str:
 
 def masters_of(run: Prepared) -> Dither:
     """The trained weights that are computed in bfloat16, and which of their masters optim.dither has start off the middle of their cells."""
-    config = run.config
-    wanted = config.optim.dither == "auto" and config.optim.keeps_masters
     sharded = run.ranks.strategy == "fsdp2"
-    autocast, seed = run.precision.autocast, config.trainer.seed
-    return choose_dither(run.model, autocast=autocast, sharded=sharded, wanted=wanted, seed=seed)
+    return choose_dither(run.model, autocast=run.precision.autocast, sharded=sharded, seed=run.origin[_DITHER])
 
 
 def plan_memory(run: Prepared) -> Memory | str:

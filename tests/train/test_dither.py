@@ -197,6 +197,20 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
     assert all(again.weights()[name].equal(weight) for name, weight in whole.weights().items())
 
 
+@pytest.mark.parametrize(("before", "after"), [("auto", "auto"), ("stochastic", "never")])
+def test_a_run_that_goes_on_with_another_seed_or_with_masters_takes_off_what_was_added(
+    model: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    config = config_of(tmp_path, model, "float32" if before == "auto" else "bfloat16")
+    still = "optim.learning_rate=0"
+    first = run_here(tmp_path, config, still, f"optim.bf16_rounding={before}", "trainer.max_steps=3", name="first")
+    changes = ["trainer.seed=5", f"optim.bf16_rounding={after}"]
+    changes.append("trainer.resume_despite=[trainer.seed,optim.bf16_rounding]")
+    checkpoint = first.folder / "checkpoints" / "step-000003"
+    run = run_here(tmp_path, config, still, *changes, f"trainer.resume={checkpoint}", name="run")
+    assert all((move == 0).all() for move in learnt(run, model).values())
+
+
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [

@@ -104,13 +104,13 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
 
     Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it.
     """
-    dither = choose_dither(model, autocast=torch.bfloat16, sharded=False, wanted=True, seed=seed)
+    dither = choose_dither(model, autocast=torch.bfloat16, sharded=False, seed=seed)
     dither.move_weights()
     return dither
 
 
-def choose_dither(model: nn.Module, *, autocast: torch.dtype | None, sharded: bool, wanted: bool, seed: int) -> Dither:
-    """The masters to move, if `wanted`: of weights that are exact in bfloat16, which those are that were loaded from such a file.
+def choose_dither(model: nn.Module, *, autocast: torch.dtype | None, sharded: bool, seed: int | None) -> Dither:
+    """The masters to move, none without a `seed`: of weights that are exact in bfloat16, which those are that were loaded from such a file.
 
     16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
     `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
@@ -127,7 +127,7 @@ def choose_dither(model: nn.Module, *, autocast: torch.dtype | None, sharded: bo
         if weight.dtype == torch.bfloat16
         or (weight.dtype == torch.float32 and autocast == torch.bfloat16 and (sharded or id(weight) in inside))
     }
-    if not (wanted and rounded):
+    if seed is None or not rounded:
         return Dither(rounded)
     device = next(iter(rounded.values())).device
     inexact = torch.tensor([not _is_exact(weight) for weight in rounded.values()], dtype=torch.int32, device=device)
