@@ -41,14 +41,13 @@ from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.optim.dither import Dither, exact_in_bfloat16, rounded_weights
 from packtrain.train.optim.groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
-
 _DITHER = "dither"
-"""The seed by which the masters of a run were dithered, in its origin; None where they were not."""
+"""In the origin of a run: the seed by which its masters were dithered, and whether FSDP2 gathered its weights; None where none was."""
 
 
 @dataclass(slots=True)
@@ -159,7 +158,7 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any] | None = None) -
     asked, seed = run.config.trainer.mixed_precision, run.config.trainer.seed
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
-    dither = seed if optim.dither == "auto" and optim.keeps_masters else None
+    dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, _DITHER: recorded.get(_DITHER, dither), **reference}
 
 
@@ -215,9 +214,13 @@ def settle_split(run: Prepared) -> str:
 
 
 def masters_of(run: Prepared) -> Dither:
-    """The trained weights that are computed in bfloat16, and which of their masters optim.dither has start off the middle of their cells."""
-    sharded = run.ranks.strategy == "fsdp2"
-    return choose_dither(run.model, autocast=run.precision.autocast, sharded=sharded, seed=run.origin[_DITHER])
+    """The trained weights that are computed in bfloat16, and those whose masters optim.dither has start off the middle of their cells."""
+    autocast = run.precision.autocast
+    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
+    if run.origin[_DITHER] is None:
+        return Dither(rounded)
+    seed, sharded = run.origin[_DITHER]  # those of the strategy under which it has begun
+    return Dither(rounded, exact_in_bfloat16(rounded_weights(run.model, autocast, sharded=sharded)), seed)
 
 
 def plan_memory(run: Prepared) -> Memory | str:

@@ -340,8 +340,8 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """The masters that are to start off the middle of their cells; says so."""
     dither, other = masters_of(run.prepared), "raise optim.learning_rate, or set trainer.mixed_precision=no"
     trainer.seen_updates.advice = f"set optim.dither=auto, {other}" if run.config.optim.dither == "no" else other
-    if dither.names:
-        run.log.fact("dither", f"{counted(len(dither.names), 'weights')} start off the middle of their bfloat16 cells")
+    if dither.moved:
+        run.log.fact("dither", f"{counted(len(dither.moved), 'weights')} start off the middle of their bfloat16 cells")
     return dither
 
 

@@ -102,9 +102,9 @@ def test_a_model_of_anyones_loop_is_moved_and_saved_as_it_was(model: Path) -> No
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in made.named_parameters()}
     moved = packtrain.dither_weights(made)
-    assert 0 < len(moved.names) < len(before) and not any("norm" in name for name in moved.names)
+    assert 0 < len(moved.moved) < len(before) and not any("norm" in name for name in moved.moved)
     for name, weight in made.named_parameters():
-        assert weight.equal(before[name]) == (name not in moved.names) and rounded(weight).equal(before[name])
+        assert weight.equal(before[name]) == (name not in moved.moved) and rounded(weight).equal(before[name])
         assert moved.in_format(name, weight, torch.float32).equal(before[name])
         assert moved.in_format(name, weight, BF16).equal(before[name].to(BF16))
 
@@ -195,6 +195,24 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
     again = run_here(tmp_path, config, after, name="again")
     assert again.losses == whole.losses[3:]
     assert all(again.weights()[name].equal(weight) for name, weight in whole.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "ddp"), (2, "fsdp2")),
+        pytest.param((2, "fsdp2"), (1, "ddp"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_that_goes_on_under_another_strategy_takes_off_what_was_added(
+    model: Path, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    """Which weights are computed in bfloat16, and so were moved, depends on the strategy."""
+    config, resumed = config_of(tmp_path, model), f"trainer.resume={tmp_path}/first/checkpoints/step-000003"
+    still = "optim.learning_rate=0"
+    for (processes, strategy), name, more in ((before, "first", "trainer.max_steps=3"), (after, "run", resumed)):
+        run = train(tmp_path, config, f"strategy={strategy}", more, still, name=name, processes=processes)
+        assert all((move == 0).all() for move in learnt(run, model).values())
 
 
 @pytest.mark.parametrize(("before", "after"), [("auto", "auto"), ("stochastic", "never")])
