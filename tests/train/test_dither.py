@@ -16,6 +16,7 @@ import yaml
 from answer_runs import preferences
 from here import run_here
 from running import LLAMA, Run, base_config, train, write_jsonl
+from safetensors.torch import load_file
 from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -178,6 +179,15 @@ def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path
     assert json.loads(plain.stdout)["updates_seen"] == pytest.approx(trained, abs=0.03)
     assert json.loads(exact.stdout)["updates_seen"] is None
     assert re.search(r"updates that the model sees.* (1|0\.9\d*|1\.\d*) .*>= 0.5.*ok", spread.stdout), spread.stdout
+
+
+def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model, "bfloat16") | {"peft": {"kind": "lora"}}
+    assert min(seen(run_here(tmp_path, config, name="run"))) > 0.85
+    assert min(seen(run_here(tmp_path, config, "optim.dither=false", name="plain"))) < 0.65, "they begin as bfloat16"
+    still = run_here(tmp_path, config, "optim.learning_rate=0", name="still")
+    adapters = load_file(still.folder / "final" / "adapter_model.safetensors")
+    assert all(one.dtype == torch.float32 and rounded(one).equal(one) for one in adapters.values()), "as they began"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

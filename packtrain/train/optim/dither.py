@@ -115,18 +115,16 @@ def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: 
 
     16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
     `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
-    the output head are left alone there. Adapters are float32, begin small and are left out.
+    the output head are left alone there. Adapters are float32, but begin as numbers in the format of their base.
     """
-    trained = {
-        name: weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name
-    }
     parts = (module for layer in layers_of(model) for module in layer.modules())
     inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
     return {
         name: weight
-        for name, weight in trained.items()
-        if weight.dtype == torch.bfloat16
-        or (weight.dtype == torch.float32 and autocast == torch.bfloat16 and (sharded or id(weight) in inside))
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and (weight.dtype == torch.bfloat16 or (autocast == torch.bfloat16 and (sharded or id(weight) in inside)))
     }
 
 
