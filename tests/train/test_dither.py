@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import packtrain
 from packtrain.data.sources.quickstart import tokenizer
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
 from packtrain.train.optim.dither import dither_, undithered
 
 BF16 = torch.bfloat16
@@ -108,6 +108,8 @@ def test_a_model_of_anyones_loop_is_moved_and_saved_as_it_was(model: Path) -> No
         assert weight.equal(before[name]) == (name not in moved.moved) and rounded(weight).equal(before[name])
         assert moved.in_format(name, weight, torch.float32).equal(before[name])
         assert moved.in_format(name, weight, BF16).equal(before[name].to(BF16))
+    with pytest.raises(UserError, match="layers of a Sequential are not known"):
+        packtrain.dither_weights(torch.nn.Sequential(made))
 
 
 # Runs.

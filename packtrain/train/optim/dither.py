@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.pytorch_utils import Conv1D
 
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
 from packtrain.model.spread import layers_of
 from packtrain.monitor.heartbeat import waiting
 
@@ -102,8 +102,14 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
     """For anyone's training loop under autocast to bfloat16: moves the float32 weights of `model`, on one process or each process of
     DDP, before its optimizer is made and its trainer sees it.
 
-    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it.
+    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it. Raises UserError if it has no layers that are known.
     """
+    if not layers_of(model):
+        what, fix = (
+            f"the layers of a {type(model).__name__} are not known",
+            "Give the transformers model itself, not wrapped.",
+        )
+        raise UserError(what, where="dither_weights", fix=fix)
     rounded = rounded_weights(model, torch.bfloat16, sharded=False)
     dither = Dither(rounded, exact_in_bfloat16(rounded), seed)
     dither.move_weights()
