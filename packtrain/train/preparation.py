@@ -46,9 +46,6 @@ from packtrain.train.optim.groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
 
-_DITHER = "dither"
-"""In the origin of a run: the seed by which its masters were dithered, and whether FSDP2 gathered its weights; None where none was."""
-
 
 @dataclass(slots=True)
 class Prepared:
@@ -150,16 +147,15 @@ def check_model(run: Prepared, *, padded: bool) -> None:
     check_positions(run.model, run.longest, padded=padded)
 
 
-def settle_precision(run: Prepared, recorded: Mapping[str, Any] | None = None) -> None:
-    """The number formats, the reference in them, and by what seed masters are dithered; `recorded` is the origin of a checkpoint to go on
-    from, whose masters are where its run has put them."""
+def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
+    """The number formats, the reference in them, and how masters are dithered; `recorded` is the origin of a checkpoint to go on from."""
     own_heartbeat().enter("proof")
-    recorded, optim = recorded or {}, run.config.optim
-    asked, seed = run.config.trainer.mixed_precision, run.config.trainer.seed
+    asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
+    # by seed and strategy of the beginning: a checkpoint has the masters where they were put then
     dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
-    run.origin = {"trainer.mixed_precision": run.precision.mixed, _DITHER: recorded.get(_DITHER, dither), **reference}
+    run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither), **reference}
 
 
 def spread_model(run: Prepared) -> None:
@@ -217,9 +213,9 @@ def masters_of(run: Prepared) -> Dither:
     """The trained weights that are computed in bfloat16, and those whose masters optim.dither has start off the middle of their cells."""
     autocast = run.precision.autocast
     rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
-    if run.origin[_DITHER] is None:
+    if run.origin["dither"] is None:
         return Dither(rounded)
-    seed, sharded = run.origin[_DITHER]  # those of the strategy under which it has begun
+    seed, sharded = run.origin["dither"]
     return Dither(rounded, exact_in_bfloat16(rounded_weights(run.model, autocast, sharded=sharded)), seed)
 
 

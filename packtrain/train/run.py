@@ -256,7 +256,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     prepared = run.prepared
     data, model, base = prepared.data, prepared.model, base_model(prepared.model)
-    settle_precision(prepared, None if checkpoint is None else origin_in(checkpoint))
+    settle_precision(prepared, {} if checkpoint is None else origin_in(checkpoint))
     origin = origin_of(asdict(config), data.train, model, prepared.tokenizer, ranks.world_size) | prepared.origin
     if checkpoint is not None:
         check_origin(checkpoint, origin)  # before proofs take time

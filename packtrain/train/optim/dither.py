@@ -105,11 +105,8 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
     Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it. Raises UserError if it has no layers that are known.
     """
     if not layers_of(model):
-        what, fix = (
-            f"the layers of a {type(model).__name__} are not known",
-            "Give the transformers model itself, not wrapped.",
-        )
-        raise UserError(what, where="dither_weights", fix=fix)
+        what = f"the layers of a {type(model).__name__} are not known"
+        raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
     rounded = rounded_weights(model, torch.bfloat16, sharded=False)
     dither = Dither(rounded, exact_in_bfloat16(rounded), seed)
     dither.move_weights()
