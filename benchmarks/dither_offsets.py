@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.optim.dither import Dither, exact_in_bfloat16
 
 
 def main() -> None:
@@ -36,8 +36,7 @@ def main() -> None:
         return torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     before, start, cores = peak(), time.perf_counter(), time.process_time()
-    dither: Dither = choose_dither(model, autocast=torch.bfloat16, sharded=True, wanted=True, seed=0)
-    dither.move_weights()
+    Dither({}, exact_in_bfloat16(dict(model.named_parameters())), seed=0).move_weights()
     if gpu:
         torch.cuda.synchronize()
     billions = weight.numel() / 1e9

@@ -92,7 +92,7 @@ _FREE = re.compile(
     r"|strategy\.(name|shard_within|sequence_parallel)|[^.]+"  # versions, processes, and the like
 )
 _FIXED = re.compile(
-    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save|options)|optim\.(name|groups)|objective\.kind"
+    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save|options)|optim\.(name|groups|dither)|objective\.kind"
 )
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",

@@ -5,7 +5,7 @@ Train, verify and bench prepare a run by these functions. `Prepared` is what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ from packtrain.proof.choice import AttentionChoice, prove_backend
 from packtrain.proof.isolation import DOCUMENTS, TREE
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.optim.dither import Dither, choose_dither
+from packtrain.train.optim.dither import Dither, exact_in_bfloat16, rounded_weights
 from packtrain.train.optim.groups import freeze
 from packtrain.train.preflight import why_not_split
 from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or_none, preparing_s
@@ -61,7 +61,7 @@ class Prepared:
     attention: str = ""
     precision: Precision = field(init=False)
     origin: dict[str, Any] = field(default_factory=dict)
-    """What a resumed run must agree on of the precision and of the reference."""
+    """What a resumed run must agree on of the precision, of the masters and of the reference."""
     backend: AttentionChoice | None = None
     """None: batches are padded, or nothing runs packed rows."""
     compiled: int = 0
@@ -147,13 +147,15 @@ def check_model(run: Prepared, *, padded: bool) -> None:
     check_positions(run.model, run.longest, padded=padded)
 
 
-def settle_precision(run: Prepared, recorded: str | None = None) -> None:
-    """The number formats, and the reference in them; `recorded` is trainer.mixed_precision of a checkpoint to go on from."""
+def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
+    """The number formats, the reference in them, and how masters are dithered; `recorded` is the origin of a checkpoint to go on from."""
     own_heartbeat().enter("proof")
-    asked, seed = run.config.trainer.mixed_precision, run.config.trainer.seed
-    run.precision = decide_precision(run.model, asked, run.ranks, recorded)
+    asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
+    run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
-    run.origin = {"trainer.mixed_precision": run.precision.mixed, **reference}
+    # by seed and strategy of the beginning: a checkpoint has the masters where they were put then
+    dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
+    run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither), **reference}
 
 
 def spread_model(run: Prepared) -> None:
@@ -208,12 +210,13 @@ def settle_split(run: Prepared) -> str:
 
 
 def masters_of(run: Prepared) -> Dither:
-    """The trained weights that are computed in bfloat16, and which of their masters optim.dither has start off the middle of their cells."""
-    config = run.config
-    wanted = config.optim.dither == "auto" and config.optim.keeps_masters
-    sharded = run.ranks.strategy == "fsdp2"
-    autocast, seed = run.precision.autocast, config.trainer.seed
-    return choose_dither(run.model, autocast=autocast, sharded=sharded, wanted=wanted, seed=seed)
+    """The trained weights that are computed in bfloat16, and those whose masters optim.dither has start off the middle of their cells."""
+    autocast = run.precision.autocast
+    rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
+    if run.origin["dither"] is None:
+        return Dither(rounded)
+    seed, sharded = run.origin["dither"]
+    return Dither(rounded, exact_in_bfloat16(rounded_weights(run.model, autocast, sharded=sharded)), seed)
 
 
 def plan_memory(run: Prepared) -> Memory | str:

@@ -77,7 +77,7 @@ def save_final(
         )
     main = trainer.accelerator.is_main_process
     with published([*contents] if main else []):
-        if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.names:
+        if peft.kind == "none" and dtype == base_model(model).dtype and not trainer.engine.dither.moved:
             trainer.checkpoints.save_model(staging(adapters))
         else:
             trainer.checkpoints.save_weights_in(dtype, staging(adapters))

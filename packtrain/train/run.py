@@ -256,7 +256,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     prepared = run.prepared
     data, model, base = prepared.data, prepared.model, base_model(prepared.model)
-    settle_precision(prepared, None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision"))
+    settle_precision(prepared, {} if checkpoint is None else origin_in(checkpoint))
     origin = origin_of(asdict(config), data.train, model, prepared.tokenizer, ranks.world_size) | prepared.origin
     if checkpoint is not None:
         check_origin(checkpoint, origin)  # before proofs take time
@@ -340,8 +340,8 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """The masters that are to start off the middle of their cells; says so."""
     dither, other = masters_of(run.prepared), "raise optim.learning_rate, or set trainer.mixed_precision=no"
     trainer.seen_updates.advice = f"set optim.dither=auto, {other}" if run.config.optim.dither == "no" else other
-    if dither.names:
-        run.log.fact("dither", f"{counted(len(dither.names), 'weights')} start off the middle of their bfloat16 cells")
+    if dither.moved:
+        run.log.fact("dither", f"{counted(len(dither.moved), 'weights')} start off the middle of their bfloat16 cells")
     return dither
 
 

@@ -16,12 +16,13 @@ import yaml
 from answer_runs import preferences
 from here import run_here
 from running import LLAMA, Run, base_config, train, write_jsonl
+from safetensors.torch import load_file
 from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import packtrain
 from packtrain.data.sources.quickstart import tokenizer
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
 from packtrain.train.optim.dither import dither_, undithered
 
 BF16 = torch.bfloat16
@@ -102,11 +103,13 @@ def test_a_model_of_anyones_loop_is_moved_and_saved_as_it_was(model: Path) -> No
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in made.named_parameters()}
     moved = packtrain.dither_weights(made)
-    assert 0 < len(moved.names) < len(before) and not any("norm" in name for name in moved.names)
+    assert 0 < len(moved.moved) < len(before) and not any("norm" in name for name in moved.moved)
     for name, weight in made.named_parameters():
-        assert weight.equal(before[name]) == (name not in moved.names) and rounded(weight).equal(before[name])
+        assert weight.equal(before[name]) == (name not in moved.moved) and rounded(weight).equal(before[name])
         assert moved.in_format(name, weight, torch.float32).equal(before[name])
         assert moved.in_format(name, weight, BF16).equal(before[name].to(BF16))
+    with pytest.raises(UserError, match="layers of a Sequential are not known"):
+        packtrain.dither_weights(torch.nn.Sequential(made))
 
 
 # Runs.
@@ -180,6 +183,15 @@ def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path
     assert re.search(r"updates that the model sees.* (1|0\.9\d*|1\.\d*) .*>= 0.5.*ok", spread.stdout), spread.stdout
 
 
+def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model, "bfloat16") | {"peft": {"kind": "lora"}}
+    assert min(seen(run_here(tmp_path, config, name="run"))) > 0.85
+    assert min(seen(run_here(tmp_path, config, "optim.dither=false", name="plain"))) < 0.65, "they begin as bfloat16"
+    still = run_here(tmp_path, config, "optim.learning_rate=0", name="still")
+    adapters = load_file(still.folder / "final" / "adapter_model.safetensors")
+    assert all(one.dtype == torch.float32 and rounded(one).equal(one) for one in adapters.values()), "as they began"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_updates_final_has_the_weights_that_were_loaded(model: Path, tmp_path: Path, dtype: str) -> None:
     exact = ["optim.bf16_rounding=never"] if dtype == "bfloat16" else []
@@ -195,6 +207,38 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(model: Path, tmp_path: Pa
     again = run_here(tmp_path, config, after, name="again")
     assert again.losses == whole.losses[3:]
     assert all(again.weights()[name].equal(weight) for name, weight in whole.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "ddp"), (2, "fsdp2")),
+        pytest.param((2, "fsdp2"), (1, "ddp"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_that_goes_on_under_another_strategy_takes_off_what_was_added(
+    model: Path, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    """Which weights are computed in bfloat16, and so were moved, depends on the strategy."""
+    config, resumed = config_of(tmp_path, model), f"trainer.resume={tmp_path}/first/checkpoints/step-000003"
+    still = "optim.learning_rate=0"
+    for (processes, strategy), name, more in ((before, "first", "trainer.max_steps=3"), (after, "run", resumed)):
+        run = train(tmp_path, config, f"strategy={strategy}", more, still, name=name, processes=processes)
+        assert all((move == 0).all() for move in learnt(run, model).values())
+
+
+@pytest.mark.parametrize(("before", "after"), [("auto", "auto"), ("stochastic", "never")])
+def test_a_run_that_goes_on_with_another_seed_or_with_masters_takes_off_what_was_added(
+    model: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    config = config_of(tmp_path, model, "float32" if before == "auto" else "bfloat16")
+    still = "optim.learning_rate=0"
+    first = run_here(tmp_path, config, still, f"optim.bf16_rounding={before}", "trainer.max_steps=3", name="first")
+    changes = ["trainer.seed=5", f"optim.bf16_rounding={after}"]
+    changes.append("trainer.resume_despite=[trainer.seed,optim.bf16_rounding]")
+    checkpoint = first.folder / "checkpoints" / "step-000003"
+    run = run_here(tmp_path, config, still, *changes, f"trainer.resume={checkpoint}", name="run")
+    assert all((move == 0).all() for move in learnt(run, model).values())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.pytorch_utils import Conv1D
 
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
 from packtrain.model.spread import layers_of
 from packtrain.monitor.heartbeat import waiting
 
@@ -69,23 +69,23 @@ def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> t
 
 @dataclass(frozen=True, slots=True)
 class Dither:
-    """The trained weights of a run, by name, that are computed in bfloat16 from float32 masters (`rounded`); those of them whose masters
-    start off the middle of their cells (`names`), by `seed`."""
+    """The trained weights of a run, by name, that are computed in bfloat16 from float32 masters (`rounded`), and those whose masters start
+    off the middle of their cells (`moved`), by `seed`: the same, unless the run has begun under another strategy."""
 
     rounded: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
+    moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     seed: int = 0
 
     def move_weights(self) -> None:
         """Moves weights that are float32 themselves, before an optimizer is made; of sharded ones this process's part."""
-        for name in sorted(self.names):
-            if (weight := self.rounded[name]).dtype == torch.float32:
+        for name, weight in self.moved.items():
+            if weight.dtype == torch.float32:
                 own, first = own_part(weight)
                 dither_(own, self.seed, name, first)
 
     def move_master(self, name: str, master: torch.Tensor, first: int | None = None) -> None:
         """Moves a new master of a 16-bit weight: from flat index `first` on, or that of its part in a sharded weight."""
-        if name in self.names:
+        if name in self.moved:
             own, start = own_part(master)
             dither_(own, self.seed, name, start if first is None else first)
 
@@ -93,8 +93,8 @@ class Dither:
         """The whole trained float32 weight of that `name` as it is saved in `dtype`: in float32 without its offset; rounded with it, which
         is the weight that was computed with. One that was not moved is rounded by chance, so that it keeps its updates in the mean."""
         if dtype == torch.float32:
-            return undithered(whole, self.seed, name) if name in self.names else whole
-        moved = name in self.names or not self.names or dtype != torch.bfloat16
+            return undithered(whole, self.seed, name) if name in self.moved else whole
+        moved = name in self.moved or not self.moved or dtype != torch.bfloat16
         return (whole if moved else dithered(whole, self.seed, name)).to(dtype)
 
 
@@ -102,40 +102,45 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
     """For anyone's training loop under autocast to bfloat16: moves the float32 weights of `model`, on one process or each process of
     DDP, before its optimizer is made and its trainer sees it.
 
-    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it.
+    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it. Raises UserError if it has no layers that are known.
     """
-    dither = choose_dither(model, autocast=torch.bfloat16, sharded=False, wanted=True, seed=seed)
+    if not layers_of(model):
+        what = f"the layers of a {type(model).__name__} are not known"
+        raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
+    rounded = rounded_weights(model, torch.bfloat16, sharded=False)
+    dither = Dither(rounded, exact_in_bfloat16(rounded), seed)
     dither.move_weights()
     return dither
 
 
-def choose_dither(model: nn.Module, *, autocast: torch.dtype | None, sharded: bool, wanted: bool, seed: int) -> Dither:
-    """The masters to move, if `wanted`: of weights that are exact in bfloat16, which those are that were loaded from such a file.
+def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: bool) -> dict[str, torch.Tensor]:
+    """The trained weights that are computed in bfloat16 from float32 masters.
 
     16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
     `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
-    the output head are left alone there. Adapters are float32, begin small and are not moved. Called by all processes that share weights.
+    the output head are left alone there. Adapters are float32, but begin as numbers in the format of their base.
     """
-    trained = {
-        name: weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name
-    }
     parts = (module for layer in layers_of(model) for module in layer.modules())
     inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
-    rounded = {
+    return {
         name: weight
-        for name, weight in trained.items()
-        if weight.dtype == torch.bfloat16
-        or (weight.dtype == torch.float32 and autocast == torch.bfloat16 and (sharded or id(weight) in inside))
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and (weight.dtype == torch.bfloat16 or (autocast == torch.bfloat16 and (sharded or id(weight) in inside)))
     }
-    if not (wanted and rounded):
-        return Dither(rounded)
-    device = next(iter(rounded.values())).device
-    inexact = torch.tensor([not _is_exact(weight) for weight in rounded.values()], dtype=torch.int32, device=device)
-    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_tensor") for weight in rounded.values()):
+
+
+def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of `weights` that are, as all are that were loaded from such a file. Called by all processes that share weights."""
+    if not weights:
+        return {}
+    device = next(iter(weights.values())).device
+    inexact = torch.tensor([not _is_exact(weight) for weight in weights.values()], dtype=torch.int32, device=device)
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_tensor") for weight in weights.values()):
         with waiting("the formats of all ranks"):
             torch.distributed.all_reduce(inexact)
-    names = frozenset(name for name, others in zip(rounded, inexact.tolist(), strict=True) if not others)
-    return Dither(rounded, names, seed)
+    return {name: weights[name] for name, others in zip(weights, inexact.tolist(), strict=True) if not others}
 
 
 def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -100,7 +100,7 @@ def expected_share(dither: Dither, rate: float) -> float | None:
         own, first = own_part(weight)
         if count := len(own):
             before = own[:_SAMPLE].float().clone()
-            if name in dither.names:
+            if name in dither.moved:
                 dither_(before, dither.seed, name, first)
             after = before.clone()
             after[::2] += rate

@@ -170,7 +170,7 @@ def _load(run: Prepared) -> Prepared:
     """The model as training loads and spreads it, with its reference."""
     with loading_whole():  # a second time after ZeRO-3
         load(run)
-        settle_precision(run)
+        settle_precision(run, {})
     spread_model(run)
     return run
 
