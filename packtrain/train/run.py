@@ -338,8 +338,9 @@ def _training_steps(run: Run) -> Steps:
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
     """The masters that are to start off the middle of their cells; says so."""
-    dither, other = masters_of(run.prepared), "raise optim.learning_rate, or set trainer.mixed_precision=no"
-    trainer.seen_updates.advice = f"set optim.dither=auto, {other}" if run.config.optim.dither == "no" else other
+    dither, more = masters_of(run.prepared), "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them"
+    more = "set optim.dither=auto" if run.config.optim.dither == "no" else more
+    trainer.seen_updates.advice = f"{more}, raise optim.learning_rate, or set trainer.mixed_precision=no"
     if dither.moved:
         run.log.fact("dither", f"{counted(len(dither.moved), 'weights')} start off the middle of their bfloat16 cells")
     return dither

@@ -185,11 +185,15 @@ def test_verify_tells_what_share_of_an_update_will_be_seen(model: Path, tmp_path
 
 def test_adapters_of_a_bfloat16_base_see_their_updates_too(model: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, model, "bfloat16") | {"peft": {"kind": "lora"}}
-    assert min(seen(run_here(tmp_path, config, name="run"))) > 0.85
+    file = "adapter_model.safetensors"
+    run = run_here(tmp_path, config, name="run")
+    assert min(seen(run)) > 0.85
     assert min(seen(run_here(tmp_path, config, "optim.dither=false", name="plain"))) < 0.65, "they begin as bfloat16"
-    still = run_here(tmp_path, config, "optim.learning_rate=0", name="still")
-    adapters = load_file(still.folder / "final" / "adapter_model.safetensors")
-    assert all(one.dtype == torch.float32 and rounded(one).equal(one) for one in adapters.values()), "as they began"
+    still = load_file(run_here(tmp_path, config, "optim.learning_rate=0", name="still").folder / "final" / file)
+    assert all(one.dtype == torch.float32 and rounded(one).equal(one) for one in still.values()), "as they began"
+    trained, masters = (load_file(run.folder / place / file) for place in ("final", "checkpoints/step-000006"))
+    for name, weight in trained.items():
+        assert weight.equal(masters[name]) == ("lora_B" in name), "what began as zero has no offset"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,6 +13,7 @@ it: the same on any number of processes and under any strategy.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -122,25 +123,28 @@ def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: 
     """
     parts = (module for layer in layers_of(model) for module in layer.modules())
     inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return {
         name: weight
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-        and weight.dtype in (torch.bfloat16, torch.float32)
-        and (weight.dtype == torch.bfloat16 or (autocast == torch.bfloat16 and (sharded or id(weight) in inside)))
+        for name, weight in trained.items()
+        if weight.dtype == torch.bfloat16
+        or (weight.dtype == torch.float32 and autocast == torch.bfloat16 and (sharded or id(weight) in inside))
     }
 
 
 def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of `weights` that are, as all are that were loaded from such a file. Called by all processes that share weights."""
+    """Those of `weights` that are, as all are that were loaded from such a file, but for those that are zero as a whole, as adapters begin:
+    no offset could be told from what they learn. Called by all processes that share weights."""
     if not weights:
         return {}
     device = next(iter(weights.values())).device
-    inexact = torch.tensor([not _is_exact(weight) for weight in weights.values()], dtype=torch.int32, device=device)
+    found = [(not _is_exact(weight), own_part(weight)[0].any().item()) for weight in weights.values()]
+    counts = torch.tensor(found, dtype=torch.int32, device=device)
     if any(isinstance(weight, DTensor) or hasattr(weight, "ds_tensor") for weight in weights.values()):
         with waiting("the formats of all ranks"):
-            torch.distributed.all_reduce(inexact)
-    return {name: weights[name] for name, others in zip(weights, inexact.tolist(), strict=True) if not others}
+            torch.distributed.all_reduce(counts)
+    moved = [filled and not inexact for inexact, filled in counts.tolist()]
+    return dict(itertools.compress(weights.items(), moved))
 
 
 def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
