@@ -20,10 +20,13 @@ from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
+from packtrain.model.weights.slices import let_copy
 from packtrain.plan.known_model import is_adapted, is_at
 
 _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's names of what a model is for, by whether it has a score in place of the output head."""
+_HEADS = ("classifier", "score")
+"""What PEFT copies of the latter."""
 
 
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
@@ -33,6 +36,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
 
     torch.manual_seed(seed)
     check_layer_names(model, peft)
+    let_copy(model, [*peft.modules_to_save, *_HEADS])
     with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
         return _head_is_free(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
 
@@ -104,6 +108,7 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
     check_model_folder(place)
     with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
         settings = PeftConfig.from_pretrained(str(place))
+        let_copy(model, [*(settings.modules_to_save or []), *_HEADS])
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)

@@ -187,6 +187,20 @@ def test_copies_on_two_machines_train_as_one_process_and_go_on_as_one_group(fold
     assert_same(again, alone)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.exhaustive)])
+def test_a_head_that_is_trained_in_full_beside_adapters_is_a_copy_of_its_slices(folder: Path, strategy: str) -> None:
+    config = {**config_of(folder), "peft": {"kind": "lora", "modules_to_save": ["lm_head"]}}
+    one = train(folder, config, name=f"adapted-{strategy}-one")
+    two = train(folder, config, f"strategy={strategy}", name=f"adapted-{strategy}", processes=2)
+    assert two.losses == pytest.approx(one.losses, rel=1e-6) and one.losses[-1] < one.losses[0]
+    config["model"]["path"] = str(one.folder / "final")
+    on = [
+        train(folder, config, f"strategy={how}", name=f"adapted-{strategy}-on-{how}", processes=processes)
+        for how, processes in (("ddp", 1), (strategy, 2))
+    ]
+    assert on[1].losses == pytest.approx(on[0].losses, rel=1e-6) and on[0].losses[0] < one.losses[0]
+
+
 def test_a_weight_in_another_shape_is_refused_on_all_ranks(folder: Path, tmp_path: Path) -> None:
     for file in (folder / "model").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -92,6 +92,14 @@ def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
         torch.utils.swap_tensors(made, nn.Parameter(read, requires_grad=weight.requires_grad))
 
 
+def let_copy(model: nn.Module, modules: list[str]) -> None:
+    """Makes slices that are views of their file plain tensors, in modules whose names end so: a DTensor whose part begins within a storage
+    has an address, and deepcopy then looks for a storage of its own."""
+    for names, weight in _sliced(model).items():
+        if weight.storage_offset() and any(name.rpartition(".")[0].endswith((*modules,)) for name in names):
+            put_weight(model, names, _like(weight, weight.to_local().clone()), weight.requires_grad)
+
+
 def _sliced(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
     return {names: weight for names, weight in _named(model).items() if isinstance(weight, DTensor)}
 
