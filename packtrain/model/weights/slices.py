@@ -93,8 +93,8 @@ def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
 
 
 def let_copy(model: nn.Module, modules: list[str]) -> None:
-    """Makes slices that are views of their file plain tensors, in modules whose names end so: a DTensor whose part begins within a storage
-    has an address, and deepcopy then looks for a storage of its own."""
+    """Gives slices that are views of their file a storage of their own, in modules whose names end so: a DTensor of such a view has an
+    address that is not 0, and deepcopy then looks for a storage where there is none."""
     for names, weight in _sliced(model).items():
         if weight.storage_offset() and any(name.rpartition(".")[0].endswith((*modules,)) for name in names):
             put_weight(model, names, _like(weight, weight.to_local().clone()), weight.requires_grad)
