@@ -108,7 +108,7 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
     check_model_folder(place)
     with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
         settings = PeftConfig.from_pretrained(str(place))
-        let_copy(model, [*(settings.modules_to_save or []), *_HEADS])
+        let_copy(model, [*(getattr(settings, "modules_to_save", None) or []), *_HEADS])
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
