@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import packtrain
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.train.optim.dither import dither_, undithered
+from packtrain.train.optim.dither import dither_, exact_in_bfloat16, undithered
 
 BF16 = torch.bfloat16
 EDGES = [1.0, 2.0, -1.0, 0.5, 0.0, -0.0, 1e-40, -1e-39, torch.finfo(BF16).max, torch.finfo(BF16).tiny, 3e-38]
@@ -78,6 +78,12 @@ def test_an_update_is_seen_in_the_mean_at_powers_of_two_as_well(weights: torch.T
         assert share_seen == pytest.approx(1, abs=0.25 if share < 0.01 else 0.1)
         plain = rounded(middle + update) - middle
         assert not plain.any()
+
+
+def test_what_begins_as_zeros_is_moved_where_final_is_the_bfloat16_weights_themselves() -> None:
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    given = {"full": ones, "inexact": ones / 3, "adapter": zeros, "bias": zeros.to(BF16)}
+    assert exact_in_bfloat16(given).keys() == {"full", "bias"}
 
 
 @pytest.mark.parametrize("through_bfloat16", [True, False])

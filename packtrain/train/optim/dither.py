@@ -133,12 +133,15 @@ def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: 
 
 
 def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of `weights` that are, as all are that were loaded from such a file, but for those that are zero as a whole, as adapters begin:
-    no offset could be told from what they learn. Called by all processes that share weights."""
+    """Those of `weights` that are exact in bfloat16, as all from such a file are, but for float32 ones that are zero as a whole, as half of
+    the adapters begin: zeros are not moved, and final/ would take off what was not added. Called by all processes that share weights."""
     if not weights:
         return {}
     device = next(iter(weights.values())).device
-    found = [(not _is_exact(weight), own_part(weight)[0].any().item()) for weight in weights.values()]
+    found = [
+        (not _is_exact(weight), weight.dtype == torch.bfloat16 or own_part(weight)[0].any().item())
+        for weight in weights.values()
+    ]
     counts = torch.tensor(found, dtype=torch.int32, device=device)
     if any(isinstance(weight, DTensor) or hasattr(weight, "ds_tensor") for weight in weights.values()):
         with waiting("the formats of all ranks"):
