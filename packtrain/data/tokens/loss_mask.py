@@ -10,7 +10,8 @@ ends), both sides are tokenised separately, as they are when the model is asked.
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused; encode.py then takes the training version).
 
-The role's header before an answer, white space after its end and turns of weight 0 are not trained. Refused: marks over what
+The role's header before an answer, an empty thought in front of it, white space after its end and turns of weight 0 are not
+trained. Where no trained turn has a thought, the template is told that thinking is off. Refused: marks over what
 the user or the system says, turns that do not end in a control token (the model would not learn to stop), and a template that
 leaves out an answer, a thought, a call or the tools.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
@@ -18,9 +19,10 @@ Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TR
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -41,6 +43,9 @@ TEMPLATE_ADVICE = (
     "If turns end in <|im_end|>: data.chat_template=qwen3_instruct_2507 (has tools) or qwen3_training (has thoughts, too); "
     "in <|eot_id|>: llama3_1 (tools); in <|call|>: gptoss. Or remove them from the data."
 )
+THINKING_OFF = {"enable_thinking": False, "thinking": False}
+"""Variables that have templates ask for an answer without a thought; DeepSeek and Granite read the second."""
+_EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
 
@@ -57,22 +62,23 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
         when ids or targets are uncertain.
         """
-        given, conversation = conversation, rewrite_for_template(self.template.text, conversation)
+        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
+        wanted = turns
+        if loss_on == "completion":
+            first = conversation.answer_from
+            wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
+        given = _without_thinking(conversation, wanted)
+        conversation = rewrite_for_template(self.template.text, given)
         text, marks = self._render(conversation)
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
-        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
         if loss_on == "all":
             if untrained:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
             self._check_said(given, turns[-1:], text, text)
             return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
-        wanted = turns
-        if loss_on == "completion":
-            first = conversation.answer_from
-            wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
@@ -112,17 +118,24 @@ class ChatEncoder:
         if not has_marks(self.template.text) and self.template.marked is not None:
             twin_text, twin_marks = self._render(conversation, template=self.template.marked)
             marks = twin_marks if twin_text == text else []
-        marks = [span for span in (self._strip_header(text, span) for span in marks) if span[0] < span[1]]
+        thinks = any(conversation.variables.get(switch) for switch in THINKING_OFF)
+        strip = partial(self._strip_header, text, thinks)
+        marks = [span for span in map(strip, marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._find_span_by_prefixes(conversation, text, turn) for turn in wanted], True
+        return [strip(self._find_span_by_prefixes(conversation, text, turn)) for turn in wanted], True
 
     def _find_span_by_prefixes(self, conversation: Conversation, text: str, turn: int) -> Span:
         messages, place = conversation.messages, f"messages[{turn}]"
         try:
             before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
+            if not text.startswith(before) and THINKING_OFF.items() <= conversation.variables.items():
+                # some templates ask with an empty thought, and leave it out of the answer
+                given = {key: value for key, value in conversation.variables.items() if key not in THINKING_OFF}
+                conversation = replace(conversation, variables=given)
+                before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(UNVERIFIED, what, place, ADVICE) from bad
@@ -134,26 +147,34 @@ class ChatEncoder:
             raise BadRow(UNVERIFIED, what, place, ADVICE)
         return len(before), len(before) + len(through[len(before) :].rstrip())
 
-    def _strip_header(self, text: str, span: Span) -> Span:
-        """The span without the role's header, or the part of it that it contains."""
+    def _strip_header(self, text: str, thinks: bool, span: Span) -> Span:
+        """Return the span without the role's header and, unless the row `thinks`, an empty thought."""
         start, end = span
-        for inside in range(len(self._header) + 1):
-            before = start + inside - len(self._header)
-            if before >= 0 and text.startswith(self._header, before):
-                return min(start + inside, end), end
-        return span
+        for header in self._headers[thinks:]:
+            for inside in range(len(header) + 1):
+                before = start + inside - len(header)
+                if before >= 0 and text.startswith(header, before):
+                    start = min(start + inside, end)
+                    break
+        empty = None if thinks else _EMPTY_THOUGHT.match(text, start, end)
+        return (empty.end() if empty else start), end
 
     @cached_property
-    def _header(self) -> str:
-        """The text before every answer: the generation prompt, without an opening <think>, as answers may have no thought."""
+    def _headers(self) -> tuple[str, str]:
+        """Generation prompts, which stand before every answer: with thinking off, and up to an opening <think>."""
         question = {"role": "user", "content": "question"}
-        plain, asked = self._probe(question), self._probe(question, generation_prompt=True)
-        return asked.removeprefix(plain).split("<think>")[0] if plain and asked.startswith(plain) else ""
+        asked = [
+            (self._probe(question, **how), self._probe(question, generation_prompt=True, **how))
+            for how in (THINKING_OFF, {})
+        ]
+        off, plain = (ask.removeprefix(said) if said and ask.startswith(said) else "" for said, ask in asked)
+        return "" if off.rstrip().endswith("<think>") else off, plain.split("<think>")[0]
 
-    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False) -> str:
+    def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
         """The messages as the template renders them, "" where it refuses them."""
         with suppress(BadRow):
-            return self._render(Conversation([*messages]), generation_prompt=generation_prompt)[0]
+            conversation = Conversation([*messages], variables=variables)
+            return self._render(conversation, generation_prompt=generation_prompt)[0]
         return ""
 
     def render(self, conversation: Conversation) -> str:
@@ -297,6 +318,14 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
             fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
+
+
+def _without_thinking(conversation: Conversation, wanted: list[int]) -> Conversation:
+    """Return the conversation with thinking off, unless a `wanted` turn has a thought or the row itself decides."""
+    silent = not any(_find_thought(conversation.messages[turn]) for turn in wanted)
+    chosen = conversation.variables.keys() & THINKING_OFF.keys()
+    variables = {**conversation.variables, **THINKING_OFF}
+    return replace(conversation, variables=variables) if silent and not chosen else conversation
 
 
 def _find_thought(message: dict[str, Any]) -> str:

@@ -14,10 +14,12 @@ from tokenizers import normalizers
 from transformers import CanineTokenizer
 
 from packtrain.config.rules.paths_and_packages import template_names
+from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template
 from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, rewrite_for_template
+from packtrain.data.tokens.encode import Encoder
 from packtrain.data.tokens.loss_mask import UNVERIFIED, ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
@@ -82,6 +84,12 @@ def trained_by(name: str, messages: list[dict[str, Any]], loss_on: Any = "assist
     return [text.rstrip() for text in runs_of(chat, tokenizer, Conversation(messages, TOOLS), loss_on)]
 
 
+def trained_by_text(text: str, messages: list[dict[str, Any]], **variables: Any) -> list[str]:
+    tokenizer = tokenizer_for(text)
+    chat = ChatEncoder(plain_tokenizer(tokenizer), Template(text, None))
+    return runs_of(chat, tokenizer, Conversation(messages, variables=variables))
+
+
 FIRST, SECOND = TURNS[1]["content"], TURNS[3]["content"]
 WANTED = {
     "llama3": [f"{FIRST}<|eot_id|>", f"{SECOND}<|eot_id|>"],
@@ -103,9 +111,8 @@ def test_every_assistant_turn_is_trained_through_its_end_token_and_nothing_else(
 
 @pytest.mark.parametrize("style", [*WANTED, "qwen3"])
 def test_completion_trains_only_the_last_answer(style):
-    think = "<think>\n\n</think>\n\n" if style == "qwen3" else ""
     lead = " " if style == "mistral" else ""
-    assert trained(style, Conversation(TURNS), loss_on="completion") == [f"{lead}{think}{SECOND}{STYLES[style].end}"]
+    assert trained(style, Conversation(TURNS), loss_on="completion") == [f"{lead}{SECOND}{STYLES[style].end}"]
 
 
 @pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
@@ -143,7 +150,7 @@ REFUSED_NAMES = {
     "qwen3_5_think",
     "qwen3_6",
 }  # no end token; rewritten history
-SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
+SPOKEN = ("<|channel|>", " to=user", "\n")  # a model says these before its answer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -288,13 +295,12 @@ def test_a_tokenizer_written_in_python_is_refused():
 
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
-NO_THOUGHT = "<think>\n\n</think>\n\n"
 COMMENTARY = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "%s"}<|call|>'
 MISTRAL = '{"name": "weather", "arguments": {"city": "%s"}, "id": "call0000%d"}'
 ONE_CALL = {
     "qwen2_5": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "qwen3_instruct_2507": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
-    "qwen3_training": [NO_THOUGHT + HERMES % "Paris" + "<|im_end|>", NO_THOUGHT + "It is sunny.<|im_end|>"],
+    "qwen3_training": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "llama3_1": ['{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>', "It is sunny.<|eot_id|>"],
     "hermes": [HERMES % "Paris" + "<|im_end|>", "It is sunny.<|im_end|>"],
     "gptoss": [COMMENTARY % "Paris", "<|channel|>final<|message|>It is sunny.<|return|>"],
@@ -312,7 +318,7 @@ def test_a_call_and_the_answer_are_trained_through_their_end_tokens_and_nothing_
 
 TWO = {
     "qwen2_5": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
-    "qwen3_training": f"{NO_THOUGHT}{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
+    "qwen3_training": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "hermes": f"{HERMES % 'Paris'}\n{HERMES % 'Rome'}<|im_end|>",
     "mistral_v3": f"[TOOL_CALLS] [{MISTRAL % ('Paris', 1)}, {MISTRAL % ('Rome', 2)}]<EOS>",
 }
@@ -350,7 +356,7 @@ THOUGHT = "<think>\nHm, Paris.\n</think>\n\n"
 def test_thoughts_are_trained_where_the_template_has_them(name):
     thought = {"reasoning_content": "Hm, Paris."}
     messages = [ASK, calls("Paris", **thought), result(), {**END, **thought}]
-    wanted = [THOUGHT + text.removeprefix(NO_THOUGHT) for text in ONE_CALL["qwen3_training"]]
+    wanted = [THOUGHT + text for text in ONE_CALL["qwen3_training"]]
     assert [text.replace("\n\n\n", "\n\n") for text in trained_by(name, messages)] == wanted
 
 
@@ -402,3 +408,63 @@ def test_a_thought_goes_into_the_content_where_the_template_looks_for_it():
     )
     conversation = Conversation([ASK, {**END, "reasoning_content": "Hm."}])
     assert trained("smollm", conversation, Template(text, None)) == ["<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"]
+
+
+SWITCHED = """{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif -%}
+{{ '<|im_start|>system\n' + ('/think' if enable_thinking else '/no_think') + '<|im_end|>\n' }}
+{%- for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' }}
+{{- ('' if enable_thinking else '<think>\n\n</think>\n') + m.content + '<|im_end|>\n' }}{% endgeneration %}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor -%}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('' if enable_thinking else '<think>\n\n</think>\n') }}{% endif %}"""
+DEEPSEEK = """{%- if not thinking is defined %}{% set thinking = false %}{% endif -%}{{ bos_token }}
+{%- for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}
+{{- '<｜Assistant｜></think>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor -%}
+{% if add_generation_prompt %}{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"""
+ALWAYS = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}
+{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor -%}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+LEFT_OUT = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor -%}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{% endif %}"""
+MADE = {"as SmolLM3": SWITCHED, "as DeepSeek V3.1": DEEPSEEK, "no switch": ALWAYS}
+CLOSES = {"no switch": "\n</think>\n\n"}
+ENDS = {"as DeepSeek V3.1": "<｜end▁of▁sentence｜>"}
+THINKERS = [name for name in template_names() if name.startswith(("qwen3", "glm", "nemotron")) and "_vl" not in name]
+
+
+def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_thinking_off():
+    """The words and the end of an answer without a thought are trained, also where the row turns thinking off."""
+    assert len(THINKERS) >= 20
+    for name in [*THINKERS, *MADE]:
+        tokenizer = tokenizer_for(MADE.get(name) or shipped(name))
+        prepared = Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), Data(train="rows"), "sft")
+        rows: Any = {("messages", 1): {"messages": TURNS[:2]}}
+        rows["prompt_completion", 3] = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+        for (kind, turn), row in rows.items():
+            for variables in ({}, {"enable_thinking": False}):
+                [(ids, mask)], _ = prepared.encode_row({**row, "chat_template_kwargs": variables}, kind)
+                asked = tokenizer.apply_chat_template(
+                    TURNS[:turn], add_generation_prompt=True, enable_thinking=False, tokenize=False
+                )
+                assert isinstance(asked, str)
+                start = int(np.argmax(mask))
+                assert mask[start:].nonzero()[0].tolist() == [*range(mask.sum())]
+                assert tokenizer.decode(ids[:start].tolist()) == asked + CLOSES.get(name, ""), name
+                lead, end = ("\n", "<|user|>") if name.startswith("glm") else ("", ENDS.get(name, "<|im_end|>"))
+                assert tokenizer.decode(ids[mask].tolist()) == f"{lead}{TURNS[turn]['content']}{end}", name
+
+
+def test_a_template_that_leaves_the_empty_thought_out_of_answers_is_asked_with_thinking_on_or_refused():
+    assert trained("smollm", Conversation(TURNS[:2]), Template(LEFT_OUT, None)) == [f"{FIRST}<|im_end|>"]
+    with pytest.raises(BadRow, match=UNVERIFIED):
+        trained("smollm", Conversation(TURNS[:2], variables={"enable_thinking": False}), Template(LEFT_OUT, None))
+
+
+@pytest.mark.parametrize("name", ["qwen3_training", "qwen3_6_training"])
+def test_of_turns_with_and_without_thoughts_only_thoughts_are_trained(name):
+    """A row that asks for thinking trains the empty thought: the model itself says it."""
+    thinking = [TURNS[0], {**TURNS[1], "reasoning_content": "Hm."}, *TURNS[2:]]
+    first, second = trained_by_text(shipped(name), thinking)
+    assert first.startswith("<think>") and "Hm." in first and second == f"{SECOND}<|im_end|>"
+    both = trained_by_text(shipped(name), TURNS, enable_thinking=True)
+    assert all(re.match(r"<think>\s*</think>", said) for said in both) and len(both) == 2

@@ -26,8 +26,8 @@ PARIS = {"name": "weather", "arguments": {"city": "Paris 中"}}
 ROME = {"name": "weather", "arguments": {"city": "Rome"}}
 TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 TWO = f"{TEXT % 'Paris 中'}\n{TEXT % 'Rome'}<|im_end|>"
-NO_THOUGHT, THOUGHT = "<think>\n\n</think>\n\n", "<think>\nHm.\n</think>\n\n"
-SUNNY = f"{NO_THOUGHT}It is sunny.<|im_end|>"
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+SUNNY = "It is sunny.<|im_end|>"
 
 
 def trained(path: str, **keys: Any) -> list[str]:
@@ -68,12 +68,12 @@ ONE = f"{TEXT % 'Paris 中'}<|im_end|>"
 HUMAN, GPT = ("human", ASK["content"]), ("gpt", END["content"])
 SEEN = ("observation", "25 degrees")
 CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "objects": (of(ASK, called(PARIS), RESULT, END), [NO_THOUGHT + ONE, SUNNY]),
+    "objects": (of(ASK, called(PARIS), RESULT, END), [ONE, SUNNY]),
     "OpenAI": (
         of(ASK, called(wrapped(PARIS, id="call_x"), content=None), {**RESULT, "tool_call_id": "call_x"}, END),
-        [NO_THOUGHT + ONE, SUNNY],
+        [ONE, SUNNY],
     ),
-    "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [NO_THOUGHT + TWO, SUNNY]),
+    "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [TWO, SUNNY]),
     "OpenAI's earlier function_call": (
         of(
             ASK,
@@ -81,14 +81,14 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
             {"role": "function", "name": "weather", "content": "25 degrees"},
             END,
         ),
-        [NO_THOUGHT + ONE, SUNNY],
+        [ONE, SUNNY],
     ),
     "no arguments": (
         of(ASK, called({"name": "weather", "arguments": ""})),
-        [NO_THOUGHT + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'],
+        ['<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'],
     ),
-    "sharegpt": (turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT), [NO_THOUGHT + ONE, SUNNY]),
-    "sharegpt, parallel": (turns(HUMAN, ("function_call", json.dumps([PARIS, ROME]))), [NO_THOUGHT + TWO]),
+    "sharegpt": (turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT), [ONE, SUNNY]),
+    "sharegpt, parallel": (turns(HUMAN, ("function_call", json.dumps([PARIS, ROME]))), [TWO]),
     "ms-swift": (
         of(
             ASK,
@@ -96,7 +96,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
             *({"role": "tool_response", "content": "25"},) * 2,
             END,
         ),
-        [NO_THOUGHT + TWO, SUNNY],
+        [TWO, SUNNY],
     ),
     "parts": (
         of(
@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "xlam": (
         {"query": ASK["content"], "answers": json.dumps([PARIS, ROME]), "tools": json.dumps([WEATHER])},
-        [NO_THOUGHT + TWO],
+        [TWO],
     ),
     "reasoning_content": (of(ASK, {**END, "reasoning_content": "Hm."}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "thinking": (of(ASK, {**END, "thinking": "Hm.", "reasoning": None}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
@@ -199,7 +199,10 @@ def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
     row = {"chosen_messages": talk("there"), "rejected_messages": talk("you")}
     data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
     train = prepare(data, TOKENIZER, "dpo", seed=0).train
-    assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}there<|im_end|>\n"
+    assert (
+        TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask])
+        == "<think>\n\n</think>\n\nthere<|im_end|>\n"
+    )
     row["rejected_messages"][2]["loss_weight"] = 0.0
     with pytest.raises(UserError, match=r"1, rejected_messages: "):
         prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, "dpo", seed=0)
@@ -212,7 +215,7 @@ def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and
     train = prepare(data, own, seed=0).train
     assert (train.report.kept, train.report.retold) == (3, 2)
     found = [own.decode(train[at].input_ids[train[at].loss_mask]).replace("\n<think>", "<think>") for at in range(3)]
-    assert [one.rstrip("\n") for one in found] == [SUNNY, SUNNY + SUNNY, NO_THOUGHT + ONE + SUNNY]
+    assert [one.rstrip("\n") for one in found] == [SUNNY, SUNNY + SUNNY, ONE + SUNNY]
     last = prepare(replace(data, loss_on="completion"), own, seed=0).train
     assert last.report.retold == 0
     assert all(own.decode(last[at].input_ids[last[at].loss_mask]) == SUNNY for at in range(3))
