@@ -6,7 +6,7 @@ All become {"role", "content"} with the content as one string, and of what an as
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
-    weight              0 where the turn is not to be trained, also written `loss_weight`, `train` or `loss`
+    weight              0 where the turn is not to be trained, also by another key of WEIGHTS or MASKED, or in all of its parts
 
 tokens/chat_template.py puts that where a template reads it. Roles are checked: most templates render any role, so a misspelt
 one would silently go untrained. Sources: transformers' guide to chat templates, OpenAI's API, LLaMA-Factory, ms-swift.
@@ -42,7 +42,13 @@ PARTS = {
 }
 """Types of parts, in the order of an assistant's turn, and the keys that they go to."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-WEIGHTS = ("weight", "loss_weight", "train", "loss")
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
+MASKED = ("masked",)
+"""Of torchtune: true where the turn is not trained."""
+WHOLE = "packtrain trains a whole turn or none of it"
+_WEIGHT = re.compile(
+    r"(\w+_)?(train(able|ed|ing)?|loss(es)?|mask(ed|s)?|weights?)(_(mask|scale|weight|detail|on|turn)s?)*"
+)
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
@@ -89,9 +95,9 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
         message.pop("content", None)
         message |= read_calls(value[what], f"{where}.{what}")
     message["role"] = _read_role(role, who, row.roles, f"{where}.{who}")
+    _set_weight(message, where, what)
     if isinstance(message.get("content"), list):
         message = _join_parts(message, f"{where}.{what}")
-    _set_weight(message, where)
     if calls := _read_tool_calls(message.pop("tool_calls", None) or [], f"{where}.tool_calls"):
         message["tool_calls"] = calls
     content = message.get("content")
@@ -125,24 +131,42 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
     raise BadRow("unknown role", what, where, fix)
 
 
-def _set_weight(message: dict[str, Any], where: str) -> None:
+def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
     """Leave `weight` 0 where an assistant's turn is not trained, and no other weight."""
-    if message.get("train_detail"):  # axolotl's
-        fix = "Set weight to 0 for all of the turn, or remove train_detail to train it."
-        raise BadRow("weight", "packtrain trains a whole turn or none of it", f"{where}.train_detail", fix)
-    given = {key: message.pop(key) for key in WEIGHTS if key in message}
-    for key, weight in given.items():
+    given = _take_weights(message, where, message["role"])
+    if isinstance(parts := message.get("content"), list):
+        places = ((part, f"{where}.{inside}[{at}]") for at, part in enumerate(parts) if isinstance(part, dict))
+        taken = [_take_weights({**part}, place, message["role"]) for part, place in places]
+        weights = {weight for one in taken if any(taken) for weight in one.values() or [1]}
+        if len(weights) > 1 and message["role"] == "assistant" and 0 not in given.values():
+            fix = "Give all parts one weight, or write them as turns of their own."
+            raise BadRow("weight", f"parts of this turn differ, and {WHOLE}", f"{where}.{inside}", fix)
+        if len(weights) == 1:
+            given["its parts"] = weights.pop()
+    if len({*given.values()}) > 1:
+        raise BadRow("weight", f"{' and '.join(given)} differ", where, "Keep one.")
+    if message["role"] == "assistant" and 0 in given.values():
+        message["weight"] = 0
+
+
+def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int]:
+    """Remove the weights of a turn or a part and return them, 0 or 1 by key; raises BadRow for others."""
+    given = dict[str, int]()
+    for key in [key for key in value if _WEIGHT.fullmatch(key)]:
+        weight = value.pop(key)
+        if weight is None or weight == []:
+            continue
+        if key not in (*WEIGHTS, *MASKED):
+            what = f"{key!r} chooses what is trained, but {WHOLE}"
+            raise BadRow("weight", what, f"{where}.{key}", "Write weight: 0 or 1 for all of the turn, or remove it.")
         if not isinstance(weight, (int, float)) or weight not in (0, 1):
             what = f"expected 0 or 1 (a turn is trained or not), found {weight!r}"
             raise BadRow("weight", what, f"{where}.{key}")
-        if weight and message["role"] != "assistant":
-            said = f"what the {message['role']} says"
-            what = f"the weight asks to train {said}, but only the assistant's turns are trained"
+        given[key] = int(weight) ^ (key in MASKED)
+        if given[key] and role != "assistant":
+            what = f"it asks to train what the {role} says, but only the assistant's turns are trained"
             raise BadRow("weight", what, f"{where}.{key}", "Set it to 0, or data.loss_on=all to train everything.")
-    if len(set(map(bool, given.values()))) > 1:
-        raise BadRow("weight", f"{' and '.join(given)} differ", where, "Keep one.")
-    if message["role"] == "assistant" and given and not any(given.values()):
-        message["weight"] = 0
+    return given
 
 
 def _set_thought(message: dict[str, Any], where: str) -> None:

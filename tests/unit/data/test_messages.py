@@ -14,6 +14,7 @@ from data_tokenizers import shipped, tokenizer_for
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row
 from packtrain.data.formats.conversations import Conversation, read_row
+from packtrain.data.formats.messages import WEIGHTS
 from packtrain.data.prepare import prepare
 from packtrain.errors import UserError
 
@@ -165,6 +166,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a thought of numbers": (of(ASK, {**END, "reasoning": 7}), "messages[1].reasoning"),
     "half a weight": (of(ASK, {**END, "weight": 0.5}), "messages[1].weight"),
     "weights within a turn": (of(ASK, {**END, "train_detail": [{}]}), "messages[1].train_detail"),
+    "a part that is not trained": (
+        of(ASK, {**END, "content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]}),
+        "messages[1].content",
+    ),
+    "a thought that is not trained": (
+        of(
+            ASK, {**END, "content": [{"type": "thinking", "thinking": "a", "weight": 0}, {"type": "text", "text": "b"}]}
+        ),
+        "messages[1].content",
+    ),
+    "a part's half weight": (
+        of(ASK, {**END, "content": [{"type": "text", "text": "a", "loss_weight": 0.5}]}),
+        "messages[1].content[0].loss_weight",
+    ),
+    "a user's part to train": (
+        of({**ASK, "content": [{"type": "text", "text": "a", "train": True}]}, END),
+        "messages[0].content[0].train",
+    ),
+    "axolotl's spans": (of(ASK, {**END, "training_detail": [{"begin_offset": 0}]}), "messages[1].training_detail"),
+    "axolotl's spans of a thought": (
+        of(ASK, {**END, "reasoning_training_detail": [{}]}),
+        "messages[1].reasoning_training_detail",
+    ),
+    "ms-swift's scale": (of(ASK, {**END, "loss_scale": 2.0}), "messages[1].loss_scale"),
+    "a mask by token": (of(ASK, {**END, "loss_mask": [0, 1]}), "messages[1].loss_mask"),
+    "a user that torchtune trains": (of({**ASK, "masked": False}, END), "messages[0].masked"),
+    "an unclear mask": (of(ASK, {**END, "mask": 1}), "messages[1].mask"),
+    "an unknown word": (of(ASK, {**END, "should_train": False}), "messages[1].should_train"),
+    "parts and their turn": (
+        of(ASK, {**END, "train": True, "content": [{"type": "text", "text": "a", "weight": 0}]}),
+        "messages[1]",
+    ),
     "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "messages[1]"),
     "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight"),
     "xlam without calls": (xlam("[]"), "answers"),
@@ -185,6 +218,28 @@ def test_a_turn_that_is_not_to_be_trained_contradicts_training_all(tmp_path):
     path = write(tmp_path, of(ASK, {**END, "weight": 0}, ASK, END))
     with pytest.raises(UserError, match=r"messages\[1\]: .*data.loss_on=all"):
         trained(path, loss_on="all")
+
+
+NOT_TRAINED: list[dict[str, Any]] = [
+    *({key: value} for key in WEIGHTS for value in (0, 0.0, False)),
+    {"masked": True},
+    {"masked": 1, "weight": 0, "train_detail": None, "training_detail": []},
+    *({"content": [{"type": "text", "text": "It is", **said}] * 2} for said in ({"train": False}, {"weight": 0})),
+    {"weight": 0, "content": [{"type": "text", "text": "It", "train": False}, {"type": "text", "text": " is"}]},
+]
+
+
+@pytest.mark.parametrize("said", NOT_TRAINED, ids=str)
+def test_every_spelling_of_a_turn_that_is_not_trained_is_honoured(tmp_path, said):
+    """The keys of OpenAI, LLaMA-Factory, ms-swift, axolotl, torchtune and others, on a turn or on all of its parts."""
+    (found,) = trained(write(tmp_path, of(ASK, {**END, **said}, {**ASK, **said}, END)))
+    assert found.rstrip("\n") == SUNNY
+
+
+@pytest.mark.parametrize("said", [*({key: 1} for key in WEIGHTS), {"masked": False}], ids=str)
+def test_every_spelling_of_a_turn_that_is_trained_trains_it(tmp_path, said):
+    (found,) = trained(write(tmp_path, of(ASK, {**END, **said})))
+    assert found.rstrip("\n") == SUNNY
 
 
 def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
