@@ -13,6 +13,7 @@ characters for each call and its answer, Hermes' the tool's name with the answer
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -45,21 +46,27 @@ ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwe
 
 @dataclass(frozen=True)
 class Template:
-    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
+    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself).
+
+    Rows with tools take the template `for_tools`, where the tokenizer has one beside its default.
+    """
 
     text: str
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
+    for_tools: Template | None = None
 
     @cached_property
     def words(self) -> frozenset[str]:
         """All quoted words of the text: the roles they name, and harmless others."""
-        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
+        named = frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
+        return named | self.for_tools.words if self.for_tools else named
 
     @property
     def content(self) -> str:
         """Hash of the texts."""
-        return hashlib.blake2b(repr((self.text, self.marked)).encode(), digest_size=16).hexdigest()
+        texts = self.text, self.marked, self.for_tools and self.for_tools.content
+        return hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache
@@ -76,8 +83,9 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
-        text = own.get("default") if isinstance(own, dict) else own
-        return Template(text, _find_twin(text)) if isinstance(text, str) and text else None
+        named = own if isinstance(own, dict) else {"default": own}
+        made = {key: Template(text, _find_twin(text)) for key, text in named.items() if isinstance(text, str) and text}
+        return replace(made["default"], for_tools=made.get("tool_use")) if "default" in made else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         try:
@@ -162,5 +170,19 @@ def _with_ids(messages: Messages, short: bool) -> Messages:
             if answered is not None:
                 waiting.pop(answered[0], None)
                 message = {"name": answered[1], **message, "tool_call_id": answered[0]}
+        made.append(message)
+    return made
+
+
+def with_text_arguments(messages: Messages) -> Messages:
+    """The messages with the arguments of calls as JSON text, and a null content where a turn only calls."""
+    made: Messages = []
+    for message in messages:
+        if "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+            parts = zip(message["tool_calls"], functions, texts, strict=True)
+            calls = [{**call, "function": {**function, "arguments": text}} for call, function, text in parts]
+            message = {**message, "content": message["content"] or None, "tool_calls": calls}
         made.append(message)
     return made

@@ -106,6 +106,12 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
+    def _with_tools(self) -> Encoder:
+        """The encoder of rows with tools."""
+        named = self.template.for_tools if self.template else None
+        return replace(self, template=named) if named else self
+
+    @cached_property
     def _markers(self) -> re.Pattern[str]:
         """Finds a text that becomes a control token."""
         ids = () if self.tokenizer.encode_special_tokens else self.tokenizer.special_ids
@@ -139,6 +145,8 @@ class Encoder:
 
     def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[IdsAndMask, Flags]:
         """The document of a conversation, by the template or by TRL's version of it where only that gives an exact mask."""
+        if conversation.tools and self._with_tools is not self:
+            return self._with_tools._encode_chat(conversation, loss_on)
         try:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
             return (ids, mask), {"apart": apart}
@@ -230,7 +238,8 @@ class Encoder:
         """The prompt with each of its answers, as TRL's trainers of preferences make them, and whether the targets begin within the prompt
         as it is tokenised alone."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
-            prompt, *answered = self._chat.encode_answers(*chats)
+            encoder = self._with_tools if chats[0].tools else self
+            prompt, *answered = encoder._chat.encode_answers(*chats)
         else:
             texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:

@@ -32,7 +32,7 @@ from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
+from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template, with_text_arguments
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.wording import first_line
 
@@ -69,7 +69,7 @@ class ChatEncoder:
             first = conversation.answer_from
             wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
         given = _without_thinking(conversation, wanted)
-        conversation = rewrite_for_template(self.template.text, given)
+        conversation = self._rewrite(given)
         text, marks = self._render(conversation)
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
@@ -100,7 +100,7 @@ class ChatEncoder:
         All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
         first = answered[0]
-        asked = rewrite_for_template(self.template.text, replace(first, messages=first.prompt))
+        asked = self._rewrite(replace(first, messages=first.prompt))
         texts = [self._render(asked, generation_prompt=True)[0]]
         for side in answered:
             text = self.render(side)
@@ -179,7 +179,22 @@ class ChatEncoder:
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as the template renders it; raises BadRow when the template refuses."""
-        return self._render(rewrite_for_template(self.template.text, conversation))[0]
+        return self._render(self._rewrite(conversation))[0]
+
+    def _rewrite(self, conversation: Conversation) -> Conversation:
+        """The conversation as the template takes it."""
+        conversation = rewrite_for_template(self.template.text, conversation)
+        if not self._takes_text or not any("tool_calls" in message for message in conversation.messages):
+            return conversation
+        return replace(conversation, messages=with_text_arguments(conversation.messages))
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template takes the arguments of calls only as JSON text, like DeepSeek's."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
+        asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        as_object, as_text = self._probe(*asked), self._probe(*with_text_arguments(asked))
+        return '{"key": "value"}' in as_text and ("NAME" not in as_object or "{'key'" in as_object)
 
     @cached_property
     def drops_system(self) -> bool:
@@ -313,7 +328,7 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
     starts = [*(start for start, _ in spans), len(text)]
     rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
     for turn, message in enumerate(conversation.messages):
-        said = message["content"].strip()
+        said = (message["content"] or "").strip()
         if message["role"] in ("user", "system") and said not in rest and said in text:
             what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
             fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
 from tokenizers import normalizers
-from transformers import CanineTokenizer
+from transformers import AutoTokenizer, CanineTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import Data
@@ -468,3 +470,45 @@ def test_of_turns_with_and_without_thoughts_only_thoughts_are_trained(name):
     assert first.startswith("<think>") and "Hm." in first and second == f"{SECOND}<|im_end|>"
     both = trained_by_text(shipped(name), TURNS, enable_thinking=True)
     assert all(re.match(r"<think>\s*</think>", said) for said in both) and len(both) == 2
+
+
+AS_TEXT = [name for name in template_names() if name.startswith("deepseek") and name != "deepseekv3_training"]
+PRINTS = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+{%- for call in m.tool_calls %}{{ call.function.name }} {{ call.function.arguments }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("name", [*AS_TEXT, "prints"])
+def test_arguments_are_text_for_a_template_that_takes_text(name):
+    tokenizer = tokenizer_for(PRINTS if name == "prints" else shipped(name))
+    prepared = Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), Data(train="rows"), "sft")
+    as_text = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    given = [ASK, {"role": "assistant", "content": None, "tool_calls": [as_text]}, result(), END]
+    for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result(), END]}
+        [(ids, mask)], _ = prepared.encode_row(row, "messages")
+        (text,), _ = render_jinja_template([given], chat_template=tokenizer.chat_template, bos_token="<BOS>")
+        assert tokenizer.decode(ids.tolist()) == text
+        said = tokenizer.decode(ids[mask].tolist())
+        assert '{"city": "Zürich"}' in said and "It is sunny." in said and "25 degrees" not in said
+
+
+def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp_path):
+    """As transformers' apply_chat_template chooses; the names survive in the tokenizer's folder."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = {"default": STYLES["smollm"].template, "tool_use": STYLES["qwen2_5"].template}
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    template = choose_template(None, loaded)
+    assert template is not None and template.content != replace(template, for_tools=None).content
+    prepared = Encoder(plain_tokenizer(loaded), template, Data(train="rows"), "sft")
+    messages = [ASK, calls("Paris"), result(), END]
+    for tools in (TOOLS, None):
+        turns = messages if tools else [ASK, END]
+        [(ids, mask)], _ = prepared.encode_row({"messages": turns, "tools": tools}, "messages")
+        assert ids.tolist() == loaded.apply_chat_template(turns, tools=tools, return_dict=False)
+        assert loaded.decode(ids[mask].tolist()).endswith("It is sunny.<|im_end|>")
+    pair = {"prompt": [ASK], "chosen": messages[1:], "rejected": [END], "tools": TOOLS}
+    [(ids, _), _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference")
+    assert ids.tolist() == loaded.apply_chat_template(messages, tools=TOOLS, return_dict=False)
