@@ -51,10 +51,10 @@ class LabelFigures:
 class DataReport:
     """What a data set is made of; each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
-    The fields from `rows` to `retold` cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
+    The fields from `rows` to `two_bos` cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
     split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
     `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
-    version of the chat template renders, since the model's own gives no exact loss mask for them.
+    version of the chat template renders, since the model's own gives no exact loss mask for them, `two_bos` those that begin with BOS twice.
     Those from `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
     time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
     """
@@ -68,6 +68,7 @@ class DataReport:
     cut_tokens: int
     apart: int
     retold: int
+    two_bos: int
     documents: int
     tokens: int
     trained_tokens: int
@@ -84,11 +85,12 @@ class DataReport:
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
+            (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
         return [*self.remarks, *(f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)]
 
 
-SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold")
+SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "two_bos")
 """Figures of a DataReport that are sums over the fates of kept rows."""
 
 

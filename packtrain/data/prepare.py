@@ -20,6 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from itertools import chain, islice, pairwise
 from multiprocessing import forkserver, resource_tracker
@@ -85,13 +86,14 @@ def prepare(
     *,
     seed: int,
     progress: bool = False,
+    day: str = "",
 ) -> PreparedData:
     """Tokenise (or find in the cache) what `data` names for the objective; `progress` shows a bar on stderr.
 
-    With data.streaming only data.eval is. Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
+    With data.streaming only data.eval is. `day` is the date in templates. Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
     a launch may call it: one works, the others wait.
     """
-    encoder = make_encoder(data, tokenizer, objective)
+    encoder = make_encoder(data, tokenizer, objective, day)
     mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
     how: Any = {"weigh": not data.stages, "temperature": data.temperature}
     held_out: TokenDataset | None = None
@@ -121,9 +123,10 @@ def prepare(
     return replace(prepared, sets={name: made(held_out.part(*ends)) for name, ends in parts_by_name})
 
 
-def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind) -> Encoder:
+def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind, day: str) -> Encoder:
     """What makes documents of rows."""
-    template = choose_template(data.chat_template, tokenizer)
+    if template := choose_template(data.chat_template, tokenizer):
+        template = template.on(date.fromisoformat(day) if day else date.today())
     return Encoder(plain_tokenizer(tokenizer), template, data, objective)
 
 

@@ -227,13 +227,13 @@ class Stream:
 
 
 def open_stream(
-    data: Data, tokenizer: Any, objective: ObjectiveKind, examples_per_step: int, *, seed: int
+    data: Data, tokenizer: Any, objective: ObjectiveKind, examples_per_step: int, *, seed: int, day: str = ""
 ) -> PreparedData:
     """`data.train` as a stream, its first rows as data set `train` for all that has to know what rows are like; `data.eval` is read as a whole.
 
     Raises UserError where a source is not there, or its first rows cannot be used.
     """
-    encoder, stack, given = make_encoder(data, tokenizer, objective), ExitStack(), sources(data.train, "train")
+    encoder, stack, given = make_encoder(data, tokenizer, objective, day), ExitStack(), sources(data.train, "train")
     console, together = Console(stderr=True, quiet=True), TRAITS[objective].documents
     streams, first_rows, identity = [], [], []
     tokeniser = Tokeniser(encoder, cache_folder(data.cache_dir), seed, console, stack)
@@ -268,4 +268,6 @@ def open_stream(
     weights = {name: source.weight for name, source in zip(name_sources(given), given, strict=True)}
     mixture = make_mixture(data.stages, weights, examples_per_step, seed)
     stream = Stream(streams, mixture, objective, examples_per_step, sample.report, stack)
-    return replace(prepare(data, tokenizer, objective, seed=seed), train=DATASETS[objective](sample), stream=stream)
+    return replace(
+        prepare(data, tokenizer, objective, seed=seed, day=day), train=DATASETS[objective](sample), stream=stream
+    )

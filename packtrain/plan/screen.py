@@ -140,7 +140,7 @@ def _oddities(config: RunConfig, launch: LaunchPlan) -> Iterator[str]:
     if examples is not None and examples < processes:
         yield f"batch.examples_per_step={examples} leaves {processes - examples} of {processes} processes without work"
     if steps is not None:
-        if optim.warmup_steps >= max(steps, 1):
+        if optim.warmup_steps >= steps > 1:
             yield f"optim.warmup_steps={optim.warmup_steps:g} of {steps:,} steps: the learning rate never reaches its peak"
         if trainer.checkpoint_every is None and steps >= _MANY_STEPS:
             yield f"no checkpoints in {steps:,} steps (trainer.checkpoint_every): a run that is killed starts anew"

@@ -78,7 +78,7 @@ class Engine:
             self.lr_schedule = get_scheduler(
                 self.args.lr_scheduler_type,
                 optimizer=self.optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(steps),
+                num_warmup_steps=warmup_of(optim.schedule, self.args.get_warmup_steps(steps), steps),
                 num_training_steps=steps,
                 scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
             )
@@ -173,3 +173,8 @@ class Engine:
     def plain_optimizer(self) -> Any:
         """torch's optimizer inside accelerate's and DeepSpeed's."""
         return optimizer_inside(self.optimizer)
+
+
+def warmup_of(schedule: str, asked: int, steps: int) -> int:
+    """Steps of warm-up: fewer than the only step, whose rate would be 0, or than polynomial can divide by."""
+    return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked

@@ -60,6 +60,8 @@ class Prepared:
     model: Any = None
     attention: str = ""
     precision: Precision = field(init=False)
+    day: str = ""
+    """The date that the chat template prints, "" for today."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What a resumed run must agree on of the precision, of the masters and of the reference."""
     backend: AttentionChoice | None = None
@@ -111,14 +113,14 @@ def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
 def prepare_data(run: Prepared, *, progress: bool = False) -> None:
     """The tokenised data, the same on all ranks. Raises UserError for data that cannot be used."""
     own_heartbeat().enter("prepare")
-    config = run.config
+    config, day = run.config, run.day
     with boundary("the data cannot be used", "data.train"):
         kind, progress = config.objective.kind, progress and run.ranks.main
         if config.data.streaming:
             examples = config.batch.examples_per_step or 1
-            run.data = open_stream(config.data, run.tokenizer, kind, examples, seed=config.trainer.seed)
+            run.data = open_stream(config.data, run.tokenizer, kind, examples, seed=config.trainer.seed, day=day)
         else:
-            run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress)
+            run.data = prepare(config.data, run.tokenizer, kind, seed=config.trainer.seed, progress=progress, day=day)
         if config.data.chat_template:
             give_template(run.tokenizer, config.data.chat_template)
     agree_on_data(run.peers, run.data, timeout_s=preparing_s(config.topology.step_timeout))
@@ -155,7 +157,8 @@ def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
     # by seed and strategy of the beginning: a checkpoint has the masters where they were put then
     dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
-    run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither), **reference}
+    run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
+    run.origin |= {"data.day": run.day, **reference}
 
 
 def spread_model(run: Prepared) -> None:

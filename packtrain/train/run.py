@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -201,6 +201,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
         log.warn(remark)
 
     prepared = run.prepared = begin(config, ranks, peers)
+    prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or date.today().isoformat()
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
     for remark in find_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():

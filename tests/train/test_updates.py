@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from here import run_here
 from running import Run, assert_same_bits, base_config, train
 from test_strategies import cut
 from torch import nn
-from transformers import Adafactor, AutoModelForCausalLM
+from transformers import Adafactor, AutoModelForCausalLM, get_scheduler
 
 from packtrain.config.compose import load_config
+from packtrain.config.schema import Optim
 from packtrain.errors import UserError
+from packtrain.train.engine import warmup_of
 from packtrain.train.optim import float32_step
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.float32_step import MASTER, round_by_chance, stepping_in_float32
@@ -194,3 +197,19 @@ def test_what_would_do_nothing_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         load_config(None, given)
     assert "optim.bf16_rounding" in str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", get_args(get_type_hints(Optim)["schedule"]))
+def test_no_warm_up_leaves_a_run_without_a_rate_or_ends_in_an_error(schedule):
+    options = {"warmup_stable_decay": {"num_decay_steps": 1}, "cosine_with_min_lr": {"min_lr_rate": 0.1}}
+    for steps, asked in product((1, 2, 3), range(5)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        warmup = warmup_of(schedule, asked, steps)
+        assert warmup == asked or steps == 1 or schedule == "polynomial"
+        made = get_scheduler(schedule, optimizer, warmup, steps, options.get(schedule))
+        rates = []
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            made.step()
+        assert any(rates), (steps, asked)

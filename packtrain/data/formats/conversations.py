@@ -21,6 +21,7 @@ from packtrain.data.formats.messages import (
     read_system,
     read_tools,
     read_variables,
+    refuse_closed_turn,
     with_system,
 )
 from packtrain.data.sources.chunks import BadRow, wrong_type
@@ -105,6 +106,7 @@ def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
         refuse_chat_columns(row)
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
     before, after = with_system(row, read_messages(row, "prompt")), read_messages(row, "completion")
+    refuse_closed_turn(before, after, row.name("completion"))
     return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 

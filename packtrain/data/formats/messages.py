@@ -6,7 +6,7 @@ All become {"role", "content"} with the content as one string, and of what an as
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
-    weight              0 where the turn is not to be trained, also by another key of WEIGHTS or MASKED, or in all of its parts
+    weight              0 where the turn is not to be trained, also by other keys (WEIGHTS), or in all of its parts
 
 tokens/chat_template.py puts that where a template reads it. Roles are checked: most templates render any role, so a misspelt
 one would silently go untrained. Sources: transformers' guide to chat templates, OpenAI's API, LLaMA-Factory, ms-swift.
@@ -43,12 +43,9 @@ PARTS = {
 """Types of parts, in the order of an assistant's turn, and the keys that they go to."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
-MASKED = ("masked",)
-"""Of torchtune: true where the turn is not trained."""
+MASKED = "masked"  # torchtune's, true where the turn is not trained
 WHOLE = "packtrain trains a whole turn or none of it"
-_WEIGHT = re.compile(
-    r"(\w+_)?(train(able|ed|ing)?|loss(es)?|mask(ed|s)?|weights?)(_(mask|scale|weight|detail|on|turn)s?)*"
-)
+_WEIGHT = re.compile(r"(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_(mask|scale|weight|detail|on|turn)s?)*")
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
@@ -150,19 +147,16 @@ def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
 
 
 def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int]:
-    """Remove the weights of a turn or a part and return them, 0 or 1 by key; raises BadRow for others."""
+    """Remove and return the weights of a turn or a part, 0 or 1; raises BadRow for others."""
     given = dict[str, int]()
     for key in [key for key in value if _WEIGHT.fullmatch(key)]:
         weight = value.pop(key)
         if weight is None or weight == []:
             continue
-        if key not in (*WEIGHTS, *MASKED):
-            what = f"{key!r} chooses what is trained, but {WHOLE}"
+        if key not in (*WEIGHTS, MASKED) or not isinstance(weight, (int, float)) or weight not in (0, 1):
+            what = f"{WHOLE}, and found {key}: {weight!r}"
             raise BadRow("weight", what, f"{where}.{key}", "Write weight: 0 or 1 for all of the turn, or remove it.")
-        if not isinstance(weight, (int, float)) or weight not in (0, 1):
-            what = f"expected 0 or 1 (a turn is trained or not), found {weight!r}"
-            raise BadRow("weight", what, f"{where}.{key}")
-        given[key] = int(weight) ^ (key in MASKED)
+        given[key] = int(weight) ^ (key == MASKED)
         if given[key] and role != "assistant":
             what = f"it asks to train what the {role} says, but only the assistant's turns are trained"
             raise BadRow("weight", what, f"{where}.{key}", "Set it to 0, or data.loss_on=all to train everything.")
@@ -270,6 +264,13 @@ def with_system(row: Row, messages: Messages) -> Messages:
     """The messages after that of the column `system`, unless they begin with the same, or else of data.system, unless they have one."""
     said, own = read_system(row), messages[:1] and messages[0]["role"] in ("system", "developer")
     return messages if said == messages[:1] or (own and not row.optional("system")) else [*said, *messages]
+
+
+def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:
+    """Raise BadRow where the answer would continue the prompt's last turn."""
+    if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
+        what = "the prompt ends in a turn of the assistant, which the chat template closes before the answer"
+        raise BadRow("closed turn", what, where, "Write the whole turn into the answer.")
 
 
 def read_variables(row: Row) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from packtrain.data.formats.messages import (
     read_messages,
     read_tools,
     read_variables,
+    refuse_closed_turn,
     with_system,
 )
 from packtrain.data.sources.chunks import BadRow, wrong_type
@@ -139,6 +140,8 @@ def _pair_messages(row: Row) -> tuple[Answered, Answered]:
     if prompt is None or (whole and _repeat_prompt(row, prompt, chosen, rejected)):
         border = _find_border(chosen, rejected)
         prompt, chosen, rejected = chosen[:border], chosen[border:], rejected[border:]
+    else:
+        refuse_closed_turn(prompt, chosen, row.name("chosen"))
     if not prompt:
         what = "there is no prompt: chosen and rejected begin with different messages"
         raise BadRow("no common prompt", what, row.name("chosen"), "Put the prompt into a column of its own.")

@@ -59,7 +59,7 @@ class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason.
 
     `content` is a hash of the row itself (formats/columns.py), whatever is made of it. DataReport says what the fields up to
-    `retold` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
+    `two_bos` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
     template leaves the system prompt out). `margin` is by how much the chosen answer is better (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
     """
 
@@ -72,13 +72,14 @@ class Fate(NamedTuple):
     split: bool = False
     apart: bool = False
     retold: bool = False
+    two_bos: bool = False
     marker: bool = False
     drops_system: bool = False
     margin: float = 0.0
     desirable: bool = False
 
 
-FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,f4,?", align=True)
+FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
 FATES.names = Fate._fields
 """A Fate on disk; its `dropped` is the number of the reason, 0 where the row is not dropped."""
 

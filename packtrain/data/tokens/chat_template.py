@@ -12,12 +12,14 @@ characters for each call and its answer, Hermes' the tool's name with the answer
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from datetime import date
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """The generation mark covers an answer and its end token, and not the header in front of it."""
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
@@ -48,25 +51,35 @@ ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwe
 class Template:
     """A template's text, and that of its marked twin (None where there is none, or the text has marks itself).
 
-    Rows with tools take the template `for_tools`, where the tokenizer has one beside its default.
+    Rows with tools take the text `for_tools`, if any.
     """
 
     text: str
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
-    for_tools: Template | None = None
+    for_tools: str = ""
+
+    def on(self, day: date) -> Template:
+        """The template with this day in place of the clock: all rows are alike."""
+        fix = partial(_CLOCK.sub, lambda look: repr(f"{day:{look[2]}}"))
+        return replace(
+            self, text=fix(self.text), marked=self.marked and fix(self.marked), for_tools=fix(self.for_tools)
+        )
+
+    @property
+    def with_tools(self) -> Template:
+        """The template of rows with tools."""
+        return replace(self, text=self.for_tools, marked=_find_twin(self.for_tools), for_tools="")
 
     @cached_property
     def words(self) -> frozenset[str]:
         """All quoted words of the text: the roles they name, and harmless others."""
-        named = frozenset(re.findall(r"""['"](\w+)['"]""", self.text))
-        return named | self.for_tools.words if self.for_tools else named
+        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + self.for_tools))
 
     @property
     def content(self) -> str:
         """Hash of the texts."""
-        texts = self.text, self.marked, self.for_tools and self.for_tools.content
-        return hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self.text, self.marked, self.for_tools)).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache
@@ -84,8 +97,8 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
         named = own if isinstance(own, dict) else {"default": own}
-        made = {key: Template(text, _find_twin(text)) for key, text in named.items() if isinstance(text, str) and text}
-        return replace(made["default"], for_tools=made.get("tool_use")) if "default" in made else None
+        text, for_tools = named.get("default"), str(named.get("tool_use") or "")
+        return Template(text, _find_twin(text), for_tools=for_tools) if isinstance(text, str) and text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         try:
@@ -129,11 +142,12 @@ def _find_thought_key(template: str) -> str | None:
     return next(read, "content" if "</think>" in template else None)
 
 
-def rewrite_for_template(template: str, conversation: Conversation) -> Conversation:
+def rewrite_for_template(template: str, conversation: Conversation, *, text_arguments: bool = False) -> Conversation:
     """The conversation with its thoughts, calls and ids where the template reads them."""
     messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):
         messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
+        messages = [*map(_with_text_arguments, messages)] if text_arguments else messages
     if key is not None and any("reasoning_content" in message for message in messages):
         messages = [_move_thought(message, key) for message in messages]
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
@@ -147,6 +161,14 @@ def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
     elif thought is not None:
         message[key] = thought
     return message
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with JSON text as arguments of calls; an empty content beside them is null."""
+    calls = copy.deepcopy(message.get("tool_calls", []))
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**message, "content": message["content"] or None, "tool_calls": calls} if calls else message
 
 
 def _with_ids(messages: Messages, short: bool) -> Messages:
@@ -170,19 +192,5 @@ def _with_ids(messages: Messages, short: bool) -> Messages:
             if answered is not None:
                 waiting.pop(answered[0], None)
                 message = {"name": answered[1], **message, "tool_call_id": answered[0]}
-        made.append(message)
-    return made
-
-
-def with_text_arguments(messages: Messages) -> Messages:
-    """The messages with the arguments of calls as JSON text, and a null content where a turn only calls."""
-    made: Messages = []
-    for message in messages:
-        if "tool_calls" in message:
-            functions = [call["function"] for call in message["tool_calls"]]
-            texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-            parts = zip(message["tool_calls"], functions, texts, strict=True)
-            calls = [{**call, "function": {**function, "arguments": text}} for call, function, text in parts]
-            message = {**message, "content": message["content"] or None, "tool_calls": calls}
         made.append(message)
     return made

@@ -108,8 +108,7 @@ class Encoder:
     @cached_property
     def _with_tools(self) -> Encoder:
         """The encoder of rows with tools."""
-        named = self.template.for_tools if self.template else None
-        return replace(self, template=named) if named else self
+        return replace(self, template=self.template.with_tools) if self.template and self.template.for_tools else self
 
     @cached_property
     def _markers(self) -> re.Pattern[str]:
@@ -145,8 +144,6 @@ class Encoder:
 
     def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[IdsAndMask, Flags]:
         """The document of a conversation, by the template or by TRL's version of it where only that gives an exact mask."""
-        if conversation.tools and self._with_tools is not self:
-            return self._with_tools._encode_chat(conversation, loss_on)
         try:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
             return (ids, mask), {"apart": apart}
@@ -170,8 +167,9 @@ class Encoder:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."
             raise BadRow("not UTF-8", what, fix=fix) from None
-        for _, mask in documents:
+        for ids, mask in documents:
             mask[:1] = False
+            flags["two_bos"] = flags.get("two_bos", False) or ids[:2].tolist() == [self.tokenizer.bos_id] * 2
         return documents, flags
 
     def _encode_example(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
@@ -179,7 +177,8 @@ class Encoder:
         loss_on, flags = self.data.loss_on, Flags()
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
-            document, flags = self._encode_chat(example, default if loss_on == "auto" else loss_on)
+            encoder = self._with_tools if example.tools else self
+            document, flags = encoder._encode_chat(example, default if loss_on == "auto" else loss_on)
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, flags["apart"] = self._join_completion(example)
             document = ids, np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
@@ -238,8 +237,7 @@ class Encoder:
         """The prompt with each of its answers, as TRL's trainers of preferences make them, and whether the targets begin within the prompt
         as it is tokenised alone."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
-            encoder = self._with_tools if chats[0].tools else self
-            prompt, *answered = encoder._chat.encode_answers(*chats)
+            prompt, *answered = (self._with_tools if chats[0].tools else self)._chat.encode_answers(*chats)
         else:
             texts = [answer for answer in answers if isinstance(answer, PromptCompletion)]
             if self.tokenizer.eos_id is None:

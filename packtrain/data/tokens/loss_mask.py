@@ -32,7 +32,7 @@ from packtrain.boundary import is_ours
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import Messages
 from packtrain.data.sources.chunks import BadRow
-from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template, with_text_arguments
+from packtrain.data.tokens.chat_template import Template, has_marks, rewrite_for_template
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 from packtrain.wording import first_line
 
@@ -68,8 +68,11 @@ class ChatEncoder:
         if loss_on == "completion":
             first = conversation.answer_from
             wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
-        given = _without_thinking(conversation, wanted)
-        conversation = self._rewrite(given)
+        wanted = [turn for turn in wanted if turn not in untrained]
+        thinks = any(_find_thought(conversation.messages[turn]) for turn in wanted)
+        if not thinks and not THINKING_OFF.keys() & conversation.variables:
+            conversation = replace(conversation, variables={**conversation.variables, **THINKING_OFF})
+        given, conversation = conversation, self._rewrite(conversation)
         text, marks = self._render(conversation)
         self._check_tools(given, text)
         encoded = self.tokenizer.encode(text)
@@ -79,7 +82,6 @@ class ChatEncoder:
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
             self._check_said(given, turns[-1:], text, text)
             return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
-        wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
         spans, whole = self._find_spans(conversation, text, marks, turns, wanted)
@@ -163,18 +165,17 @@ class ChatEncoder:
     def _headers(self) -> tuple[str, str]:
         """Generation prompts, which stand before every answer: with thinking off, and up to an opening <think>."""
         question = {"role": "user", "content": "question"}
-        asked = [
-            (self._probe(question, **how), self._probe(question, generation_prompt=True, **how))
-            for how in (THINKING_OFF, {})
-        ]
-        off, plain = (ask.removeprefix(said) if said and ask.startswith(said) else "" for said, ask in asked)
+        found = list[str]()
+        for how in (THINKING_OFF, {}):
+            said, asked = self._probe(question, **how), self._probe(question, generation_prompt=True, **how)
+            found.append(asked.removeprefix(said) if said and asked.startswith(said) else "")
+        off, plain = found
         return "" if off.rstrip().endswith("<think>") else off, plain.split("<think>")[0]
 
     def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
         """The messages as the template renders them, "" where it refuses them."""
         with suppress(BadRow):
-            conversation = Conversation([*messages], variables=variables)
-            return self._render(conversation, generation_prompt=generation_prompt)[0]
+            return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
         return ""
 
     def render(self, conversation: Conversation) -> str:
@@ -182,18 +183,15 @@ class ChatEncoder:
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
-        """The conversation as the template takes it."""
-        conversation = rewrite_for_template(self.template.text, conversation)
-        if not self._takes_text or not any("tool_calls" in message for message in conversation.messages):
-            return conversation
-        return replace(conversation, messages=with_text_arguments(conversation.messages))
+        return rewrite_for_template(self.template.text, conversation, text_arguments=self._takes_text)
 
     @cached_property
     def _takes_text(self) -> bool:
         """Whether the template takes the arguments of calls only as JSON text, like DeepSeek's."""
-        call = {"id": "call00001", "type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
+        call = {"type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
         asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        as_object, as_text = self._probe(*asked), self._probe(*with_text_arguments(asked))
+        rewrite = partial(rewrite_for_template, self.template.text, Conversation(asked))
+        as_object, as_text = (self._probe(*rewrite(text_arguments=form).messages) for form in (False, True))
         return '{"key": "value"}' in as_text and ("NAME" not in as_object or "{'key'" in as_object)
 
     @cached_property
@@ -333,14 +331,6 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
             fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
             raise BadRow(UNVERIFIED, what, f"messages[{turn}].content", fix)
-
-
-def _without_thinking(conversation: Conversation, wanted: list[int]) -> Conversation:
-    """Return the conversation with thinking off, unless a `wanted` turn has a thought or the row itself decides."""
-    silent = not any(_find_thought(conversation.messages[turn]) for turn in wanted)
-    chosen = conversation.variables.keys() & THINKING_OFF.keys()
-    variables = {**conversation.variables, **THINKING_OFF}
-    return replace(conversation, variables=variables) if silent and not chosen else conversation
 
 
 def _find_thought(message: dict[str, Any]) -> str:

@@ -251,6 +251,12 @@ BAD_PAIRS: dict[str, tuple[Any, str, str]] = {
         "unknown role",
         "rejected[0].role",
     ),
+    "a closed turn": ({"prompt": TALK[:2], "chosen": [GOOD], "rejected": [BAD]}, "closed turn", "chosen"),
+    "a closed turn of ShareGPT": (
+        {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "I"}], **TEXTS},
+        "closed turn",
+        "chosen",
+    ),
     "a surrogate": ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "not UTF-8", ""),
 }
 
@@ -275,6 +281,7 @@ def test_what_is_no_pair_is_named_with_its_line_or_skipped_and_counted(tmp_path,
         ([{"text": "Hello there!", "label": True}], "rows of text"),
         ([{"messages": [ASK, GOOD, ASK], "label": True}], r"messages\[2\]"),
         ([{"messages": [GOOD], "label": True}], r"messages\[0\]"),
+        ([{"prompt": TALK[:2], "completion": [GOOD], "label": True}], "completion: the prompt ends in"),
     ],
 )
 def test_what_is_no_labelled_answer_is_refused(tmp_path, rows, words):

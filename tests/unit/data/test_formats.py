@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,11 @@ import datasets
 import numpy as np
 import pytest
 from data_tokenizers import SMOLLM, tokenizer_of
+from tokenizers import processors
 
 from packtrain.config.schema import Data, DataSource
+from packtrain.data.formats.columns import Row
+from packtrain.data.formats.conversations import read_row
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
 
@@ -324,3 +328,33 @@ def test_a_role_that_the_template_names_may_speak(ready, tmp_path):
     assert len(ready(path, chat_template=str(tmp_path / "own.jinja")).train) == 1
     with pytest.raises(UserError, match="unknown role 'critic'"):
         ready(path)
+
+
+def test_a_doubled_bos_is_counted_and_said_once(tmp_path):
+    """Tokens are those of TRL's tokenising, which doubles it too; so the run has to say it."""
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    bos = str(tokenizer.bos_token)
+    adding = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = adding
+    rows = [{"text": "Hello"}, {"text": f"{bos}Hello"}, {"text": f"{bos}How are you?"}, {"text": bos}]
+    path = write(tmp_path / "texts.jsonl", *rows)
+    report = prepare(Data(train=path, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train.report
+    assert report.two_bos == 3
+    assert [line for line in report.decisions() if "BOS" in line] == [
+        line for line in report.decisions() if "3 rows" in line
+    ]
+    chats = write(tmp_path / "chats.jsonl", GOOD)
+    chat = prepare(Data(train=chats, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0).train
+    assert chat.report.two_bos == 0 and chat[0].input_ids.tolist().count(tokenizer.bos_token_id) == 1
+    ids = {"input_ids": [tokenizer.bos_token_id] * 2 + [7]}
+    data = Data(train=write(tmp_path / "ids.jsonl", ids), cache_dir=str(tmp_path / "cache"))
+    assert prepare(data, tokenizer, seed=0).train.report.two_bos == 1
+
+
+def test_a_prompt_that_ends_in_the_assistants_turn_is_refused_as_the_template_would_close_it(ready, tmp_path):
+    row = {"prompt": [QUESTION, {**ANSWER, "content": "How are"}], "completion": [{**ANSWER, "content": " you?"}]}
+    with pytest.raises(UserError, match=r"jsonl:2, completion: .*ends in a turn of the assistant"):
+        ready(write(tmp_path / "rows.jsonl", {"prompt": [QUESTION], "completion": [ANSWER]}, row))
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    row = {"prompt": [QUESTION, called], "completion": [{"role": "user", "content": "1"}, ANSWER]}
+    assert read_row(Row(row, {}, frozenset()), "prompt_completion")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from dataclasses import replace
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import Data
 from packtrain.data.formats.conversations import Conversation
+from packtrain.data.prepare import prepare
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template
 from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template, rewrite_for_template
@@ -501,7 +504,7 @@ def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     template = choose_template(None, loaded)
-    assert template is not None and template.content != replace(template, for_tools=None).content
+    assert template is not None and template.content != replace(template, for_tools="").content
     prepared = Encoder(plain_tokenizer(loaded), template, Data(train="rows"), "sft")
     messages = [ASK, calls("Paris"), result(), END]
     for tools in (TOOLS, None):
@@ -512,3 +515,35 @@ def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp
     pair = {"prompt": [ASK], "chosen": messages[1:], "rejected": [END], "tools": TOOLS}
     [(ids, _), _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference")
     assert ids.tolist() == loaded.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+
+
+DATED = "{{ '<|im_start|>system\\n' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + CHATML
+
+
+class Clock(datetime):
+    """A clock that strikes midnight between two looks at it."""
+
+    looks = 0
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Clock:
+        cls.looks += 1
+        return cls(2026, 12, 31) + timedelta(days=cls.looks)
+
+
+def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    tokenizer = tokenizer_for(DATED)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': TURNS})}\n" * 3)
+    data = Data(train=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
+
+    def rendered(day: str) -> list[str]:
+        train = prepare(data, tokenizer, seed=0, day=day).train
+        return [tokenizer.decode(train[at].input_ids.tolist()) for at in range(3)]
+
+    for day, shown in (("2026-11-28", "28 Nov 2026"), ("2026-11-29", "29 Nov 2026"), ("2026-11-28", "28 Nov 2026")):
+        texts = rendered(day)
+        assert len({*texts}) == 1 and f"system\n{shown}<|im_end|>" in texts[0]
+    assert f"system\n{date.today():%d %b %Y}<|im_end|>" in rendered("")[0]
+    plain = choose_template(None, tokenizer_of("smollm"))
+    assert plain is not None and plain == plain.on(date(2026, 11, 28))
