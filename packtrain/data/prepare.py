@@ -125,9 +125,8 @@ def prepare(
 
 def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind, day: str) -> Encoder:
     """What makes documents of rows."""
-    if template := choose_template(data.chat_template, tokenizer):
-        template = template.on(date.fromisoformat(day) if day else date.today())
-    return Encoder(plain_tokenizer(tokenizer), template, data, objective)
+    template, today = choose_template(data.chat_template, tokenizer), date.fromisoformat(day) if day else date.today()
+    return Encoder(plain_tokenizer(tokenizer), template and template.on(today), data, objective)
 
 
 def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:

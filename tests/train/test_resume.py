@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import time
+from datetime import date
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from running import ENVIRONMENT, Run, assert_same_bits, base_config, packtrain, 
 from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
+from packtrain.data.tokens.chat_template import CHATML
 from packtrain.errors import Problem, UserError
 from packtrain.plan.origin import check_length
 from packtrain.train.checkpoint.folder import complete
@@ -57,6 +60,23 @@ def test_lines_are_means_since_the_last_one_and_a_run_that_goes_on_writes_the_sa
     assert (
         train_here(load_config(str(path), [f"trainer.resume={checkpoint}"]), tmp_path / "on").losses == run.losses[4:]
     )
+
+
+def test_a_run_that_goes_on_on_another_day_has_the_date_of_its_beginning(tmp_path, monkeypatch):
+    """By the checkpoint, also where the tokenised rows of the first day are gone."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %B %Y') }}" + CHATML)
+    config = config_of(tmp_path, trainer={"max_steps": 1, "checkpoint_every": 1})
+    config["data"]["chat_template"] = str(tmp_path / "dated.jinja")
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    again = [f"trainer.resume={tmp_path}/7/checkpoints/step-000001", "trainer.max_steps=2"]
+    for day, overrides in ((7, []), (8, [*again, f"data.cache_dir={tmp_path}/other"])):
+        monkeypatch.setattr("packtrain.train.run.date", SimpleNamespace(today=lambda day=day: date(2026, 11, day)))
+        run = train_here(load_config(str(path), overrides), tmp_path / str(day))
+    origin = json.loads((run.folder / "checkpoints/step-000002/origin.json").read_text())
+    assert len(run.losses) == 1 and origin["data.day"] == "2026-11-07"
+    monkeypatch.setattr("packtrain.train.run.origin_in", lambda checkpoint: {})
+    with pytest.raises(UserError, match=r"data\.train"):  # by another date the rows are others
+        train_here(load_config(str(path), again), tmp_path / "9")
 
 
 def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:

@@ -213,3 +213,9 @@ def test_no_warm_up_leaves_a_run_without_a_rate_or_ends_in_an_error(schedule):
             optimizer.step()
             made.step()
         assert any(rates), (steps, asked)
+
+
+def test_a_run_of_one_step_with_a_warm_up_trains(tmp_path):
+    groups: Any = {"optim": {"schedule": "cosine", "warmup_steps": 0.1}, "trainer": {"max_steps": 1}}
+    run = run_here(tmp_path, base_config(tmp_path, **groups))
+    assert [line["lr"] for line in run.steps] == [1e-3]

@@ -45,7 +45,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
 MASKED = "masked"  # torchtune's, true where the turn is not trained
 WHOLE = "packtrain trains a whole turn or none of it"
-_WEIGHT = re.compile(r"(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_(mask|scale|weight|detail|on|turn)s?)*")
+_WEIGHT = re.compile(
+    r"(?i)(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_?(mask|scale|weight|detail|on|turn)s?)*"
+)
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]

@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask by token": (of(ASK, {**END, "loss_mask": [0, 1]}), "messages[1].loss_mask"),
     "a user that torchtune trains": (of({**ASK, "masked": False}, END), "messages[0].masked"),
     "an unclear mask": (of(ASK, {**END, "mask": 1}), "messages[1].mask"),
+    "camels": (of(ASK, {**END, "lossWeight": 0}), "messages[1].lossWeight"),
     "an unknown word": (of(ASK, {**END, "should_train": False}), "messages[1].should_train"),
     "parts and their turn": (
         of(ASK, {**END, "train": True, "content": [{"type": "text", "text": "a", "weight": 0}]}),
