@@ -47,7 +47,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 17
+VERSION = 18
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in about the time that workers take to start."""
