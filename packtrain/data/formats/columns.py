@@ -67,7 +67,7 @@ HINTS = {
 NOTE = "note"
 """Stands for the use of a column that says something about its row, such as an id."""
 _NOTES = re.compile(
-    r"(.*[^a-z])?(uu)?(id|idx|index|key|hash|source|origin|dataset|split|domain|category|topic|tag|type|task|subject|difficulty|level|"
+    r"(.*[^a-z])?u{0,2}(id|idx|index|key|hash|source|origin|dataset|split|domain|category|topic|tag|type|task|subject|difficulty|level|"
     r"lang|language|license|url|link|path|file|filename|model|version|author|date|time|timestamp|created_at|score|rating|rank|reward|"
     r"quality|margin|count|length|tokens|meta|metadata|info|stats|embedding)s?(_?\d+_*)?"
 )

@@ -260,9 +260,11 @@ def read_system(row: Row) -> Messages:
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
-    """The messages after that of the column `system`, unless they begin with the same, or else of data.system, unless they have one."""
-    said, own = read_system(row), messages[:1] and messages[0]["role"] in ("system", "developer")
-    return messages if said == messages[:1] or (own and not row.optional("system")) else [*said, *messages]
+    """The messages after that of the column `system` or of data.system, unless they begin with one, as ms-swift and LLaMA-Factory do."""
+    own = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if own and messages[0]["content"] != row.values.get(row.name("system")):
+        return messages
+    return [*([] if own else read_system(row)), *messages]
 
 
 def with_thought(row: Row, messages: Messages) -> Messages:

@@ -288,6 +288,13 @@ def test_a_row_of_many_columns_is_read_by_our_own_names(ready, tmp_path):
     assert ready(write(tmp_path / "x.jsonl", row)).train.report.format == "messages"
 
 
+def test_a_system_turn_goes_before_the_column_which_is_named(ready, tmp_path):
+    row = {"messages": [{"role": "system", "content": CARE}, QUESTION, ANSWER]}
+    other = ready(write(tmp_path / "y.jsonl", row | {"system_prompt": "Be brief."}))
+    assert texts(other) == texts(ready(write(tmp_path / "x.jsonl", row)))
+    assert [*other.train.report.unread.values()] == [{"system_prompt": ""}]
+
+
 def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
     with pytest.raises(UserError, match="fit no known format"):
         ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
