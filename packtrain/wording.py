@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from packtrain.redact import clean
@@ -49,6 +49,12 @@ def counted(number: float, things: str) -> str:
     """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
     single = things.removesuffix("es" if things.endswith(("sses", "shes", "ches", "xes")) else "s")
     return f"{number:,} {single if number == 1 else things}"
+
+
+def count_dropped(reasons: Mapping[str, int]) -> str:
+    """ "dropped 3: 2 empty, 1 wrong type"; "dropped 0"."""
+    each = ", ".join(f"{rows:,} {reason}" for reason, rows in reasons.items())
+    return f"dropped {sum(reasons.values()):,}{each and f': {each}'}"
 
 
 def size(number: float | None) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 
 from packtrain.config.schema import DataSource, name_sources
+from packtrain.data.formats.columns import name_unread
 from packtrain.data.mixture import temper
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
@@ -56,7 +58,8 @@ class DataReport:
     `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
     version of the chat template renders, since the model's own gives no exact loss mask for them, `two_bos` those that begin with BOS twice.
     Those from `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
-    time of tokenising (0 if all was cached), `remarks` say what was decided about a source.
+    time of tokenising (0 if all was cached), `remarks` say what was decided about a source, `unread` has its columns that nothing reads with
+    what would (formats/columns.py).
     """
 
     rows: int
@@ -79,15 +82,17 @@ class DataReport:
     pairs: PairFigures | None = None
     labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
+    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def decisions(self) -> list[str]:
-        """`remarks`, and what was decided about single rows."""
+        """`remarks`, what was decided about single rows, and the columns of each source that nothing reads."""
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
             (self.two_bos, "begin with BOS twice: their text holds it, too, so take it out there"),
         )
-        return [*self.remarks, *(f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)]
+        said = (f"{counted(rows, 'rows')} {way}" for rows, way in ways if rows)
+        return [*self.remarks, *said, *chain.from_iterable(starmap(name_unread, self.unread.items()))]
 
 
 SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold", "two_bos")
@@ -278,6 +283,7 @@ def mix_sources(
         sums.update(kept=len(fates), **{name: int(fates[name].sum(dtype=np.int64)) for name in SUMMED})
     all_rows = np.concatenate(rows)
     figures: dict[str, Any] = dict(sums)
+    names = name_sources([part.source for part in parts])
     report = DataReport(
         **figures,
         rows=sums["kept"] + dropped.total(),
@@ -286,9 +292,10 @@ def mix_sources(
         tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
         trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),
         format=", ".join(dict.fromkeys(store.format for store in stores)),
-        sources=name_sources([part.source for part in parts]),
+        sources=names,
         seconds=sum(part.store.seconds for part in parts if part.built),
         remarks=tuple(part.remark for part in parts if part.remark),
+        unread={name: store.unread for name, store in zip(names, stores, strict=True) if store.unread},
     )
     return TokenDataset(stores, all_rows, report)
 

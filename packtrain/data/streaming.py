@@ -30,6 +30,7 @@ from rich.console import Console
 from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, DataSource, Format, name_sources, sources
 from packtrain.data.dataset import SUMMED, DataReport, TokenDataset, Tokenised, mix_sources
+from packtrain.data.formats.columns import merge_uses
 from packtrain.data.mixture import Mixture, make_mixture
 from packtrain.data.prepare import DATASETS, PreparedData, Tokeniser, make_encoder, prepare, refuse_rows
 from packtrain.data.sources.chunks import Chunk
@@ -103,6 +104,7 @@ class SourceStream:
     tokeniser: Tokeniser
     place: Place = field(default_factory=lambda: dict(_START))
     chunks_read: int = 0
+    unread: dict[str, str] = field(default_factory=dict)
 
     def examples(self) -> Iterator[Example]:
         """Those from `place` on. Raises UserError for rows that cannot be used, and where another file is at this place."""
@@ -157,6 +159,7 @@ class SourceStream:
 
         for chunk, encoded in self.tokeniser.encode(chunks(), self.format, ahead=True):
             self.chunks_read += 1
+            merge_uses(self.unread, encoded.unread)
             if encoded.problems:
                 raise refuse_rows(encoded.problems)
             yield places.popleft(), chunk, encoded
@@ -223,7 +226,8 @@ class Stream:
         known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
         remarks = (*self.report.remarks[:-1], "data.streaming: the rows are those that were read")
-        return replace(self.report, **known, **trained, dropped=dropped, remarks=remarks)
+        unread = {name: stream.unread for name, stream in zip(self.report.sources, self.streams, strict=True)}
+        return replace(self.report, **known, **trained, dropped=dropped, remarks=remarks, unread=unread)
 
 
 def open_stream(

@@ -16,6 +16,7 @@ from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Store
 from packtrain.data.tokens.chat_template import choose_template
+from packtrain.data.tokens.encode import UNUSABLE
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
@@ -123,6 +124,14 @@ class Corpus:
         store = int(np.searchsorted(self.first_documents, number, side="right")) - 1
         at = int(number - self.first_documents[store])
         return self.stores[store].read(at, at + 1)
+
+    def bad_rows(self) -> dict[int, str]:
+        """The rows that data.bad_rows=skip has skipped, each with the reason."""
+        numbers = np.flatnonzero(self.fates["dropped"])
+        stores = np.searchsorted(self.first_rows, numbers, side="right") - 1
+        reasons = zip(stores.tolist(), self.fates["dropped"][numbers].tolist(), strict=True)
+        named = {int(row): self.stores[at].reasons[why] for row, (at, why) in zip(numbers, reasons, strict=True)}
+        return {row: reason for row, reason in named.items() if reason not in UNUSABLE}
 
     def dropped_for(self, reason: str) -> np.ndarray:
         """bool[rows]: those that were dropped for this reason."""

@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from packtrain.wording import counted, visible
+from packtrain.wording import count_dropped, counted, visible
 
 _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
@@ -176,12 +176,11 @@ class DataTerminal:
             share = percent(labels["desirable"] / max(1, sum(labels.values())))
             made += f" ({labels['desirable']:,} desirable, {share}; {labels['undesirable']:,} undesirable)"
         trained = f"{data['trained_tokens']:,} trained ({percent(data['trained_tokens'] / data['tokens'])})"
-        reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in data["dropped_for"].items())
         self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {trained}")
         cut = f"truncated {data['truncated']:,}, split {data['split']:,} ({data['cut_tokens']:,} tokens cut)"
         held_out = "" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}"
-        self.say(f"{cut}; dropped {data['dropped']:,}{f': {reasons}' if reasons else ''}{held_out}")
+        self.say(f"{cut}; {count_dropped(data['dropped_for'])}{held_out}")
         for remark in data["remarks"]:
             self.say(visible(remark), "dim")
 

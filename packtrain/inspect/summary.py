@@ -12,6 +12,7 @@ from packtrain.inspect.corpus import Corpus, find_places
 from packtrain.inspect.examples import show_example
 from packtrain.inspect.mode_costs import estimate_attention_cost, mode_costs
 from packtrain.inspect.scan import scan
+from packtrain.wording import visible
 
 SHOWN = 3
 _CANDIDATES = 200
@@ -26,7 +27,8 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
     config, traits, report = corpus.config, corpus.traits, corpus.train.report
     findings = audit(corpus, scan(corpus))
     shown = _choose_typical(corpus)
-    places = find_places(corpus, rows_named(findings) | {int(corpus.row_of[document]) for document in shown})
+    bad = corpus.bad_rows()
+    places = find_places(corpus, rows_named(findings) | {int(corpus.row_of[document]) for document in shown} | {*bad})
     labels = None
     if corpus.labels is not None:
         desirable = int(corpus.labels[corpus.train.rows].sum())
@@ -38,6 +40,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "kept": report.kept,
         "dropped": sum(report.dropped.values()),
         "dropped_for": dict(report.dropped),
+        "skipped": [{"where": visible(places[row]), "reason": reason} for row, reason in bad.items()],
         "truncated": report.truncated,
         "split": report.split,
         "cut_tokens": report.cut_tokens,
@@ -50,6 +53,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
         "sources": list(report.sources),
         "format": report.format,
         "remarks": report.decisions(),
+        "unread": report.unread,
         "max_length": config.data.max_length,
         "percentiles": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
         "histogram": _make_histogram(corpus.train.lengths),

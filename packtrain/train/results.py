@@ -41,6 +41,7 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
 from packtrain.train.optim.groups import AVERAGE
+from packtrain.wording import count_dropped, counted
 
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
 """How held-out pairs are ranked, by TRL's names: those of preference training, and of reward models."""
@@ -231,6 +232,8 @@ def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[
         before, after = escape(_short(old, 80)), escape(_short(new, 300))
         log.say(f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {before}\n  [green]after[/]  {after}")
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
+    if dropped := figures["dropped"]:
+        log.say(f"of {counted(figures['data']['rows'], 'rows')} {count_dropped(dropped)}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
     for line in (*(f"  {item}" for item in contents), "next:", *(f"  {item}" for item in commands)):
         log.say(escape(line))

@@ -1,17 +1,20 @@
-"""Rows under our column names: which columns a source has, and so which format, and what makes rows equal."""
+"""Rows under our column names: the format that they speak for, columns that nothing reads, equal rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 from typing import Any, cast
 
 from packtrain.config.keys import suggest
 from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import Format
-from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
+from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -25,29 +28,67 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "tokenised": ("input_ids",),
 }
 """The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
-PROMPTS = ("prompt", "conversations", "instruction")
-"""Columns that may hold the prompt of a preference."""
+PROMPTS = ("conversations", "prompt", "messages", "instruction")
+"""Columns that may hold the prompt of a preference, the first that is there."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS, "margin")
+OPTIONAL = ("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs")
+OPTIONAL += (*MASKS, "margin")
 LABEL = "label"
 """The column of packtrain kto that says whether an answer is desirable."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats whose rows may have a label."""
-ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
-ALIASES |= {"instruction": "query", "output": "response"}  # as ms-swift has them
-"""Other names that our columns may have without data.columns."""
+CHOSEN = ("messages", "conversations", "output")
+"""Columns that hold the chosen answer of ms-swift's pairs, which have no column `chosen`."""
+ALIASES: dict[str, tuple[str, ...]] = {
+    "chosen": ("chosen_messages", "chosen_response"),
+    "rejected": ("rejected_messages", "rejected_response"),
+    "conversations": ("conversation",),
+    "instruction": ("query", "question", "problem", "input", "prompt"),
+    "input": ("context",),
+    "output": ("response",),
+    "system": ("system_prompt", "system_message"),
+    "tools": ("functions", "available_tools", "available_functions", "tool_definitions", "function_definitions"),
+    "reasoning_content": ("reasoning", "thinking"),
+    LABEL: ("kto_tag",),
+}
+"""Other names that our columns may have without data.columns, as public data sets, ms-swift, axolotl and LLaMA-Factory have them."""
+COLUMNS = {*PROMPTS, *OPTIONAL, LABEL, *chain.from_iterable((*REQUIRED.values(), *ALIASES.values()))}
+"""All names of columns that are known without data.columns."""
+HINTS = {
+    "system": "sys|persona|role_?play",
+    "tools": "tool|function|apis?(?![a-z])",
+    "history": "histor|previous|past",
+    "reasoning_content": "reason|think|thought|cot(?![a-z])|chain_of|rationale|analysis",
+    "input": "input|context|passage|document|article|background|reference",
+    "chat_template_kwargs": "kwargs|template",
+    "loss_mask": "mask",
+}
+"""Our optional columns, and how words begin in names of columns that may mean them."""
+NOTE = "note"
+"""Stands for the use of a column that says something about its row, such as an id."""
+_NOTES = re.compile(
+    r"(.*[^a-z])?u{0,2}(id|idx|index|key|hash|source|origin|dataset|split|domain|category|topic|tag|type|task|subject|difficulty|level|"
+    r"lang|language|license|url|link|path|file|filename|model|version|author|date|time|timestamp|created_at|score|rating|rank|reward|"
+    r"quality|margin|count|length|tokens|meta|metadata|info|stats|embedding)s?(_?\d+_*)?"
+)
 _JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's, `roles` are those that the chat template names, `system` is
-    data.system."""
+    """One row under our column names.
+
+    `columns` maps ours to the file's, `roles` and `keys` (of messages) are those that the chat template names, `system` is data.system.
+    `asked` are our columns that a reader asked for, `unknown` keys of messages that neither a reader nor the template knows.
+    """
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
     roles: frozenset[str]
+    keys: frozenset[str]
     system: str | None = None
+    asked: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""
@@ -59,10 +100,20 @@ class Row:
 
     def optional(self, ours: str) -> Any:
         """The value, None where there is none."""
+        self.asked.add(ours)
         return self.values.get(self.name(ours))
+
+    def unread(self) -> dict[str, str]:
+        """The columns with a value that no reader asked for: each with our column that would read it, "" for none, or NOTE."""
+        names = {self.name(ours): ours for ours in self.asked}
+        absent = {ours for name, ours in names.items() if name not in self.values}
+        left = ((name, self.values[name]) for name in self.values.keys() - names.keys())
+        found = {name: _use_of(name, value, absent) for name, value in left if value not in (None, "", [], {})}
+        return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
 
     def take(self, ours: str) -> Any:
         """The value; raises BadRow where there is no such column."""
+        self.asked.add(ours)
         name = self.name(ours)
         if name not in self.values:
             columns = ", ".join(map(repr, self.values)) or "none"
@@ -82,7 +133,46 @@ class Row:
 def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> str:
     """Which of the file's `names` our column has, or would have; `columns` maps ours to the file's."""
     name = columns.get(ours, ours)
-    return ALIASES[name] if name not in names and ALIASES.get(name, name) in names else name
+    return name if name in names else next((other for other in ALIASES.get(name, ()) if other in names), name)
+
+
+def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
+    """Whether only `output` says something. To ms-swift it answers a question without words."""
+    ours = {column_of(name, {*names}, columns) for name in ("output", "system", "tools", LABEL, "rejected")}
+    return all(name in ours or name.lower().endswith(("id", "idx", "index")) for name in names)
+
+
+@lru_cache(4096)
+def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
+    """Whether the name of a column is that of a NOTE, and our columns that it hints at."""
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix(UNLISTED)).lower()
+    hinted = (ours for ours, hint in HINTS.items() if re.search(rf"(^|[^a-z])({hint})", plain))
+    return _NOTES.fullmatch(plain) is not None, () if name.endswith(UNLISTED) else tuple(hinted)
+
+
+def _use_of(name: str, value: Any, absent: Container[str]) -> str:
+    """Return our `absent` column that would read this one, "" for none, NOTE for a column about the row."""
+    is_note, hinted = _classify(name)
+    if is_note or not isinstance(value, (str, list, dict)):
+        return NOTE
+    if not hinted and isinstance(value, str) and " " in value and not name.endswith(UNLISTED):
+        hinted = ("input",)
+    return next((ours for ours in hinted if ours in absent), "")
+
+
+def merge_uses(into: dict[str, str], more: Mapping[str, str]) -> None:
+    """Add what `Row.unread` found in other rows. A use counts more than none, and none more than NOTE."""
+    worth = {NOTE: 0, "": 1}
+    into.update({name: max(into.get(name, NOTE), use, key=lambda use: worth.get(use, 2)) for name, use in more.items()})
+
+
+def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
+    """Name the columns of a source that nothing reads: those that may matter, then notes on rows."""
+    notes = sorted(name for name, use in unread.items() if use == NOTE)
+    others = sorted((name, use) for name, use in unread.items() if use != NOTE)
+    told = [f"{name} (data.columns.{use}={name} reads it)" if use else name for name, use in others]
+    both = (("not read", told), ("not read, about the rows only", notes))
+    return [f"{source}: {what}: {', '.join(names)}" for what, names in both if names]
 
 
 def parse_json(text: str, reason: str, what: str, where: str) -> Any:
@@ -107,14 +197,20 @@ def detect_format(
 ) -> Format:
     """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
 
-    `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
+    `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen. A format whose
+    columns have our own names goes before one that fits by ALIASES.
     """
     label, single = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
     allowed = {"sft": single, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
 
     def missing(format: str, names: list[str]) -> list[str]:
-        needed = [column_of(need, names, columns) for need in REQUIRED[format]]
-        return [name for name in needed if name not in names]
+        needed = {need: column_of(need, names, columns) for need in REQUIRED[format]}
+        lacking = {need: name for need, name in needed.items() if name not in names}
+        if "instruction" in lacking and is_answer_alone(names, columns):
+            del lacking["instruction"]
+        if "chosen" in lacking and any(column_of(ours, names, columns) in names for ours in CHOSEN):
+            del lacking["chosen"]
+        return [*lacking.values()]
 
     def refuse(what: str, fix: str) -> UserError:
         return UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
@@ -130,6 +226,8 @@ def detect_format(
     is_labelled = objective == "kto" and column_of(LABEL, first, columns) in first
     if "preference" in fits and objective != "sft" and not is_labelled:
         fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
+    exact = [name for name in fits if all(columns.get(need, need) in first for need in REQUIRED[name])]
+    fits = exact if len(exact) == 1 else fits
     if fits and not set(fits) & set(allowed):
         verb = "dpo" if "preference" in fits else "kto" if label in names and objective != "kto" else "sft"
         what = f"these are rows of {' or '.join(fits)}, and packtrain {objective} needs rows of {' or '.join(allowed)}"

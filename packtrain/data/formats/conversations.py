@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import MASKS, Row, list_of
+from packtrain.data.formats.columns import LABEL, MASKS, Row, is_answer_alone, list_of
 from packtrain.data.formats.messages import (
     Messages,
     read_calls,
@@ -23,13 +23,12 @@ from packtrain.data.formats.messages import (
     read_variables,
     refuse_closed_turn,
     with_system,
+    with_thought,
 )
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of media: rows that have them are refused."""
-WANTED = ("label", "kto_tag")
-"""Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,10 @@ def refuse_media(row: Row) -> None:
 
 def refuse_unwanted(row: Row) -> None:
     """Raise BadRow for an answer that is marked as undesirable."""
-    if given := next((name for name in WANTED if str(row.values.get(name)).lower() == "false"), None):
+    if str(row.optional(LABEL)).lower() == "false":
         what = "this answer is marked as undesirable (false), and packtrain sft would train on it"
         fix = "Train on them with packtrain kto, or remove the column to train on all answers."
-        raise BadRow("unwanted answer", what, given, fix)
+        raise BadRow("unwanted answer", what, row.name(LABEL), fix)
 
 
 def refuse_chat_columns(row: Row) -> None:
@@ -97,22 +96,24 @@ def refuse_chat_columns(row: Row) -> None:
         raise BadRow("not plain text", what, row.name(given), fix)
 
 
-def _read_messages(row: Row) -> Conversation:
-    return Conversation(with_system(row, read_messages(row, "messages")), read_tools(row), read_variables(row))
+def _read_messages(row: Row, ours: str = "messages") -> Conversation:
+    messages = with_thought(row, with_system(row, read_messages(row, ours)))
+    return Conversation(messages, read_tools(row), read_variables(row))
 
 
 def _read_prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(row.take("prompt"), str):
         refuse_chat_columns(row)
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
-    before, after = with_system(row, read_messages(row, "prompt")), read_messages(row, "completion")
+    before = with_system(row, read_messages(row, "prompt"))
+    after = with_thought(row, read_messages(row, "completion"))
     refuse_closed_turn(before, after, row.name("completion"))
     return Conversation([*before, *after], read_tools(row), read_variables(row), answer_from=len(before))
 
 
 def _read_alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
-    return Conversation([*ask_by_columns(row), answer], read_tools(row))
+    return Conversation(with_thought(row, [*ask_by_columns(row), answer]), read_tools(row), read_variables(row))
 
 
 def _read_xlam(row: Row) -> Conversation:
@@ -128,7 +129,11 @@ def ask_by_columns(row: Row) -> Messages:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
             raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
-    extra = "" if row.optional("input") is None else row.text("input", may_be_empty=True)
+    extra, name = "", row.name("instruction")
+    if row.name("input") != name and row.optional("input") is not None:
+        extra = row.text("input", may_be_empty=True)
+    if name not in row.values and is_answer_alone(row.values, row.columns):
+        return [*messages, {"role": "user", "content": ""}]
     asked = (row.text("instruction", may_be_empty=bool(extra.strip())), extra)
     return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 
@@ -158,7 +163,7 @@ READERS: dict[str, Callable[[Row], Example]] = {
     "messages": _read_messages,
     "prompt_completion": _read_prompt_completion,
     "text": lambda row: PromptCompletion("", row.text("text")),
-    "sharegpt": lambda row: Conversation(with_system(row, read_messages(row, "conversations")), read_tools(row)),
+    "sharegpt": lambda row: _read_messages(row, "conversations"),
     "alpaca": _read_alpaca,
     "xlam": _read_xlam,
     "tokenised": _read_tokens,

@@ -15,6 +15,7 @@ one would silently go untrained. Sources: transformers' guide to chat templates,
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Any
 
 from packtrain.config.keys import suggest
@@ -32,6 +33,9 @@ SPEAKERS = {  # the words of ShareGPT and others for the roles
     "system": "system",
     **dict.fromkeys(("tool", *RESULTS), "tool"),
 }
+_EXCHANGE = {name: role for name, role in SPEAKERS.items() if role != "tool" and name not in CALLS}
+_EXCHANGE |= {"input": "user", "output": "assistant"}
+"""The keys of exchanges, as ms-swift and XTuner have them."""
 STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
 """Roles that become another one where the template names only that: most templates would drop their messages."""
 PARTS = {
@@ -48,6 +52,8 @@ WHOLE = "packtrain trains a whole turn or none of it"
 _WEIGHT = re.compile(
     r"(?i)(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_?(mask|scale|weight|detail|on|turn)s?)*"
 )
+KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoning_content", "weight"}
+"""Keys that a message may have once it is read; others nothing reads, unless the chat template does."""
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
@@ -60,7 +66,7 @@ def read_messages(row: Row, ours: str) -> Messages:
     """
     where = row.name(ours)
     messages: Messages = []
-    for index, value in enumerate(list_of(row.take(ours), where)):
+    for index, value in enumerate(chain.from_iterable(map(_unfold, list_of(row.take(ours), where)))):
         message = read_message(value, f"{where}[{index}]", row)
         last = messages[-1] if messages else {}
         is_call = value.get("role", value.get("from")) in CALLS and message.keys() == {"role", "content", "tool_calls"}
@@ -71,6 +77,15 @@ def read_messages(row: Row, ours: str) -> Messages:
     if not messages:
         raise BadRow("empty", "there are no messages", where)
     return messages
+
+
+def _unfold(turn: Any) -> list[Any]:
+    """The turn; of an exchange, such as {"human": …, "assistant": …}, the turn of each speaker."""
+    is_turn = not isinstance(turn, dict) or turn.keys() & {"role", "from", "content", "value"}
+    said = {} if is_turn else {_EXCHANGE[name]: text for name, text in turn.items() if text and name in _EXCHANGE}
+    rest = {name: value for name, value in turn.items() if name not in _EXCHANGE} if said else {}
+    found = (role for role in ("system", "user", "assistant") if role in said)
+    return [{**(rest if role == "assistant" else {}), "role": role, "content": said[role]} for role in found] or [turn]
 
 
 def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
@@ -107,6 +122,8 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
+    unknown = (key for key in message.keys() - KNOWN - row.keys if message[key])
+    row.unknown.update(f"{where.partition('[')[0]}[].{key}" for key in unknown)
     return message
 
 
@@ -263,9 +280,20 @@ def read_system(row: Row) -> Messages:
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
-    """The messages after that of the column `system`, unless they begin with the same, or else of data.system, unless they have one."""
-    said, own = read_system(row), messages[:1] and messages[0]["role"] in ("system", "developer")
-    return messages if said == messages[:1] or (own and not row.optional("system")) else [*said, *messages]
+    """The messages after that of the column `system` or of data.system, unless they begin with one, as ms-swift and LLaMA-Factory do."""
+    own = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if own and messages[0]["content"] != row.values.get(row.name("system")):
+        return messages
+    return [*([] if own else read_system(row)), *messages]
+
+
+def with_thought(row: Row, messages: Messages) -> Messages:
+    """The messages with the thought of a column in the last answer, where it has none and the template has a place for it."""
+    last = messages[-1]
+    free = last["role"] == "assistant" and "reasoning_content" not in last and "</think>" not in last["content"]
+    if not (free and row.keys & {*THOUGHTS, "think"}) or not row.optional("reasoning_content"):
+        return messages
+    return [*messages[:-1], {**last, "reasoning_content": row.text("reasoning_content", may_be_empty=True)}]
 
 
 def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:

@@ -1,27 +1,30 @@
 """Parses rows of preference pairs, and of single answers that are desirable or not.
 
 A pair becomes two examples that begin with the same prompt. These forms are known, as in TRL
-(https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
+(https://huggingface.co/docs/trl/dataset_formats#preference), LLaMA-Factory, axolotl and ms-swift:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
+    messages, chosen, rejected        axolotl's: the prompt's messages, then an answer each; of whole conversations the last turn
     instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
+    messages, rejected_response       ms-swift's: a conversation, and what replaces all after its last question; also rejected_messages, a
+                                      whole conversation, and Alpaca's columns in place of messages
 
-and beside messages `tools`, `system` and chat_template_kwargs. Rows with a prompt in a column of another name are refused: the
-words that both answers start with would be taken for it. Single answers with a label (packtrain kto) are rows
+and beside messages `tools`, `system` and chat_template_kwargs. Single answers with a label (packtrain kto) are rows
 of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns; pairs are split into their two answers.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import Row
+from packtrain.data.formats.columns import CHOSEN, PROMPTS, Row, parse_json
 from packtrain.data.formats.conversations import (
     READERS,
     Conversation,
@@ -41,11 +44,11 @@ from packtrain.data.formats.messages import (
 )
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
-ASKED = ("question", "query", "problem")
-"""Columns that hold the prompt in many data sets."""
 ASKING = ("system", "developer", "user")
 """Roles that an answer cannot begin with."""
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
+_TURNS = re.compile(r"""\s*(\[\s*)?\{\s*"(role|from|content|value)"|\s*\[\s*\]""")
+"""Begins messages as JSON."""
 Answered = Conversation | PromptCompletion
 """A prompt with an answer."""
 
@@ -53,10 +56,12 @@ Answered = Conversation | PromptCompletion
 def read_preference(row: Row) -> tuple[Answered, Answered]:
     """The prompt with the better and with the worse answer; raises BadRow naming the field."""
     refuse_media(row)
-    parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
-    turns = row.has("conversations") or _has_instruction(row)
-    plain = not turns and all(isinstance(part, str) for part in parts)
-    return _pair_strings(row) if plain else _pair_messages(row)
+    if not row.has("chosen"):
+        return _pair_conversation(row)
+    prompt = _find_prompt(row)
+    parts = [row.take(ours) for ours in ("chosen", "rejected", prompt) if ours]
+    is_plain = prompt in (None, "prompt") and all(isinstance(part, str) for part in parts)
+    return _pair_strings(row) if is_plain else _pair_messages(row, prompt)
 
 
 def read_margin(row: Row) -> float:
@@ -120,9 +125,6 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
         return PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)
-    if asked := next((name for name in ASKED if name in row.values), ""):
-        what = f"there is no prompt; the column {asked!r} looks like one"
-        raise BadRow("no prompt", what, asked, f"Set data.columns.prompt={asked}, or rename the column.")
     border = _find_border(chosen, rejected)
     if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
         border -= 1  # most tokenizers keep a space with the word behind it
@@ -133,62 +135,99 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
     return PromptCompletion(prompt, chosen[border:]), PromptCompletion(prompt, rejected[border:])
 
 
-def _pair_messages(row: Row) -> tuple[Answered, Answered]:
+def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
+    """The pair of chosen and rejected, with the prompt of the column `asked`; None if only the answers contain it."""
     chosen, rejected = _read_answer(row, "chosen"), _read_answer(row, "rejected")
-    prompt = _read_prompt(row)
-    whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
-    if prompt is None or (whole and _repeat_prompt(row, prompt, chosen, rejected)):
+    is_whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
+    prompt = None if asked is None else _read_prompt(row, asked)
+    is_text = asked == "instruction" or (asked is not None and isinstance(row.take(asked), str))
+    if prompt is None or (is_whole and (is_text or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt)):
         border = _find_border(chosen, rejected)
         prompt, chosen, rejected = chosen[:border], chosen[border:], rejected[border:]
+    elif is_whole and asked == "messages":
+        chosen, rejected = chosen[-1:], rejected[-1:]  # as axolotl takes them
     else:
         refuse_closed_turn(prompt, chosen, row.name("chosen"))
     if not prompt:
         what = "there is no prompt: chosen and rejected begin with different messages"
         raise BadRow("no common prompt", what, row.name("chosen"), "Put the prompt into a column of its own.")
-    if not _has_instruction(row):  # which has it already
-        prompt = with_system(row, prompt)
-    for ours, answer in (("chosen", chosen), ("rejected", rejected)):
+    return _join(row, with_system(row, prompt), {row.name("chosen"): chosen, row.name("rejected"): rejected})
+
+
+def _pair_conversation(row: Row) -> tuple[Answered, Answered]:
+    """The pair of a conversation and of what is worse than its last round, as ms-swift has them."""
+    ours = next((ours for ours in CHOSEN if row.has(ours)), "chosen")
+    readers = {"messages": "messages", "conversations": "sharegpt", "output": "alpaca"}
+    row.take(ours)
+    example = READERS[readers.get(ours, "messages")](row)
+    assert isinstance(example, Conversation)
+    prompt, chosen = _split_last_round(example.messages, row.name(ours))
+    rejected, name = _read_answer(row, "rejected"), row.name("rejected")
+    if rejected[0]["role"] in ASKING:
+        other, rejected = _split_last_round(with_system(row, rejected), name)
+        if other != prompt:
+            fix = "Both conversations must be the same up to their last answers."
+            raise BadRow("no common prompt", f"what comes before the answer is not that of {row.name(ours)}", name, fix)
+    return _join(row, prompt, {row.name(ours): chosen, name: rejected})
+
+
+def _split_last_round(messages: Messages, where: str) -> tuple[Messages, Messages]:
+    """The messages up to the last question, and the answer to it with its calls of tools and their results."""
+    start = max((at for at, message in enumerate(messages, 1) if message["role"] in ASKING), default=0)
+    if not 0 < start < len(messages):
+        raise BadRow("no prompt", "expected a question and then an answer", where)
+    return messages[:start], messages[start:]
+
+
+def _join(row: Row, prompt: Messages, answers: dict[str, Messages]) -> tuple[Answered, Answered]:
+    """The pair of both answers, each under the name of its column; raises BadRow for what is no answer."""
+    for name, answer in answers.items():
         if answer[0]["role"] in ASKING:
             what = f"the answer begins with what the {answer[0]['role']} says"
-            raise BadRow("not an answer", what, row.name(ours), "Both answers must follow the same prompt.")
+            raise BadRow("not an answer", what, name, "Both answers must follow the same prompt.")
         if any(message.get("weight") == 0 for message in answer):
-            raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", row.name(ours))
+            raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", name)
     tools, variables = read_tools(row), read_variables(row)
-    first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in (chosen, rejected))
+    first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in answers.values())
     return first, second
 
 
-def _has_instruction(row: Row) -> bool:
-    """Whether the prompt is Alpaca's."""
-    same = row.name("instruction") == row.name("prompt")
-    return row.has("instruction") and (same or not row.has("prompt")) and not row.has("conversations")
+def _find_prompt(row: Row) -> str | None:
+    """Our column that holds the prompt; None if only the answers contain it."""
+    if "instruction" in row.columns and row.has("instruction") and row.name("instruction") == row.name("prompt"):
+        return "instruction"
+    return next((ours for ours in PROMPTS if row.has(ours) and (ours != "messages" or _is_prompt(row))), None)
 
 
-def _read_prompt(row: Row) -> Messages | None:
-    """The messages before the answers; None if only the answers contain them."""
-    if _has_instruction(row):
+def _is_prompt(row: Row) -> bool:
+    """Whether the column `messages` is what the answers follow, and not the chosen answer once more."""
+    value = row.values[row.name("messages")]
+    return bool(value) and (_is_text(value) or read_messages(row, "messages")[-1]["role"] != "assistant")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is what somebody says, and not messages, which tables may hold as JSON text."""
+    return isinstance(value, str) and not _TURNS.match(value)
+
+
+def _read_prompt(row: Row, asked: str) -> Messages:
+    """The messages before the answers, of the column `asked`."""
+    if asked == "instruction":
         return ask_by_columns(row)
-    if row.has("conversations"):
-        return read_messages(row, "conversations")
-    if not row.has("prompt"):
-        return None
-    if isinstance(row.take("prompt"), str):
-        return [{"role": "user", "content": row.text("prompt")}]
-    return read_messages(row, "prompt")
+    value = row.take(asked)
+    if (asked == "prompt" and isinstance(value, str)) or (asked == "messages" and _is_text(value)):
+        return [{"role": "user", "content": row.text(asked)}]
+    return read_messages(row, asked)
 
 
 def _read_answer(row: Row, ours: str) -> Messages:
     """The messages of `chosen` or `rejected`; a string is what the assistant says, an object the only message."""
     value = row.take(ours)
-    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+    if _is_text(value):
         return [{"role": "assistant", "content": row.text(ours)}]
+    if isinstance(value, str):
+        value = parse_json(value, "wrong type", "expected messages", row.name(ours))
     return [read_message(value, row.name(ours), row)] if isinstance(value, dict) else read_messages(row, ours)
-
-
-def _repeat_prompt(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
-    """Whether the answers are whole conversations that repeat the prompt."""
-    asked = isinstance(row.optional("prompt"), str) or _has_instruction(row)
-    return asked or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
 
 
 def _find_border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

@@ -17,6 +17,8 @@ from packtrain.errors import Problem
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
+UNLISTED = " (not in dataset_info.json)"
+"""Ends the names of columns that an entry of LLaMA-Factory's list leaves out."""
 
 
 class BadRow(Exception):
@@ -87,12 +89,21 @@ def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
     """Row `at`, without nulls inside its columns.
 
     All objects of a table have the same fields; those that a row lacks are null, so a tool call would get the arguments of
-    every other tool.
+    every other tool. A value that Python cannot hold is a BadRow, which `wrong_type` gives to whoever reads it.
     """
+    return {name: _drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
+
+
+def _as_python(value: Any) -> Any:
+    """A value of Arrow, or the BadRow in its place: text that is not UTF-8, a date beyond the year 9999, nanoseconds."""
     try:
-        return {name: _drop_nulls(value) for name, value in batch.slice(at, 1).to_pylist()[0].items()}
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, dates beyond Python's
-        return BadRow("unreadable", f"the row cannot be read: {error}")
+        return value.as_py()
+    except Exception as error:  # ValueError and OverflowError mostly; of time zones LookupError
+        if isinstance(value, pa.StructScalar):
+            return {name: _as_python(part) for name, part in value.items()}
+        if isinstance(value, pa.ListScalar) and value.values is not None:
+            return [_as_python(part) for part in value.values]
+        return BadRow("unreadable", f"the value cannot be read: {error}")
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -130,6 +141,8 @@ def check_object(row: Any) -> RawRow:
 
 def wrong_type(expected: str, value: Any, where: str) -> BadRow:
     """The BadRow of a field that should be `expected`, with the value's type in the words of JSON, and a short value itself."""
+    if isinstance(value, BadRow):
+        return BadRow(value.reason, value.what, where)
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
     shown = "" if value is None or len(repr(value)) > 40 else f": {value!r}"

@@ -2,7 +2,7 @@
 
 An entry names a file, a folder or a hub data set, and says by `columns`, `tags`, `formatting` and `ranking` what its rows hold. Rows are
 renamed as they are parsed (`Translation`), so that all that follows sees Alpaca's or ShareGPT's columns. As there, `columns` and `tags`
-replace the defaults as a whole: a column that an entry does not name is not read. A prompt without an answer is running text.
+replace the defaults as a whole: a column that an entry does not name is not read, and said to be so. A prompt without an answer is running text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from packtrain.config.dataset_names import read_info
 from packtrain.config.keys import suggest
 from packtrain.config.schema import LISTED, DataSource
-from packtrain.data.sources.chunks import BadRow, RawRow
+from packtrain.data.sources.chunks import UNLISTED, BadRow, RawRow
 from packtrain.errors import UserError
 
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -55,6 +55,8 @@ class Translation:
         read += ("system", "tools", "images", "videos", "audios", "kto_tag")
         read += ("chosen", "rejected") if self.ranking else ()
         ours = {_OURS.get(name, name): row[columns[name]] for name in read if columns.get(name) in row}
+        named = {columns.get(name) for name in read}
+        ours |= {f"{name}{UNLISTED}": value for name, value in row.items() if name not in named}
         if not chat and not self.ranking and "response" not in columns:
             return {"text": ours.pop("instruction", None), **ours}
         if not chat:

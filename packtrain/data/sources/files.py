@@ -1,4 +1,4 @@
-"""Files as streams of chunks, in bounded memory (but for a JSON list, or a text that is one row).
+"""Files as streams of chunks, in bounded memory (but for a file that is one JSON value, or a text that is one row).
 
 JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
@@ -22,11 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packtrain.config.schema import SplitText
+from packtrain.data.formats.columns import COLUMNS
 from packtrain.data.sources.chunks import (
     CHUNK_ROWS,
     BadRow,
     Chunk,
     RawRow,
+    Value,
     check_object,
     cut_into_chunks,
     refuse_repeated_keys,
@@ -69,10 +71,9 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
             )
         elif kind == ".txt":
             yield from islice(cut_into_chunks(str(path), _read_texts(path, split_text)), first, None)
-        elif kind == ".json" and _is_list(path):
-            yield from islice(cut_into_chunks(str(path), _read_json_list(path), by_line=False), first, None)
         else:
-            yield from islice(cut_into_chunks(str(path), _read_lines(path)), first, None)
+            rows, by_line = _read_json(path)
+            yield from islice(cut_into_chunks(str(path), rows, by_line=by_line), first, None)
     except UnicodeDecodeError as error:
         fix = "Convert it (iconv -f latin1 -t utf-8, or -f utf-16), or download it again if it is damaged."
         what = f"cannot read the file, it is not {error.encoding}: {error}"
@@ -108,31 +109,46 @@ def _open_text(path: Path | RemoteFile, newline: str | None = "") -> TextIO:
     return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", newline=newline)
 
 
-def _read_lines(path: Path | RemoteFile) -> Iterator[tuple[int, bytes, int]]:
-    """Each line that is not blank, with its number and its length."""
-    with _open_bytes(path) as file:
-        first = file.readline().removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(chain([first], file), 1):
-            if line and not line.isspace():
-                yield number, line, len(line)
+def _read_json(path: Path | RemoteFile) -> tuple[Iterator[tuple[int, Value, int]], bool]:
+    """Each row of a JSON file with its number and its size, and whether it is a file of lines: then they are lines that are not blank.
+
+    Else it is one value, whatever the file's name ends in: a list of rows, an object with one list of rows ({"data": [...]}), or a row.
+    """
+    file, head = _open_bytes(path), list[bytes]()
+    while len(shown := [*filter(None, map(bytes.strip, head))]) < 2 and (line := file.readline()):
+        head.append(line if head else line.removeprefix(codecs.BOM_UTF8))
+    start = shown[0] if shown else b""
+    is_lines = start.startswith(b"{") and start.endswith(b"}") and len(shown) == 2
+    if start.startswith((b"[", b"{")) and not is_lines:
+        text = b"".join([*head, file.read()])
+        head, file = [], io.BytesIO(text)
+        if (rows := _find_rows(text, path)) is not None:
+            return ((number, check_object(row), len(text) // len(rows)) for number, row in enumerate(rows, 1)), False
+    lines = enumerate(chain(head, file), 1)
+    return ((number, line, len(line)) for number, line in lines if line and not line.isspace()), True
 
 
-def _is_list(path: Path | RemoteFile) -> bool:
-    with _open_text(path) as file:
-        return file.read(1 << 16).lstrip().startswith("[")
-
-
-def _read_json_list(path: Path | RemoteFile) -> Iterator[tuple[int, RawRow, int]]:
-    """Each element of a JSON list, with its number and an equal share of the file's size."""
-    with _open_text(path) as file:
-        text = file.read()
+def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
+    """The rows of a file that is one JSON value; None where it is better read line by line. Raises UserError for a broken list."""
     try:
-        rows = json.loads(text, object_pairs_hook=refuse_repeated_keys)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
+        if kind_of(path) != ".json" or not text.lstrip().startswith(b"["):
+            return None
+        if isinstance(error, UnicodeDecodeError):
+            raise
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
         raise UserError(f"broken JSON: {error}", where=str(path), fix=fix) from error
-    for number, row in enumerate(rows, 1):
-        yield number, check_object(row), len(text) // len(rows)
+    if isinstance(value, list):
+        return value
+    lists = [
+        part
+        for part in value.values()
+        if isinstance(part, list) and part and all(isinstance(row, dict) for row in part)
+    ]
+    if len(lists) == 1 and not (value.keys() & COLUMNS or {"role", "from"} & lists[0][0].keys()):
+        return lists[0]
+    return [value] if b"\n" in text.strip() else None
 
 
 def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:

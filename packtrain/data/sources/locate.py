@@ -92,6 +92,7 @@ def locate(
     path, where = source.path, f"data.{role}"
     if path.startswith(LISTED):
         source, translate, samples = look_up(source, where)
+        split_text = "line" if split_text == "document" else split_text  # as LLaMA-Factory reads .txt
         plain = locate(source, role, seed, objective, split_text, streaming=streaming)
 
         def translated(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:

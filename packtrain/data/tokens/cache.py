@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
+from packtrain.data.formats.columns import merge_uses
 from packtrain.durable import hash_of, publish, write_text
 from packtrain.errors import PeerFailed, Problem, UserError
 from packtrain.monitor.heartbeat import progress
@@ -88,7 +89,7 @@ FATES.names = Fate._fields
 class EncodedChunk:
     """The documents of a chunk end to end, ids int32[T], mask bool[T] and lengths int32[n], and the fate of each row.
 
-    Any `problems` must stop the run.
+    Any `problems` must stop the run. `unread` has the columns that nothing reads, as `Row.unread`.
     """
 
     ids: np.ndarray
@@ -96,6 +97,7 @@ class EncodedChunk:
     lengths: np.ndarray
     fates: list[Fate]
     problems: list[Problem]
+    unread: dict[str, str]
 
 
 class StoreWriter:
@@ -104,6 +106,7 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.dropped = Counter[str]()
+        self._unread: dict[str, str] = {}
         self._lengths: list[np.ndarray] = []
         self._trained: list[np.ndarray] = []
         self._fates: list[np.ndarray] = []
@@ -113,6 +116,7 @@ class StoreWriter:
         """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
         fates = chunk.fates
         self.dropped.update(fate.dropped for fate in fates if fate.dropped)
+        merge_uses(self._unread, chunk.unread)
         self._fates.append(_as_array(fates, self._reasons))
         if len(chunk.lengths):
             for name, values in ((TOKENS, chunk.ids), (MASK, chunk.mask)):
@@ -133,6 +137,7 @@ class StoreWriter:
             "format": format,
             "seconds": round(seconds, 3),
             "reasons": list(self._reasons),
+            "unread": self._unread,
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -157,6 +162,7 @@ class Store:
             self.format: str = manifest["format"]
             self.seconds: float = manifest["seconds"]
             self.reasons: list[str] = manifest["reasons"]
+            self.unread: dict[str, str] = manifest["unread"]
             self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
             self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -203,7 +209,7 @@ class MemoryStore(Store):
         reasons: Sequence[str] = ("",),
     ) -> None:
         self._ids, self._mask, self.lengths, self.fates = ids, mask, lengths, fates
-        self.format, self.reasons, self.seconds = format, [*reasons], 0.0
+        self.format, self.reasons, self.seconds, self.unread = format, [*reasons], 0.0, dict[str, str]()
         self._borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self.trained = np.add.reduceat(mask, self._borders[:-1], dtype=np.int32) if len(lengths) else lengths
         self.fingerprint = hashlib.blake2b(ids.tobytes() + mask.tobytes(), digest_size=16).hexdigest()
@@ -212,7 +218,9 @@ class MemoryStore(Store):
     def of(cls, chunk: EncodedChunk, format: str) -> MemoryStore:
         """The store of one chunk."""
         reasons = {"": 0}
-        return cls(chunk.ids, chunk.mask, chunk.lengths, _as_array(chunk.fates, reasons), format, [*reasons])
+        store = cls(chunk.ids, chunk.mask, chunk.lengths, _as_array(chunk.fates, reasons), format, [*reasons])
+        store.unread = chunk.unread
+        return store
 
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """See Store."""

@@ -76,6 +76,11 @@ class Template:
         """All quoted words of the text: the roles they name, and harmless others."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + self.for_tools))
 
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """All words after a quote, a dot or </: the keys of messages that are read, and harmless others."""
+        return frozenset(re.findall(r"""(?:['".]|</)(\w+)""", self.text))
+
     @property
     def content(self) -> str:
         """Hash of the texts."""

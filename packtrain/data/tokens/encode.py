@@ -25,7 +25,7 @@ import numpy as np
 
 from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, hash_content, hash_row
+from packtrain.data.formats.columns import Row, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
@@ -39,6 +39,8 @@ MAX_PROBLEMS = 5
 UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
+UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
+"""Why rows are dropped that are no bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 Flags = dict[str, Any]
 """Fields of a row's Fate."""
@@ -60,10 +62,11 @@ class Encoder:
         kept: list[IdsAndMask] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
+        unread: dict[str, str] = {}
         for where, row in chunk.rows():
             content = hash_row(row, format, self.data.columns)
             try:
-                documents, flags = self.encode_row(row, format)
+                documents, flags = self.encode_row(row, format, unread)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error":
@@ -83,6 +86,7 @@ class Encoder:
             lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
             fates=fates,
             problems=problems[:MAX_PROBLEMS],
+            unread=unread,
         )
 
     def check(self, format: Format, where: str) -> None:
@@ -155,18 +159,22 @@ class Encoder:
                 return (ids, mask), {"apart": apart, "retold": True}
             raise
 
-    def encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used."""
+    def encode_row(self, row: RawRow, format: Format, unread: dict[str, str]) -> tuple[list[IdsAndMask], Flags]:
+        """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used. `unread` gets the row's
+        columns that nothing reads."""
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
-        roles = frozenset[str]() if self.template is None else self.template.words
+        template, none = self.template, frozenset[str]()
+        roles, keys = (template.words, template.keys) if template else (none, none)
+        made = Row(row, self.data.columns, roles, keys, self.data.system)
         try:
-            documents, flags = encode(Row(row, self.data.columns, roles, self.data.system), format)
+            documents, flags = encode(made, format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."
             raise BadRow("not UTF-8", what, fix=fix) from None
+        merge_uses(unread, made.unread())
         for ids, mask in documents:
             mask[:1] = False
             flags["two_bos"] = flags.get("two_bos", False) or ids[:2].tolist() == [self.tokenizer.bos_id] * 2

@@ -34,7 +34,7 @@ from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import counted, in_millions, visible
+from packtrain.wording import count_dropped, counted, in_millions, visible
 
 
 class Log:
@@ -137,11 +137,14 @@ def log_steps(
     total = steps.schedule.total_steps
     log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
     log.fact("strategy", ranks.strategy)
+    said = set[str]()
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.fact(title, _documents(part.report))
             for remark in part.report.decisions():
-                log.fact("", remark)
+                if remark not in said:
+                    log.fact("", remark)
+                said.add(remark)
     figures = steps.schedule.summary(ranks.world_size)
     shared = f" {figures.shared_fraction:.1%} computed with another document," if steps.schedule.prefixes else ""
     low, high = figures.micro_batches_min, figures.micro_batches_max
@@ -201,7 +204,6 @@ def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout
 
 
 def _documents(report: DataReport) -> str:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
     cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
     made, pairs, labels = counted(report.documents, "documents"), report.pairs, report.labels
     remarks = [f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"]
@@ -212,7 +214,7 @@ def _documents(report: DataReport) -> str:
         made = f"{counted(report.documents, 'answers')}, {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
-        f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; dropped: {dropped}"
+        f" {report.trained_tokens:,} trained; {'; '.join(remarks)}; {count_dropped(report.dropped)}"
     )
 
 

@@ -195,7 +195,25 @@ SAME_PAIR: dict[str, Any] = {
     "other columns": {"q": [ASK], "chosen": [GOOD], "rejected": [BAD], "score": 3, "messages": [ASK, GOOD]},
     "alpaca": {"instruction": "Hello there!", **TEXTS},
     "alpaca and conversations": {"instruction": "Hello", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-}
+    # ms-swift: what its AutoPreprocessor and TemplateInputs make of these rows
+    "swift": {"messages": [ASK, GOOD], "rejected_response": BAD["content"]},
+    "swift, a list": {"messages": [ASK, GOOD], "rejected_response": [BAD]},
+    "swift, two conversations": {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
+    "swift, ShareGPT": {"conversations": [HUMAN, GPT], "rejected_response": BAD["content"]},
+    "swift, an exchange": {"conversation": [{"human": "Hello there!", "assistant": GOOD["content"]}], "rejected": "How are you?"},
+    "swift, query": {"query": "Hello there!", "response": GOOD["content"], "rejected_response": BAD["content"]},
+    "swift, prompt": {"prompt": "Hello there!", "response": GOOD["content"], "rejected_response": BAD["content"]},
+    "swift, alpaca": {"instruction": "Hello there!", "input": "", "output": GOOD["content"], "rejected_response": "How are you?"},
+    # axolotl: chat_template.default, chatml.default and .intel, .icr
+    "axolotl, objects": {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
+    "axolotl, strings": {"messages": "Hello there!", **TEXTS},
+    "axolotl, lists": {"messages": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+    "axolotl, the last turns": {"messages": [ASK], "chosen": [TALK[0], GOOD], "rejected": [TALK[0], BAD]},
+    "axolotl, JSON text": {"messages": json.dumps([ASK]), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+    "axolotl, the answer once more": {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    "question": {"question": "Hello there!", **TEXTS},
+    "input": {"input": "Hello there!", "chosen_response": GOOD["content"], "rejected_response": BAD["content"]},
+}  # fmt: skip
 SAME_ANSWER: dict[str, Any] = {
     "LLaMA-Factory": {"messages": [ASK, GOOD], "kto_tag": True},
     "ShareGPT": {"conversations": [HUMAN, GPT], "kto_tag": "true"},
@@ -211,6 +229,28 @@ def test_every_way_to_write_a_pair_gives_the_same_tokens(tmp_path, row):
     assert pairs.report.format == "preference"
 
 
+def test_of_a_conversation_with_a_rejected_answer_all_after_the_last_question_is_the_answer(tmp_path):
+    """As ms-swift's get_last_user_round has it, which calls of tools and their results do not end."""
+    result, end = {"role": "tool", "content": "25 degrees"}, said("It is sunny.")
+    before = [SYSTEM, ASK, BAD, TALK[0]]
+    row = {"messages": [*before, CALL, result, end], "rejected_response": GOOD["content"], "tools": TOOLS}
+    wanted = {"prompt": before, "chosen": [CALL, result, end], "rejected": [GOOD], "tools": TOOLS}
+    expected = documents(ours(tmp_path, [wanted], style="qwen2_5"))
+    assert documents(ours(tmp_path, [row], style="qwen2_5")) == expected
+
+
+def test_answers_that_are_json_are_what_is_said(tmp_path):
+    row = {"messages": [ASK], "chosen": "[1, 2]", "rejected": '{"a": 1}'}
+    wanted = {"prompt": [ASK], "chosen": [said("[1, 2]")], "rejected": [said('{"a": 1}')]}
+    assert documents(ours(tmp_path, [row])) == documents(ours(tmp_path, [wanted]))
+
+
+def test_pairs_of_ms_swift_are_conversations_to_sft(tmp_path):
+    row = {"messages": [ASK, GOOD], "rejected_response": BAD["content"]}
+    data = ours(tmp_path, [row], "sft")
+    assert data.report.format == "messages" and [*data.report.unread.values()] == [{"rejected_response": ""}]
+
+
 @pytest.mark.parametrize("row", SAME_ANSWER.values(), ids=SAME_ANSWER.keys())
 def test_every_way_to_write_an_answer_gives_the_same_tokens(tmp_path, row):
     assert answers(ours(tmp_path, [row], "kto")) == answers(ours(tmp_path, ANSWERS[:1], "kto"))
@@ -220,10 +260,13 @@ def test_system_and_input_come_before_the_answer_and_plain_text_has_no_place_for
     expected = documents(ours(tmp_path, [{"prompt": [SYSTEM, ASK], "chosen": [GOOD], "rejected": [BAD]}]))
     for name in ("sharegpt", "answers as strings", "sharegpt, implicit", "alpaca"):
         assert documents(ours(tmp_path, [{**SAME_PAIR[name], "system": SYSTEM["content"]}])) == expected
+    swift = [name for name in SAME_PAIR if name.startswith(("swift", "axolotl", "question", "input"))]
+    for name in (*swift, "alpaca and conversations"):
+        column = "system_prompt" if "input" in SAME_PAIR[name] else "system"
+        assert documents(ours(tmp_path, [{**SAME_PAIR[name], column: SYSTEM["content"]}])) == expected
     plain = {"system": SYSTEM["content"], "question": ASK["content"], **TEXTS}
-    for columns in ({}, {"prompt": "question"}):
-        with pytest.raises(UserError, match=r"system: [\s\S]*data.columns.instruction"):
-            ours(tmp_path, [plain], columns=columns)
+    with pytest.raises(UserError, match=r"system: [\s\S]*data.columns.instruction"):
+        ours(tmp_path, [plain], columns={"prompt": "question"})
     assert documents(ours(tmp_path, [plain], columns={"instruction": "question"})) == expected
     asked = [{"prompt": [user("Hello\nthere!")], "chosen": [GOOD], "rejected": [BAD]}]
     assert documents(ours(tmp_path, [{"instruction": "Hello", "input": "there!", **TEXTS}])) == dpo_by_trl(
@@ -240,7 +283,13 @@ BAD_PAIRS: dict[str, tuple[Any, str, str]] = {
     "rejected null": ({"prompt": "Hello", "chosen": "I", "rejected": None}, "wrong type", "rejected"),
     "no common turn": ({"chosen": [ASK, GOOD], "rejected": [user("Who?"), BAD]}, "no common prompt", "chosen"),
     "no common word": ({"chosen": "Hello", "rejected": "Who?"}, "no common prompt", "chosen"),
-    "prompt elsewhere": ({"question": "Why?", "chosen": "It is", "rejected": "It was"}, "no prompt", "question"),
+    "other questions": (
+        {"messages": [ASK, GOOD], "rejected_messages": [TALK[0], BAD]},
+        "no common prompt",
+        "rejected_messages",
+    ),
+    "no answer": ({"messages": [ASK], "rejected_response": "How are you?"}, "no prompt", "messages"),
+    "rejected_response null": ({"messages": [ASK, GOOD], "rejected_response": None}, "wrong type", "rejected_response"),
     "another question": (
         {"chosen": [ASK, GOOD, TALK[0], BAD], "rejected": [ASK, GOOD, TALK[2], BAD]},
         "not an answer",

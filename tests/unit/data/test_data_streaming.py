@@ -50,6 +50,14 @@ def open_(tmp_path: Path) -> Iterator[Any]:
         yield opened
 
 
+def test_columns_that_nothing_reads_are_named_by_a_stream(tmp_path: Path, open_: Any) -> None:
+    rows = [{"text": f"row {number}", "id": number} for number in range(600)] + [{"text": "late", "title": "of late"}]
+    name, prepared = str(write(tmp_path / "x.jsonl", rows)), open_(str(tmp_path / "x.jsonl"), examples=100)
+    assert any(line.endswith("about the rows only: id") for line in prepared.train.report.decisions())
+    *_, last = prepared.stream.windows()
+    assert prepared.stream.report_at(last.place).unread == {name: {"id": "note", "title": ""}}
+
+
 def rows_of(name: str, count: int, first: int = 0) -> list[dict[str, str]]:
     return [{"text": f"{name} {number}"} for number in range(first, first + count)]
 

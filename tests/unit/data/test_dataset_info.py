@@ -89,6 +89,24 @@ def test_pairs_labels_and_running_text_are_read(tmp_path: Path) -> None:
         read(folder, "labels")
 
 
+def test_a_text_file_has_a_text_a_line_as_there(tmp_path: Path) -> None:
+    listed(tmp_path, {"wiki": ({"file_name": "wiki.txt", "columns": {"prompt": "text"}}, [])})
+    (tmp_path / "data" / "wiki.txt").write_text("One two.\n\nThree.\n")
+    data = read(tmp_path, "wiki")
+    assert [TOKENIZER.decode(data[at].input_ids) for at in range(len(data))] == [
+        "One two.<|im_end|>",
+        "Three.<|im_end|>",
+    ]
+    assert len(read(tmp_path, "wiki", split_text="paragraph")) == 2
+
+
+def test_columns_that_an_entry_leaves_out_are_named(tmp_path: Path) -> None:
+    name, row = "names", CASES["names"]
+    listed(tmp_path, {name: (row[0], {**row[1], "id": 7})})
+    (unread,) = read(tmp_path, name).report.unread.values()
+    assert unread == {"input (not in dataset_info.json)": "", "id (not in dataset_info.json)": "note"}
+
+
 def test_pictures_are_refused(tmp_path: Path) -> None:
     columns = {"messages": "messages", "images": "pictures"}
     entry = {"formatting": "sharegpt", "columns": columns, "tags": TAGS}

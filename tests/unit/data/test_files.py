@@ -173,8 +173,7 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ('{"version": 1, "data": [{"text": "a"}]}', "x.json"),
-        ('{\n "text": "a"\n}\n', "x.json:1"),
+        ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "x.json"),
         ('{"text": "a"}\n{\n', "x.json:2"),
         ("12", "x.json:1"),
     ],
@@ -184,6 +183,36 @@ def test_a_json_file_that_is_no_list_of_rows_is_named(tmp_path, content, where):
     with pytest.raises(UserError) as caught:
         ready(tmp_path, tmp_path / "x.json")
     assert caught.value.problems[0].where.endswith(where)
+
+
+VALUES = {
+    "a list": '[{"text": "a"}, {"text": "b"}]',
+    "a list on lines": '\n[\n{"text": "a"},\n{"text": "b"}\n]\n',
+    "an object": '{"version": 1, "authors": ["x"], "data": [{"text": "a"}, {"text": "b"}]}',
+    "an object on lines": '{\n  "rows": [\n    {"text": "a"},\n    {"text": "b"}\n  ],\n  "version": {"of": 1}\n}\n',
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.ndjson.gz", "x.json.zst"])
+def test_a_file_that_is_one_value_is_read_whatever_its_name(tmp_path, name, value):
+    packed = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix, bytes)
+    assert rows(tmp_path / name, packed(b"\xef\xbb\xbf" + value.encode())) == [(", row 1", "a"), (", row 2", "b")]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_one_row_alone_is_a_row_though_it_has_a_list(tmp_path, name):
+    row = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "you"}]}
+    for columns, value in (({}, row), ({"messages": "chat"}, {"chat": row["messages"]})):
+        for indent in (None, 1):
+            (tmp_path / name).write_text(json.dumps(value, indent=indent))
+            assert len(ready(tmp_path, tmp_path / name, columns=columns).train) == 1
+
+
+def test_lines_are_lines_though_they_are_lists(tmp_path):
+    bad = "expected an object, found a list"
+    found = rows(tmp_path / "x.jsonl", b'[{"text": "a"}]\n{"text": "b"}\n[1]\n')
+    assert [line for line, said in found if bad in said] == ["1", "3"] and ("2", "b") in found
 
 
 def test_of_a_folder_with_splits_the_one_that_is_asked_for_is_read(tmp_path):

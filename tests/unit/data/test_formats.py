@@ -210,6 +210,100 @@ def test_a_system_column_comes_first_whatever_the_format_and_once(ready, tmp_pat
         assert texts(ready(write(tmp_path / "train.jsonl", row | {"system": system["content"]}))) == [wanted]
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+CARE, THOUGHT = "Answer with care.", "Hm, weather."
+AS_COLUMNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # template, a row, and the row of messages that it stands for
+    "dolly": ("smollm", {"instruction": "Add.", "context": "1 and 2", "response": "3", "category": "qa"}, {"question": "Add.\n1 and 2"}),
+    "OpenOrca": ("smollm", {"system_prompt": CARE, "question": "Add.", "response": "3"}, {"system": CARE}),
+    "input and output": ("smollm", {"input": "Add.", "output": "3"}, {}),
+    "prompt and response": ("smollm", {"prompt": "Add.", "response": "3"}, {}),
+    "exchanges": ("smollm", {"conversation": [{"human": "Add.", "assistant": "3"}], "system_message": CARE}, {"system": CARE}),
+    "XTuner": ("smollm", {"conversation": [{"system": CARE, "input": "Add.", "output": "3"}]}, {"system": CARE}),
+    "tools": ("qwen2_5", {"instruction": "Add.", "output": "3", "available_tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
+    "a thought": ("qwen3", {"instruction": "Add.", "reasoning": THOUGHT, "output": "3"}, {"thought": THOUGHT}),
+    "a thought beside messages": ("qwen3", {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}], "thinking": THOUGHT}, {"thought": THOUGHT}),
+    # ms-swift: Template._get_std_messages puts a question without words in front
+    "an answer alone": ("smollm", {"response": "3", "id": "a"}, {"question": ""}),
+    "an answer alone with system": ("smollm", {"response": "3", "system": CARE}, {"question": "", "system": CARE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("name", AS_COLUMNS)
+def test_columns_as_others_spell_them_are_read(ready, tmp_path, name, kind):
+    template, row, wanted = AS_COLUMNS[name]
+    if kind == "csv" and not all(isinstance(value, str) for value in row.values()):
+        row = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+    answer = {"role": "assistant", "content": "3"}
+    answer |= {"reasoning_content": wanted["thought"]} if "thought" in wanted else {}
+    messages = [{"role": "user", "content": wanted.get("question", "Add.")}, answer]
+    same = {"messages": messages} | {key: wanted[key] for key in wanted.keys() & {"tools", "system"}}
+    how = {} if template == "smollm" else {"chat_template": template}
+    expected = ready(write(tmp_path / "same.jsonl", same), **how)
+    path = tmp_path / f"x.{kind}"
+    datasets.Dataset.from_list([row]).to_parquet(path) if kind == "parquet" else write(path, row)
+    if kind == "csv":
+        path.write_text(
+            "".join(f"{','.join(map(json.dumps, part))}\n".replace('\\"', '""') for part in (row, row.values()))
+        )
+    found = ready(str(path), **how)
+    assert (texts(found), trained(found)) == (texts(expected), trained(expected))
+
+
+UNREAD: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "messages": (GOOD | {"sys": "Be brief.", "functions_json": "[1]"}, {"sys": "system", "functions_json": "tools"}),
+    "sharegpt": ({"conversations": [{"human": "Hello", "gpt": "you"}], "persona": "A poet."}, {"persona": "system"}),
+    "alpaca": (ALPACA | {"passage": "It is.", "chatHistory": [["a", "b"]]}, {"passage": "", "chatHistory": "history"}),
+    "alpaca without input": ({"instruction": "Add.", "facts": "1 and 2", "output": "3"}, {"facts": "input"}),
+    "prompt_completion": ({"prompt": "Hello", "completion": " you", "context": "there is"}, {"context": ""}),
+    "text": ({"text": "Hello", "title": "A greeting"}, {"title": ""}),
+    "xlam": ({"query": "Hello", "answers": [{"name": "weather"}], "tools": [TOOL], "plan": "Ask it."}, {"plan": ""}),
+    "tokenised": ({"input_ids": [5, 6], "train_mask": [0, 1]}, {"train_mask": "loss_mask"}),
+    "keys of turns": ({"messages": [QUESTION, {**ANSWER, "cot": "Hm."}]}, {"messages[].cot": ""}),
+    "a thought without a place": ({"instruction": "Add.", "output": "3", "reasoning": "It is."}, {"reasoning": ""}),
+}
+
+
+@pytest.mark.parametrize("row, wanted", UNREAD.values(), ids=UNREAD.keys())
+def test_columns_that_nothing_reads_are_named_once_with_the_key_that_would(ready, tmp_path, row, wanted):
+    notes = {"id": 3, "source_url": "http://a.b", "score": 0.5, "metadata": {"a": 1}, "__index_level_0__": 1}
+    path, how = write(tmp_path / "x.jsonl", row, {**row, **notes, "empty": "", "null": None}), {}
+    if row.keys() >= {"query", "answers"}:
+        how = {"chat_template": "qwen3"}
+    report = ready(path, **how).train.report
+    assert report.unread == {path: wanted | dict.fromkeys(notes, "note")}
+    advice = [f"{name} (data.columns.{use}={name} reads it)" if use else name for name, use in wanted.items()]
+    assert report.decisions()[-2:] == [
+        f"{path}: not read: {', '.join(sorted(advice))}",
+        f"{path}: not read, about the rows only: {', '.join(sorted(notes))}",
+    ]
+    for name, use in wanted.items():
+        if use and isinstance(row[name], str) and use != "tools":
+            assert name not in ready(path, columns={use: name}, **how).train.report.unread[path]
+
+
+def test_all_that_is_read_is_not_named(ready, tmp_path):
+    rows = [GOOD | {"system": "Be brief.", "label": True}, {"messages": [QUESTION, {**ANSWER, "train": False}, ANSWER]}]
+    assert ready(write(tmp_path / "x.jsonl", *rows)).train.report.unread == {}
+
+
+def test_a_row_of_many_columns_is_read_by_our_own_names(ready, tmp_path):
+    row = GOOD | {"query": "Hello", "response": "you"}
+    assert ready(write(tmp_path / "x.jsonl", row)).train.report.format == "messages"
+
+
+def test_a_system_turn_goes_before_the_column_which_is_named(ready, tmp_path):
+    row = {"messages": [{"role": "system", "content": CARE}, QUESTION, ANSWER]}
+    other = ready(write(tmp_path / "y.jsonl", row | {"system_prompt": "Be brief."}))
+    assert texts(other) == texts(ready(write(tmp_path / "x.jsonl", row)))
+    assert [*other.train.report.unread.values()] == [{"system_prompt": ""}]
+
+
+def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
+    with pytest.raises(UserError, match="fit no known format"):
+        ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
+
+
 def test_a_system_prompt_of_the_config_is_for_conversations_without_one(ready, tmp_path):
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     own = {"messages": [{"role": "system", "content": "Answer with care."}, QUESTION, ANSWER]}
@@ -357,4 +451,4 @@ def test_a_prompt_that_ends_in_the_assistants_turn_is_refused_as_the_template_wo
         ready(write(tmp_path / "rows.jsonl", {"prompt": [QUESTION], "completion": [ANSWER]}, row))
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
     row = {"prompt": [QUESTION, called], "completion": [{"role": "user", "content": "1"}, ANSWER]}
-    assert read_row(Row(row, {}, frozenset()), "prompt_completion")
+    assert read_row(Row(row, {}, frozenset(), frozenset()), "prompt_completion")

@@ -316,6 +316,6 @@ OWN = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_the_system_prompt_of_the_config_is_that_of_conversations_without_one(row: Any, format: Any, said: str) -> None:
-    example = read_row(Row(row, {}, frozenset(), "Be kind."), format)
+    example = read_row(Row(row, {}, frozenset(), frozenset(), "Be kind."), format)
     assert isinstance(example, Conversation)
     assert [message["content"] for message in example.messages] == [said, "Hello", "Hi."]

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import tokenizer_of
@@ -85,15 +86,37 @@ def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, content, wher
     assert [problem.where for problem in caught.value.problems] == [f"{tmp_path}/{where}"]
 
 
-LATE = pa.table({"text": ["fine", "late"], "at": pa.array([0, 2**60], pa.timestamp("us"))})
-
-
-@pytest.mark.parametrize("table", [text_table(b"fine", b"\xff\xfe"), LATE], ids=["bytes", "date"])
-def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path, table):
-    pq.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="row 2: "):
+def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path):
+    pq.write_table(text_table(b"fine", b"\xff\xfe"), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="row 2, text: "):
         go(tmp_path, tmp_path / "x.parquet")
     assert texts(go(tmp_path, tmp_path / "x.parquet", bad_rows="skip")) == ["fine<|im_end|>"]
+
+
+FAR = {
+    "date": pa.array([0, 2**60], pa.timestamp("us")),
+    "zone": pa.array([0, 2**60], pa.timestamp("us", "Moon/Base")),
+    "days": pa.array([0, 2**30], pa.date32()),
+    "bytes": text_table(b"fine", b"\xff\xfe")["text"].chunk(0),
+    "list": pa.array([[0], [0, 2**60]], pa.list_(pa.timestamp("us"))),
+}
+
+
+@pytest.mark.parametrize("column", FAR.values(), ids=FAR.keys())
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_what_python_cannot_hold_in_a_column_that_nobody_reads_stops_nothing(tmp_path, column, kind):
+    message = {
+        "role": ["user", "assistant"] * 2,
+        "content": ["fine"] * 2 + ["late"] * 2,
+        "at": pa.concat_arrays([column] * 2),
+    }
+    turns = pa.StructArray.from_arrays([pa.array(part) for part in message.values()], names=[*message])
+    turns = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), turns)
+    table = pa.table({"messages": turns, "at": column})
+    path = tmp_path / f"x.{kind}"
+    pq.write_table(table, path) if kind == "parquet" else feather.write_feather(table, path, "uncompressed")
+    found = texts(go(tmp_path, path))
+    assert ["fine" in found[0], "late" in found[1]] == [True, True]
 
 
 def called(name: str, **arguments: str) -> dict[str, Any]:

@@ -43,6 +43,25 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
     assert len(data["shown"]) == 3
 
 
+def test_skipped_rows_and_unread_columns_are_named(folder: Path) -> None:
+    bad = {"instruction": 3, "output": "x"}
+    odd = {"instruction": "Add.", "input": "1", "output": "x", "remark": "a b", "id": 7}
+    files = [
+        write(folder, [bad, odd, odd, bad, {**odd, "output": ""}], "odd.jsonl"),
+        write(folder, [odd, bad, odd], "more.jsonl"),
+    ]
+    page, options = folder / "odd.html", (f"data.train=[{','.join(files)}]", "data.bad_rows=skip")
+    data = report(folder, *options, "--html", str(page))
+    wrong = [(place, "wrong type") for place in ("odd.jsonl:1", "odd.jsonl:4", "more.jsonl:2")]
+    places = [(bad["where"], bad["reason"]) for bad in data["skipped"]]
+    assert places == [*wrong[:2], ("odd.jsonl:5", "empty"), *wrong[2:]]
+    assert data["unread"] == dict.fromkeys(files, {"remark": "", "id": "note"})
+    said = [f"{file}: not read{what}" for file in files for what in (": remark", ", about the rows only: id")]
+    assert data["remarks"] == said and all(line in page.read_text() for line in said)
+    text = inspect(folder, *options).stdout
+    assert "dropped 4: 3 wrong type, 1 empty" in text and all(line in text for line in said)
+
+
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_a_step_is_laid_out_as_training_does(folder: Path, kind: str) -> None:
     from packtrain.data.tokens.pretrained import load_tokenizer
