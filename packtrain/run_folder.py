@@ -287,6 +287,7 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
 
 
+@cache
 def installed_version(package: str) -> str | None:
     """The version of an installed package; None where there is none."""
     with suppress(metadata.PackageNotFoundError):

@@ -49,7 +49,7 @@ from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.slices import put_slices, put_weight, take_slices
-from packtrain.model.weights.stream import gathered, return_freed_memory
+from packtrain.model.weights.stream import gathered, map_large_blocks, return_freed_memory
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 
@@ -115,6 +115,8 @@ def open_strategy(strategy: str) -> None:
 
 def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = None) -> None:
     """Puts `model` (adapters included) where the strategy wants it; FSDP2 gathers weights in `autocast`, of mixed precision."""
+    if ranks.sharded and ranks.device.type == "cpu":
+        map_large_blocks()
     if ranks.strategy in STAGES:
         import deepspeed.ops
 

@@ -100,6 +100,7 @@ class Memory:
     chosen: str = ""
     accumulated: int | None = None
     leaving: int | None = None
+    processes: int = 1
 
     @property
     def total(self) -> int:
@@ -136,6 +137,8 @@ class Memory:
         """What it comes to; where it does not fit, what to try."""
         if self.device is None:
             text = f"{in_gib(self.total)} GiB of each device"
+            if self.processes > 1:
+                text += f" ({in_gib(self.total * self.processes)} GiB for all {self.processes} processes, if they are on one CPU)"
         else:
             text = f"{in_gib(self.total + self.outside)} of the {in_gib(self.device)} GiB of each GPU"
         if self.activations is None:
@@ -299,6 +302,7 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
         outside=OUTSIDE + communicators * NCCL,
         accumulated=4 * model.trained if name == "fsdp2" and processes > 1 else None,
         leaving=_leaving(config, model, machines) if name == "fsdp2" and machines > 1 else None,
+        processes=processes,
     )
 
 

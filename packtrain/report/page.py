@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from markupsafe import Markup
 
 from packtrain import __version__, wording
@@ -83,36 +84,51 @@ def report_at_end(folder: RunFolder) -> None:
 
 def page(runs: Sequence[RunRecord]) -> str:
     """The HTML of one run, or of several with their curves in the same figures."""
-    from plotly.offline import get_plotlyjs
-
     points = points_of(runs)
     figures = points["figures"]
-    script, plotly = (_read("page.js"), get_plotlyjs()) if figures else ("", "")
-    packed = gzip.compress(plotly.encode(), _COMPRESSION, mtime=0) if plotly else b""
-    digests = [hashlib.sha256(code.encode()).digest() for code in (script, plotly) if code]
-    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    environment = templates_in(_HERE, finalize=_finalize)
-    environment.filters |= {"number": headline.number, "duration": headline.duration, "size": wording.size}
-    environment.filters["written"] = lambda value, kind: _KINDS[kind](value)
+    script, plotly, allowed = _scripts() if figures else ("", "", "'none'")
     groups = groupby(range(len(figures)), key=lambda number: figures[number]["group"])
-    return environment.get_template("page.html.j2").render(
-        version=__version__,
-        runs=runs,
-        single=runs[0] if len(runs) == 1 else None,
-        headline=headline,
-        figures=figures,
-        xs=points["xs"],
-        groups=[(name, list(members)) for name, members in groups],
-        phases=PHASES,
-        differences=headline.compare_settings(runs) if len(runs) > 1 else [],
-        answers=headline.answers(runs),
-        allowed=Markup(allowed or "'none'"),
-        data=[_describe_data(run) for run in runs],
-        css=Markup(_read("page.css") + DATA_CSS),
-        script=Markup(script),
-        plotly=Markup(base64.b64encode(packed).decode()),
-        curves=_inline(points),
+    return (
+        _templates()
+        .get_template("page.html.j2")
+        .render(
+            version=__version__,
+            runs=runs,
+            single=runs[0] if len(runs) == 1 else None,
+            headline=headline,
+            figures=figures,
+            xs=points["xs"],
+            groups=[(name, list(members)) for name, members in groups],
+            phases=PHASES,
+            differences=headline.compare_settings(runs) if len(runs) > 1 else [],
+            answers=headline.answers(runs),
+            allowed=Markup(allowed),
+            data=[_describe_data(run) for run in runs],
+            css=Markup(_read("page.css") + DATA_CSS),
+            script=Markup(script),
+            plotly=Markup(plotly),
+            curves=_inline(points),
+        )
     )
+
+
+@cache
+def _scripts() -> tuple[str, str, str]:
+    """The page's script, plotly.js packed, and the hashes that allow both to run."""
+    from plotly.offline import get_plotlyjs
+
+    script, plotly = _read("page.js"), get_plotlyjs()
+    hashes = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (script, plotly)]
+    packed = base64.b64encode(gzip.compress(plotly.encode(), _COMPRESSION, mtime=0)).decode()
+    return script, packed, " ".join(f"'sha256-{one}'" for one in hashes)
+
+
+@cache
+def _templates() -> Environment:
+    made = templates_in(_HERE, finalize=_finalize)
+    made.filters |= {"number": headline.number, "duration": headline.duration, "size": wording.size}
+    made.filters["written"] = lambda value, kind: _KINDS[kind](value)
+    return made
 
 
 def _describe_data(run: RunRecord) -> Markup | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +22,13 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.model.layers.tiled_mlp import tile_mlps
 from packtrain.model.recomputation import recompute
+from packtrain.model.spread import Ranks, spread
+from packtrain.model.weights.stream import return_freed_memory
 from packtrain.plan.activations import FullestBatch, count_layers
 from packtrain.plan.known_model import Layers, read_layers
 from packtrain.plan.memory import Memory, estimate
 from packtrain.train.loop import StepTrainer
+from tests.train import forked
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -178,3 +183,38 @@ def kept_copies(config: RunConfig, layers: Layers) -> int:
     of_one = layers.hidden * (2 * layers.query + 2 * layers.key + 3 * layers.inner)
     kept = layers.number // 2 if config.trainer.gradient_checkpointing == "every_2" else layers.number
     return 2 * kept * of_one
+
+
+def grow(_: tuple[str, ...], environment: dict[str, str], cwd: Path, outputs: list[Path]) -> None:
+    """Print the bytes of a llama, of this process's gradients, and the growth by two steps."""
+    forked.enter(environment, cwd, outputs)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ids, ranks = torch.arange(16)[None], Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "fsdp2")
+    for layers in (1, 12):  # libraries keep some memory with the first
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers, "num_attention_heads": 4}
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, **sizes))
+        whole = size_of(model.parameters())
+        spread(model, ranks)
+        return_freed_memory()
+        before = resident()
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        grown = resident() - before
+    print(json.dumps([whole, size_of(weight.grad.to_local() for weight in model.parameters()), grown]))
+    dist.destroy_process_group()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_processes_that_share_a_model_keep_nothing_of_what_they_gathered() -> None:
+    for result in forked.joined(2, begin=grow):
+        assert result.returncode == 0, result.stderr
+        whole, gradients, grown = json.loads(result.stdout)
+        assert gradients == pytest.approx(whole / 2, rel=0.01)
+        assert grown <= gradients + whole  # in glibc's heap holes as large as three and a half models stay

@@ -449,3 +449,9 @@ def test_documents_that_fit_no_device_are_split_over_as_few_as_are_enough() -> N
     assert advice == f"try {over}, which splits documents of 262,144 tokens over 4 processes"
     assert planned(65536, 8).fits and planned(131072, 8).fits is False  # what it advises fits, and no fewer do
     assert "sequence_parallel" not in planned(262144, 1).advice
+
+
+def test_processes_on_a_cpu_are_told_what_all_of_them_take() -> None:
+    one = Memory(parameters=1, trained=1, weights=GIB, gradients=GIB, optimizer=0, buffers=0, activations=0)
+    assert "(8.00 GiB for all 4 processes" in replace(one, processes=4).sentence() and "for all" not in one.sentence()
+    assert "for all" not in replace(one, processes=4, device=80 * GIB).sentence()
