@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
@@ -112,6 +113,8 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
+        if (place / GENERATION_CONFIG_NAME).is_file() and not scores:  # they may have learned another end of an answer
+            model.generation_config = GenerationConfig.from_pretrained(place)
     return adapted
 
 

@@ -29,12 +29,12 @@ from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError
 from packtrain.exit_code import stopped_by
-from packtrain.inspect.audit import find_pointless_training
+from packtrain.inspect.audit import find_ends, find_pointless_training
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
-from packtrain.model.save import mend_generation_config, try_saving
+from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -83,7 +83,7 @@ from packtrain.train.sync import (
     preparing_s,
 )
 from packtrain.train.verify.changes import changes_of, make_changes
-from packtrain.wording import counted
+from packtrain.wording import counted, listed
 
 _MAX_DESCRIBED = 200_000
 """Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
@@ -357,12 +357,18 @@ def _listeners(run: Run) -> list[Any]:
 
 
 def _try_saving(run: Run) -> None:
-    """Mends or refuses now what the library would refuse to save when the training is done."""
-    whole = results.saves_whole_model(run.config.model, run.config.peft)
-    if whole and (remark := mend_generation_config(run.prepared.model, run.prepared.tokenizer)):
+    """Mend or refuse now what cannot be saved at the end; let answers end as trained ones do."""
+    prepared, whole = run.prepared, results.saves_whole_model(run.config.model, run.config.peft)
+    if remark := mend_generation_config(prepared.model, prepared.tokenizer):
         run.log.warn(remark)
+    ends = find_ends(prepared.data.train, prepared.tokenizer, run.config.data.max_length)
+    if new := end_answers_at(prepared.model, ends):
+        names = listed(prepared.tokenizer.convert_ids_to_tokens(new))
+        run.log.fact(
+            "ends", f"{names} ends trained answers, so generation_config.json of final/ has it as eos_token_id, too"
+        )
     if run.ranks.main:
-        try_saving(run.prepared.model, run.prepared.tokenizer, whole=whole)
+        try_saving(prepared.model, prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
 
 

@@ -290,8 +290,11 @@ class Checkpoints:
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
         """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
         if self._accelerator.is_main_process:
+            base = base_model(self._model)
             with weights_at_least(self._model, folder, weights):
                 self._trl._save(str(folder), state_dict=weights)
+                if self._has_adapters and base.can_generate():  # PEFT leaves it away
+                    cast(Any, base).generation_config.save_pretrained(folder)
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:
