@@ -57,6 +57,7 @@ from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
+from packtrain.train.optim.unreached import freeze_unreached
 from packtrain.train.preparation import (
     Prepared,
     begin,
@@ -263,6 +264,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     spread_model(prepared)
     settle_attention(prepared)
     split = settle_split(prepared)
+    frozen, at_times = freeze_unreached(model, prepared.longest, ranks, prepared.precision.autocast)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
@@ -270,6 +272,8 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+    if frozen:
+        log.fact("frozen", frozen)
     thing = config.objective.traits.unit
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.log_attention(log, base, prepared.backend)
@@ -308,6 +312,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         offload=config.trainer.activation_offload,
         ema=config.trainer.ema,
+        unused_at_times=at_times,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):
