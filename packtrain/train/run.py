@@ -29,7 +29,7 @@ from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError
 from packtrain.exit_code import stopped_by
-from packtrain.inspect.audit import find_ends, find_pointless_training
+from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
@@ -204,7 +204,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepared = run.prepared = begin(config, ranks, peers)
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
-    for remark in find_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
+    remarks, ends = sample_answers(data.train, tokenizer, config.data.max_length)
+    for remark in remarks if ranks.main else ():
         log.warn(remark)
 
     load(prepared)
@@ -214,7 +215,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     check_model(prepared, padded=config.packing.mode == "padding")
 
     trainer = _make_trainer(run, checkpoint)
-    _try_saving(run)
+    _try_saving(run, ends)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     with suppress(OSError):  # the disk speaks for itself when it is written to
@@ -264,7 +265,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     spread_model(prepared)
     settle_attention(prepared)
     split = settle_split(prepared)
-    frozen, at_times = freeze_unreached(model, prepared.longest, ranks, prepared.precision.autocast)
+    frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
@@ -361,12 +362,11 @@ def _listeners(run: Run) -> list[Any]:
     return [*listeners, *run.trackers]
 
 
-def _try_saving(run: Run) -> None:
-    """Mend or refuse now what cannot be saved at the end; let answers end as trained ones do."""
+def _try_saving(run: Run, ends: list[int]) -> None:
+    """Mend or refuse now what cannot be saved at the end; let answers stop at `ends`, as trained ones do."""
     prepared, whole = run.prepared, results.saves_whole_model(run.config.model, run.config.peft)
     if remark := mend_generation_config(prepared.model, prepared.tokenizer):
         run.log.warn(remark)
-    ends = find_ends(prepared.data.train, prepared.tokenizer, run.config.data.max_length)
     if new := end_answers_at(prepared.model, ends):
         names = listed(prepared.tokenizer.convert_ids_to_tokens(new))
         run.log.fact(

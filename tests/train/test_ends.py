@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from packtrain.data.dataset import TokenDataset
-from packtrain.inspect.audit import find_ends
+from packtrain.inspect.audit import sample_answers
 from packtrain.serve.export import merge
 from packtrain.serve.trained import find_trained, load_trained
 
@@ -109,6 +110,8 @@ def test_a_model_that_knows_its_end_keeps_its_own_list(base: Path, tmp_path: Pat
 class Documents(list):
     """Documents as a data set has them."""
 
+    report = SimpleNamespace(dropped={}, rows=0)
+
     @property
     def lengths(self) -> list[int]:
         return [len(document.input_ids) for document in self]
@@ -147,4 +150,4 @@ ASKED, SAID = ([START, A, A], False), ([A, A, END], True)
 def test_the_end_of_trained_answers(words: Any, documents: list[Any], expected: list[int]) -> None:
     held: Any = Documents(documents)
     assert not isinstance(held, TokenDataset)
-    assert find_ends(held, words, 63) == expected
+    assert sample_answers(held, words, 63)[1] == expected
