@@ -80,7 +80,7 @@ def _odd_layers(model: nn.Module) -> list[str]:
 
 
 def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names, without layers, of tensors that hold the matrices of several experts, or of several heads."""
+    """Return the last names of tensors that hold the matrices of several experts or heads."""
     shapes = {name: [size for size in getattr(one, "ds_shape", one.shape) if size > 1] for name, one in weights}
     joint = (name for name, shape in shapes.items() if len(shape) == 3 and "conv" not in name)
     ends = (name.replace(".base_layer", "").removesuffix(".weight").split(".")[-2:] for name in joint)

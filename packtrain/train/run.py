@@ -273,15 +273,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
-    if frozen:
-        log.fact("frozen", frozen)
+    console.log_ways(log, frozen, split, prepared.compiled)
     thing = config.objective.traits.unit
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.log_attention(log, base, prepared.backend)
-    if split:
-        log.fact("split", split)
-    if prepared.compiled:
-        log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:
         with outputs_of_tokens(base):
             check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
@@ -363,7 +358,7 @@ def _listeners(run: Run) -> list[Any]:
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:
-    """Mend or refuse now what cannot be saved at the end; let answers stop at `ends`, as trained ones do."""
+    """Mend or refuse now what cannot be saved at the end; let answers stop at `ends`."""
     prepared, whole = run.prepared, results.saves_whole_model(run.config.model, run.config.peft)
     if remark := mend_generation_config(prepared.model, prepared.tokenizer):
         run.log.warn(remark)

@@ -128,7 +128,7 @@ def log_model(
 
 
 def adapted_share(model: PreTrainedModel) -> str:
-    """Which share of the weights in layers has adapters that are trained, and which joint tensors have none."""
+    """Say how much of the layers is adapted, and name joint tensors without adapters."""
     several = layers_of(model) or [one for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
     inside = {id(weight) for layer in several for weight in layer.parameters()}
     own = {name: one for name, one in model.named_parameters() if id(one) in inside and ".lora_" not in name}
@@ -192,6 +192,15 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
         limits = f"tolerance {proof.tolerance:.0g}; with isolation off {proof.control:.1g}"
         off = f"outputs of documents in a row are off by {proof.max_difference:.1g} ({limits})"
         log.fact("isolation", f"{proof.verdict}: {off}")
+
+
+def log_ways(log: Log, frozen: str, split: str, compiled: int) -> None:
+    """Log frozen weights, split rows and compiled layers, where there are any."""
+    for name, text in (("frozen", frozen), ("split", split)):
+        if text:
+            log.fact(name, text)
+    if compiled:
+        log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")
 
 
 def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:

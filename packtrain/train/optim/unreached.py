@@ -1,6 +1,6 @@
-"""Trained weights that no output for text depends on: towers of pictures, indexers that only choose keys, adapters that are read past.
+"""Trained weights that no text reaches: towers of pictures, indexers that only choose keys.
 
-They get no gradient, and DDP fails in its second step. A backward pass over one token finds them; only where it misses some is there a
+They get no gradient, and DDP fails in its second step. A backward pass over one token finds them. Only where it misses some is there a
 second one, over a long document: some weights matter from a length on.
 """
 
@@ -28,9 +28,10 @@ _MOST = 2048
 
 
 def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> tuple[str, bool]:
-    """Freeze trained weights that documents of up to `longest` tokens never reach, alike on all ranks.
+    """Freeze trained weights that no document of up to `longest` tokens reaches.
 
-    Returns what is frozen, in words, and whether other weights get a gradient in some batches only. Raises UserError if none is left.
+    All ranks find the same. Returns the frozen ones in words, and whether others get a gradient in some batches only. Raises UserError if
+    none is left.
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     missed = never = weights.keys() - _reached(base_model(model), weights, 1, autocast)
@@ -54,7 +55,7 @@ def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> 
 
 
 def _reached(base: Any, weights: dict[str, Any], tokens: int, autocast: torch.dtype | None) -> set[str]:
-    """The names of the `weights` that outputs of a document of so many tokens depend on; they keep no gradients."""
+    """Return the names of the `weights` that outputs of one document depend on."""
     ids, found = torch.from_numpy(random_ids(base, Segments((tokens,)))[:1]), set[int]()
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
