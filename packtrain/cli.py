@@ -144,16 +144,22 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
+    from packtrain.config.rules.paths_and_packages import FOR_GPUS, check_packages
     from packtrain.plan.memory import GIB
     from packtrain.plan.screen import plan_json, print_plan
 
-    run, launch = _config_and_plan(arguments)
+    run, launch = _config_and_plan(arguments, packages=False)
+    needed = [*check_packages(run)]
+    for_gpus = launch.gpus == 0 and any(fault.keys[0] in FOR_GPUS for fault in needed)
+    if needed and not (for_gpus or gpu_memory is not None or launch.nodes > 1 or launch.obstacles):
+        _config_and_plan(arguments)  # it would start here, and raises what the run would say
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
+    there = [f"{fault.keys[0]}: {fault.what} here: {fault.fix}" for fault in needed]
     if as_json:
-        print(json.dumps(plan_json(run, launch), indent=2))
+        print(json.dumps({**plan_json(run, launch), "needed_there": there}, indent=2))
     else:
-        print_plan(run, launch, run.objective.kind, arguments or [], full=full)
+        print_plan(run, launch, run.objective.kind, arguments or [], full=full, needed=there)
     return 0
 
 
@@ -453,14 +459,16 @@ def main() -> None:
         sys.exit(report_error(error))
 
 
-def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
-    """The config that the arguments name, and its plan: for `verb`, by default the verb of the config."""
+def _config_and_plan(
+    arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
+) -> tuple[RunConfig, LaunchPlan]:
+    """The config that the arguments name, whose `packages` have to be here, and its plan: for `verb`, by default that of the config."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings
 
     path, changes = split_arguments(arguments)
-    run = load_config(path, [*_implied_by(verb), *changes], _note)
+    run = load_config(path, [*_implied_by(verb), *changes], _note, packages=packages)
     _check_verb(run, verb or run.objective.kind)
     return run, plan_launch(run, detect_surroundings(), run.objective.kind, arguments or [])
 

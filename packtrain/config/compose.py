@@ -39,13 +39,16 @@ _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 
 
 def load_config(
-    config_path: str | None, overrides: list[str], say: Callable[[str], object] = lambda line: None
+    config_path: str | None,
+    overrides: list[str],
+    say: Callable[[str], object] = lambda line: None,
+    *,
+    packages: bool = True,
 ) -> RunConfig:
     """The config of a run: the YAML at `config_path` (None: none), then `overrides` in Hydra's grammar.
 
-    `say` is given a line about each key that is dropped because the command line left it nothing to act on.
-
-    Raises UserError with every problem that can be found without loading data or model.
+    `say` is given a line about each key that is dropped because the command line left it nothing to act on; `packages` have to be
+    installed. Raises UserError with every problem that can be found without loading data or model.
     """
     file = find_config(config_path) if config_path is not None else None
     arguments, problems = parse(overrides, file.parent if file else None)
@@ -58,11 +61,11 @@ def load_config(
     for argument in arguments:
         if argument.choice is None:
             problems += composed.change(argument)
-    config, faults = _check(composed.values, composed.invalid_groups)
+    config, faults = _check(composed.values, composed.invalid_groups, packages=packages)
     while idle := [fault for fault in faults if composed.is_idle(fault)]:
         for fault in idle:
             say(composed.drop(fault))
-        config, faults = _check(composed.values, composed.invalid_groups)
+        config, faults = _check(composed.values, composed.invalid_groups, packages=packages)
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
@@ -276,7 +279,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
     return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
 
 
-def _check(composed: DictConfig, invalid_groups: list[str]) -> tuple[RunConfig, list[Fault]]:
+def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -> tuple[RunConfig, list[Fault]]:
     """The typed config and everything that is wrong with it, each key named once; `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
     made, wrong_values = build(values)
@@ -287,7 +290,8 @@ def _check(composed: DictConfig, invalid_groups: list[str]) -> tuple[RunConfig, 
         *rules.check_combinations(config, given),
         *slurm.check_slurm(config.topology, config.trainer.resume),
         *slurm.check_secrets(asdict(config)),
-        *paths_and_packages.check_paths_and_packages(config),
+        *paths_and_packages.check_paths(config),
+        *(paths_and_packages.check_packages(config) if packages else ()),
     ]
     return config, faults + _not_yet_reported(impossible, faults, invalid_groups)
 

@@ -165,9 +165,14 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
         yield AuditFinding(name, rows, total, what, fix, unit, severity, twins)
 
 
-def find_pointless_training(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
-    """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run,
-    from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
+def sample_answers(
+    data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None
+) -> tuple[list[str], list[int]]:
+    """Sentences for the user on what makes a training pointless, and the control tokens that end trained answers.
+
+    For the start of a run, from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers. A token that also
+    stands within an answer (gpt-oss: <|end|> after its thoughts) ends one only where it is a document's last.
+    """
     documents = data.documents if isinstance(data, PairDataset) else data
     report, warnings = documents.report, list[str]()
     untrained = report.dropped.get(UNTRAINED, 0)
@@ -179,8 +184,21 @@ def find_pointless_training(data: TokenDataset | PairDataset, tokenizer: Any, ma
     control |= {*tokenizer.all_special_ids}
     sample = np.unique(np.linspace(0, len(documents) - 1, min(_SAMPLE, len(documents))).astype(int)).tolist()
     whole = [documents[number] for number in sample if max_length is None or documents.lengths[number] < max_length]
-    endless = sum(1 for document in whole if control.isdisjoint(document.input_ids[document.loss_mask].tolist()))
+    last, earlier, inside, endless = set[int](), set[int](), set[int](), 0
+    for document in whole:
+        endless += control.isdisjoint(document.input_ids[document.loss_mask].tolist())
+        borders = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8))) + 1
+        answers = [
+            part for part in np.split(np.arange(len(document.loss_mask)), borders) if document.loss_mask[part[0]]
+        ]
+        for number, part in enumerate(answers, start=1):
+            ids = document.input_ids[part].tolist()
+            places = [at for at, token in enumerate(ids) if token in control]
+            if places and not tokenizer.decode(ids[places[-1] + 1 :]).strip():
+                (last if number == len(answers) else earlier).add(ids[places.pop()])
+            inside |= {ids[at] for at in places}
     if whole and endless >= POINTLESS * len(whole):
         what = f"{endless:,} of {len(whole):,} sampled documents train no end of an answer"
         warnings.append(f"{what}, such as {tokenizer.eos_token or 'EOS'}: the model would not learn to stop")
-    return [f"data: {warning}; packtrain inspect shows which" for warning in warnings]
+    remarks = [f"data: {warning}; packtrain inspect shows which" for warning in warnings]
+    return remarks, sorted(last | (earlier - inside))

@@ -7,12 +7,16 @@ merged first. As objective.reference it is a second, frozen set on the same base
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.boundary import boundary
 from packtrain.config.keys import suggest
@@ -35,7 +39,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
     from peft import get_peft_model
 
     torch.manual_seed(seed)
-    check_layer_names(model, peft)
+    peft = fit_to_layers(model, peft)
     let_copy(model, [*peft.modules_to_save, *_HEADS])
     with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
         return _head_is_free(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
@@ -55,11 +59,47 @@ def _lora_config(peft: Peft, task: Any) -> Any:
     )
 
 
-def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
-    """Raises UserError for a name that no module has: PEFT would go on with the others, without a word."""
-    names, absent = [name for name, _ in model.named_modules()], list[tuple[str, str]]()
-    excluded = peft.options.get("exclude_modules", [])
-    for key, given in (("target_modules", peft.target_modules), ("options.exclude_modules", excluded)):
+def _odd_layers(model: nn.Module) -> list[str]:
+    """The last names of linear layers that PEFT refuses, or whose code is another than a product (routers)."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    odd = set[str]()
+    for place, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and (name := place.rpartition(".")[2]) not in odd:
+            try:
+                _check_lora_target_modules_mamba(LoraConfig(), model, name)
+                own = type(layer).__module__.startswith(("transformers.models.", "transformers_modules."))
+                if own and type(layer).forward is not nn.Linear.forward:
+                    empty = {key: torch.empty(one.shape, device="meta") for key, one in layer.named_parameters()}
+                    made = torch.func.functional_call(layer, empty, torch.empty(1, layer.in_features, device="meta"))
+                    odd |= {name} if made.shape != (1, layer.out_features) else set()
+            except Exception:  # it gives a tuple, or does not take a matrix
+                odd.add(name)
+    return sorted(odd)
+
+
+def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the last names of tensors that hold the matrices of several experts or heads."""
+    shapes = {name: [size for size in getattr(one, "ds_shape", one.shape) if size > 1] for name, one in weights}
+    joint = (name for name, shape in shapes.items() if len(shape) == 3 and "conv" not in name)
+    ends = (name.replace(".base_layer", "").removesuffix(".weight").split(".")[-2:] for name in joint)
+    return sorted({".".join(end) for end in ends})
+
+
+def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
+    """`peft`, whose all-linear leaves out layers that cannot have adapters.
+
+    Raises UserError where another choice has them, and for a name that no module has: PEFT would go on with the others, without a word.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), _odd_layers(model)
+    excluded, targets = peft.options.get("exclude_modules", []), peft.target_modules
+    if targets == "all-linear" and odd:
+        excluded = rf"{excluded}|(.*\.)?({'|'.join(odd)})" if isinstance(excluded, str) else [*{*excluded, *odd}]
+        peft = replace(peft, options={**peft.options, "exclude_modules": excluded})
+    for key, given in (("target_modules", targets), ("options.exclude_modules", excluded)):
         wanted = [(one, [one]) for one in given] if isinstance(given, list) else [(given, given)]
         absent += [(key, one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
     ends = peft.modules_to_save
@@ -67,12 +107,25 @@ def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = peft.options.get(key, {})
         absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
-    parts = {part for name in names for part in name.split(".")}
-    if problems := [
-        Problem(f"{type(model).__name__} has no module {name!r}", f"peft.{key}", suggest(name, parts, _names(model)))
+    tables, parts = conversion._MOE_TARGET_MODULE_MAPPING, {part for name in names for part in name.split(".")}
+    # what PEFT finds in joint tensors by itself
+    known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
+    joint = joint_tensors(model.named_parameters())
+    of_experts = ("experts", "gate_up_proj", *(part for table in tables.values() for part in table)) if joint else ()
+    fixes = dict.fromkeys(of_experts, f"Leave it out: experts are joint tensors ({', '.join(joint)}) without adapters.")
+    what = f"{type(model).__name__} has no module"
+    problems = [
+        Problem(f"{what} {name!r}", f"peft.{key}", fixes.get(name) or suggest(name, parts, _names(model)))
         for key, name in absent
-    ]:
+        if name not in known
+    ]
+    chosen = {name.rpartition(".")[2] for name in names if is_adapted(name, targets) and not is_adapted(name, excluded)}
+    if asked := [name for name in odd if name in chosen]:
+        fix = f"Leave them out: peft.options.exclude_modules={json.dumps(asked)}"
+        problems.append(Problem(f"{', '.join(asked)}: such layers cannot have adapters", "peft.target_modules", fix))
+    if problems:
         raise UserError(problems)
+    return peft
 
 
 def _names(model: PreTrainedModel) -> str:
@@ -84,12 +137,13 @@ def _names(model: PreTrainedModel) -> str:
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
     """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it. Raises UserError if their settings
     differ from `peft`, or they do not fit."""
+    fitted = fit_to_layers(model, peft) if peft.kind == "lora" else peft
     adapted = load_adapters(model, folder, scores=scores, trained=peft.kind == "lora")
     if peft.kind != "lora":
         with boundary(f"cannot merge the adapters of {folder}", "model.path"):
             untie_if_adapted(adapted)
             return adapted.merge_and_unload().requires_grad_(True)
-    theirs, ours = adapted.peft_config["default"], _lora_config(peft, None)
+    theirs, ours = adapted.peft_config["default"], _lora_config(fitted, None)
     names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     names |= {f"options.{name}": name for name in PEFT_OPTIONS if name != "init_lora_weights"}
     for key, name in names.items():
@@ -112,6 +166,8 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
+        if (place / GENERATION_CONFIG_NAME).is_file() and not scores:  # they may have learned another end of an answer
+            model.generation_config = GenerationConfig.from_pretrained(place)
     return adapted
 
 

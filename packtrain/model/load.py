@@ -28,7 +28,7 @@ from packtrain.config.objective import is_number
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
-from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
+from packtrain.model.adapters import add_adapters, continue_adapters, fit_to_layers
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.model.layers.experts import loop_over_experts
 from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
@@ -62,7 +62,7 @@ def check_before_loading(
             model = _auto_class(scores).from_config(model_config)
     loop_over_experts(model, config.experts)
     if peft.kind == "lora" and config is adapted:
-        check_layer_names(model, peft)
+        fit_to_layers(model, peft)
 
 
 def load_model(

@@ -6,7 +6,7 @@ temperature, as Llama 2 ships), and writes the weights last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,18 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     settings.do_sample = before
     base.generation_config = _AsItCame.from_dict(settings.to_dict())
     return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refusal}"
+
+
+def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
+    """Let answers stop at the tokens `ends`, too; return the new ones."""
+    settings = getattr(base_model(model), "generation_config", None)
+    if settings is None:
+        return []
+    known = settings.eos_token_id
+    known = [known] if isinstance(known, int) else [*(known or ())]
+    new = [token for token in ends if token not in known]
+    settings.eos_token_id = [*known, *new] if new else settings.eos_token_id
+    return new
 
 
 class _AsItCame(GenerationConfig):

@@ -16,7 +16,6 @@ ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs th
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -99,14 +98,11 @@ def machines_of(processes: int) -> int:
 
 def open_strategy(strategy: str) -> None:
     """Called before the processes join: removes a launcher's strategy settings from the environment, and makes a single process
-    a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing."""
+    a group of one if the strategy needs a group."""
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     if strategy == "ddp":
         return
-    if strategy in STAGES and importlib.util.find_spec("deepspeed") is None:
-        fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
-        raise UserError("DeepSpeed is not installed", where=f"strategy.name ({strategy})", fix=fix)
     if strategy == "zero3_offload":  # DeepSpeed compiles its optimizer with ninja, which may be only beside this Python
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if "RANK" not in os.environ:

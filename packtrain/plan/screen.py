@@ -35,17 +35,25 @@ _LARGE_RATE = {"none": 1e-3, "lora": 1e-2}
 
 
 def print_plan(
-    config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], *, full: bool = False
+    config: RunConfig,
+    launch: LaunchPlan,
+    verb: str,
+    arguments: Sequence[str],
+    *,
+    full: bool = False,
+    needed: Sequence[str] = (),
 ) -> None:
     """The answer: what is trained on what, by which processes, in which steps and memory, what is odd, and the command.
 
     With `full` also the resolved config, the launcher's settings and every machine's command. `arguments` are those that named
-    the config. Lines are as wide as the terminal (or COLUMNS), 100 at most; commands are never broken.
+    the config; packages that are `needed` are missing here. Lines are as wide as the terminal (or COLUMNS), 100 at most; commands are never broken.
     """
     console = Console(highlight=False, soft_wrap=True)
     sized = console.is_terminal or "COLUMNS" in os.environ
     width = max(min(console.width, _WIDEST), _NARROWEST) if sized else _WIDEST
-    for name, text in (*_answer(config, launch, width), *_to_do(config, launch, verb, arguments, width)):
+    named = (("" if number else "needed", f"there: {text}") for number, text in enumerate(needed))
+    there = [line for name, text in named for line in _wrapped(name, text, width, "yellow")]
+    for name, text in (*_answer(config, launch, width), *there, *_to_do(config, launch, verb, arguments, width)):
         console.print(Text.assemble((f"{name:<{_INDENT}}", "bold"), text))
     if not full:
         console.print(Text(f"{'':<{_INDENT}}(--full: every setting and command behind this)", "dim"))

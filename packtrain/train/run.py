@@ -29,12 +29,12 @@ from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError
 from packtrain.exit_code import stopped_by
-from packtrain.inspect.audit import find_pointless_training
+from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
 from packtrain.model.precision import multiply_without_tf32
-from packtrain.model.save import mend_generation_config, try_saving
+from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -57,6 +57,7 @@ from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
+from packtrain.train.optim.unreached import freeze_unreached
 from packtrain.train.preparation import (
     Prepared,
     begin,
@@ -83,7 +84,7 @@ from packtrain.train.sync import (
     preparing_s,
 )
 from packtrain.train.verify.changes import changes_of, make_changes
-from packtrain.wording import counted
+from packtrain.wording import counted, listed
 
 _MAX_DESCRIBED = 200_000
 """Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
@@ -204,7 +205,8 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or date.today().isoformat()
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
-    for remark in find_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
+    remarks, ends = sample_answers(data.train, tokenizer, config.data.max_length)
+    for remark in remarks if ranks.main else ():
         log.warn(remark)
 
     load(prepared)
@@ -214,7 +216,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     check_model(prepared, padded=config.packing.mode == "padding")
 
     trainer = _make_trainer(run, checkpoint)
-    _try_saving(run)
+    _try_saving(run, ends)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     with suppress(OSError):  # the disk speaks for itself when it is written to
@@ -264,6 +266,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     spread_model(prepared)
     settle_attention(prepared)
     split = settle_split(prepared)
+    frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
@@ -271,13 +274,10 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.log_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.log_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
+    console.log_ways(log, frozen, split, prepared.compiled)
     thing = config.objective.traits.unit
     console.log_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.log_attention(log, base, prepared.backend)
-    if split:
-        log.fact("split", split)
-    if prepared.compiled:
-        log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:
         with outputs_of_tokens(base):
             check_causal_and_padding(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
@@ -309,6 +309,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
         checkpointing=checkpointing,
         offload=config.trainer.activation_offload,
         ema=config.trainer.ema,
+        unused_at_times=at_times,
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
     with boundary("the trainer cannot be made", "optim"):
@@ -357,13 +358,18 @@ def _listeners(run: Run) -> list[Any]:
     return [*listeners, *run.trackers]
 
 
-def _try_saving(run: Run) -> None:
-    """Mends or refuses now what the library would refuse to save when the training is done."""
-    whole = results.saves_whole_model(run.config.model, run.config.peft)
-    if whole and (remark := mend_generation_config(run.prepared.model, run.prepared.tokenizer)):
+def _try_saving(run: Run, ends: list[int]) -> None:
+    """Mend or refuse now what cannot be saved at the end; let answers stop at `ends`."""
+    prepared, whole = run.prepared, results.saves_whole_model(run.config.model, run.config.peft)
+    if remark := mend_generation_config(prepared.model, prepared.tokenizer):
         run.log.warn(remark)
+    if new := end_answers_at(prepared.model, ends):
+        names = listed(prepared.tokenizer.convert_ids_to_tokens(new))
+        run.log.fact(
+            "ends", f"{names} ends trained answers, so generation_config.json of final/ has it as eos_token_id, too"
+        )
     if run.ranks.main:
-        try_saving(run.prepared.model, run.prepared.tokenizer, whole=whole)
+        try_saving(prepared.model, prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
 
 

@@ -51,6 +51,8 @@ class LoopSettings:
     checkpointing: str = "none"
     offload: bool = False
     ema: float = 0.0
+    unused_at_times: bool = False
+    """Whether weights get a gradient in some batches only, as those of experts may."""
 
     @property
     def sharded(self) -> bool:
@@ -146,7 +148,7 @@ def training_arguments(
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
         "ddp_timeout": int(limits.step_s),
         # else DDP orders its buckets anew after the first step of each start, and with them the sums of three ranks or more
-        "ddp_find_unused_parameters": trainer.deterministic,
+        "ddp_find_unused_parameters": trainer.deterministic or settings.unused_at_times,
         # buffers (rotary frequencies) are equal on all ranks; broadcasting them would make forward passes wait for rank 0
         "ddp_broadcast_buffers": False,
         "disable_tqdm": True,

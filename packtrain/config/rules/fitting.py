@@ -8,7 +8,7 @@ from typing import Any
 
 from packtrain.config.keys import Fault, suggest
 from packtrain.config.objective import Option
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import RunConfig
 from packtrain.wording import shortened
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -96,9 +96,6 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
         where = (f"optim.groups[{at}].match",)
         if not group.match or not _is_pattern(group.match):
             yield Fault(where, f"{group.match!r} is no regular expression", r"Write a part of names, as in layers\.0\.")
-        if not group.lr_scale and config.peft.kind == "lora" and config.strategy.name in SHARDED_WEIGHTS:
-            what = f"{config.strategy.name} saves of adapters what is trained, so that frozen ones would be lost"
-            yield Fault((*where, "strategy.name"), what, "Choose strategy=ddp or zero2, or leave them out of peft.")
 
 
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:

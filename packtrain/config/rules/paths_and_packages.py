@@ -24,13 +24,15 @@ DATA_SUFFIXES = (
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 _OPTIMIZER_PACKAGES = dict.fromkeys(get_args(Bitsandbytes), "bitsandbytes")
 _OPTIMIZER_PACKAGES |= {"adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao"}
+FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim.name")
+"""Keys whose packages are for GPUs: where there is none, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
-def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
-    """One fault for each package that is not installed and each path that is certainly local and does not exist."""
-    model, trainer, trackers = config.model, config.trainer, config.tracking.report_to
+def check_paths(config: RunConfig) -> Iterator[Fault]:
+    """One fault for each path that is certainly local and does not exist."""
+    model, trainer = config.model, config.trainer
     yield from _data(config.data)
     yield from _reference(config.objective.reference)
     yield from resume_folder(trainer.resume)
@@ -39,8 +41,17 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
     for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
         if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
+
+
+def check_packages(config: RunConfig) -> Iterator[Fault]:
+    """One fault for each package, and program, that is not installed."""
+    model, trainer, strategy = config.model, config.trainer, config.strategy.name
     if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
         yield from _not_installed("optim.name", config.optim.name, package, package)
+    if strategy.startswith("zero"):
+        yield from _not_installed(
+            "strategy.name", strategy, "deepspeed", "'packtrain[deepspeed]', or use strategy=fsdp2"
+        )
     if model.kernels == "liger":
         yield from _not_installed("model.kernels", "liger", "liger_kernel", "'packtrain[liger]'")
     if model.quantize != "no":
@@ -53,7 +64,7 @@ def check_paths_and_packages(config: RunConfig) -> Iterator[Fault]:
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
         yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
     yield from _bucket("trainer.mirror", trainer.mirror)
-    for tracker in dict.fromkeys(trackers):
+    for tracker in dict.fromkeys(config.tracking.report_to):
         yield from _not_installed(
             "tracking.report_to", tracker, _TRACKER_PACKAGES.get(tracker, tracker), f"'packtrain[{tracker}]'"
         )

@@ -280,18 +280,28 @@ class Checkpoints:
 
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
         """The state dict on the main process, of sharded weights; None where that process has them whole."""
-        if self._settings.strategy == "fsdp2":
-            return whole_weights(self._model, trained_only=self._has_adapters)
+        adapted, main = self._has_adapters, self._accelerator.is_main_process
         if not self._settings.sharded:
             return None
-        engine = self._engine.wrapped
-        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._has_adapters) or {}
+        if self._settings.strategy == "fsdp2":
+            whole = whole_weights(self._model, trained_only=adapted)
+        else:
+            engine = self._engine.wrapped
+            whole = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapted) or {}
+        for name, weight in self._model.named_parameters() if adapted else ():
+            if ".default" in name and not weight.requires_grad:  # adapters that are frozen belong to the others
+                value = gathered(weight).cpu()
+                whole |= {name: value} if main else {}
+        return whole
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
         """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
         if self._accelerator.is_main_process:
+            base = base_model(self._model)
             with weights_at_least(self._model, folder, weights):
                 self._trl._save(str(folder), state_dict=weights)
+                if self._has_adapters and base.can_generate():  # PEFT leaves it away
+                    cast(Any, base).generation_config.save_pretrained(folder)
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:

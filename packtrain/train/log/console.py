@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import torch
+from peft.tuners.lora import LoraLayer
 from rich.console import Console
 from rich.markup import escape, render
 from transformers import PreTrainedModel
@@ -25,13 +26,15 @@ from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Optim, Packing, Peft
 from packtrain.data.dataset import DataReport
 from packtrain.data.prepare import PreparedData
+from packtrain.model.adapters import joint_tensors
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
-from packtrain.model.spread import Ranks, elements
+from packtrain.model.spread import Ranks, elements, layers_of
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
+from packtrain.proof.comparison import has_routers
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import count_dropped, counted, in_millions, visible
@@ -113,13 +116,31 @@ def log_model(
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
-        log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
+        log.fact(
+            "adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {adapted_share(model)}"
+        )
     why = f" ({precision.why})" if precision.why != "asked for" else ""
     masters = ""
     if any(map(loses_updates, model.parameters())) and (optim.keeps_masters or strategy in STAGES):
         masters = ", float32 masters"
     products = ", layers multiplied in 8 bits" if precision.fp8 else ""
     log.fact("precision", f"{_dtype(precision.weights)} weights, computed in {computed}{products}{why}{masters}")
+
+
+def adapted_share(model: PreTrainedModel) -> str:
+    """Say how much of the layers is adapted, and name joint tensors without adapters."""
+    several = layers_of(model) or [one for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
+    inside = {id(weight) for layer in several for weight in layer.parameters()}
+    own = {name: one for name, one in model.named_parameters() if id(one) in inside and ".lora_" not in name}
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer)]
+    adapts = [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())]
+    with_adapters = {
+        id(one.get_param() if hasattr(one, "get_param") else one.get_base_layer().weight) for one in adapts
+    }
+    share = sum(elements(one) for one in own.values() if id(one) in with_adapters) / sum(map(elements, own.values()))
+    left = joint_tensors((name, one) for name, one in own.items() if id(one) not in with_adapters)
+    kind = "experts: " if has_routers(base_model(model)) else ""
+    return f"{share:.0%} of the weights in layers{f', not on {kind}' if left else ''}{', '.join(left)}"
 
 
 def log_steps(
@@ -174,6 +195,15 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
         limits = f"tolerance {proof.tolerance:.0g}; with isolation off {proof.control:.1g}"
         off = f"outputs of documents in a row are off by {proof.max_difference:.1g} ({limits})"
         log.fact("isolation", f"{proof.verdict}: {off}")
+
+
+def log_ways(log: Log, frozen: str, split: str, compiled: int) -> None:
+    """Log frozen weights, split rows and compiled layers, where there are any."""
+    for name, text in (("frozen", frozen), ("split", split)):
+        if text:
+            log.fact(name, text)
+    if compiled:
+        log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")
 
 
 def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:

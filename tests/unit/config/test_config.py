@@ -299,11 +299,6 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["peft=lora", "peft.options={use_dora: 1}"], "peft.options.use_dora", "found 1"),
         (["peft=lora", "peft.options={init_lora_weights: pissa}"], "peft.options.init_lora_weights", "found 'pissa'"),
         (["peft=lora", "peft.options={layers_to_transform: [0]}"], "peft.options.layers_to_transform", "list of names"),
-        (
-            ["peft=lora", "strategy=fsdp2", "optim.groups=[{match: lora_A, lr_scale: 0}]"],
-            "optim.groups[0].match",
-            "frozen ones would be lost",
-        ),
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
         (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
         (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -82,3 +84,39 @@ def test_odd_settings_are_named(tmp_path: Path) -> None:
     shown = " ".join(" ".join(planned(tmp_path, *QUICKSTART, *odd)).split())
     assert "leaves 1 of 4 processes without work" in shown
     assert "never reaches its peak" in shown
+
+
+HERE = [*QUICKSTART, "strategy=zero2"]
+QLORA = ["model.quantize=nf4", "peft=lora", "model.path=a/b", "model.init=pretrained", "model.config={}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "needed"),
+    [
+        ([*QUICKSTART, *QLORA], 0, ["bitsandbytes"]),
+        ([*HERE, *QLORA], 0, ["deepspeed", "bitsandbytes"]),
+        ([*HERE, "--gpu-memory", "24"], 0, ["deepspeed"]),
+        ([*HERE, "topology.nodes=2", "topology.gpus_per_node=8"], 0, ["deepspeed"]),
+        ([*HERE, "topology.gpus_per_node=8"], 1, ["deepspeed"]),  # here there are fewer
+        (QUICKSTART, 0, []),
+        (HERE, 0, None),  # these would start here
+        ([*QUICKSTART, *QLORA], 1, None),
+        ([*QUICKSTART, "tracking=wandb"], 0, None),
+    ],
+)
+def test_packages_are_needed_there_where_a_run_would_not_start_here(
+    arguments: list[str], gpus: int, needed: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, missing = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "wandb")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in missing else find(name, *more))
+    monkeypatch.setattr("packtrain.plan.surroundings._gpus_of_machine", lambda: [80 * 2**30] * gpus)
+    visible = {"CUDA_VISIBLE_DEVICES": "0"}
+    if needed is None:
+        refused, run = (packtrain(verb, *arguments, folder=tmp_path, **visible) for verb in ("plan", "sft"))
+        assert refused.returncode == run.returncode == 2 and refused.stderr == run.stderr
+        assert "which is not installed" in refused.stderr
+        return
+    lines = " ".join(" ".join(planned(tmp_path, *arguments, COLUMNS="100", **visible)).split())
+    assert [*re.findall(r"needs the package (\w+)", lines)] == needed and ("there:" in lines) == bool(needed)
+    report = json.loads(packtrain("plan", "--json", *arguments, folder=tmp_path, **visible).stdout)
+    assert len(report["needed_there"]) == len(needed)
