@@ -16,6 +16,7 @@ with a label (packtrain kto) becomes one document in the same way, as by TRL's K
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,10 +61,11 @@ class Encoder:
         kept: list[IdsAndMask] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
+        columns = chunk.columns or self.data.columns
         for where, row in chunk.rows():
-            content = hash_row(row, format, self.data.columns)
+            content = hash_row(row, format, columns)
             try:
-                documents, flags = self.encode_row(row, format)
+                documents, flags = self.encode_row(row, format, columns)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error":
@@ -150,14 +152,14 @@ class Encoder:
                 return (ids, mask), {"apart": apart, "retold": True}
             raise
 
-    def encode_row(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
+    def encode_row(self, row: RawRow, format: Format, columns: Mapping[str, str]) -> tuple[list[IdsAndMask], Flags]:
         """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used."""
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
         roles = frozenset[str]() if self.template is None else self.template.words
         try:
-            documents, flags = encode(Row(row, self.data.columns, roles, self.data.system), format)
+            documents, flags = encode(Row(row, columns, roles, self.data.system), format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."

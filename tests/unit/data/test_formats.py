@@ -324,3 +324,23 @@ def test_a_role_that_the_template_names_may_speak(ready, tmp_path):
     assert len(ready(path, chat_template=str(tmp_path / "own.jinja")).train) == 1
     with pytest.raises(UserError, match="unknown role 'critic'"):
         ready(path)
+
+
+def test_columns_of_a_source_are_its_own_and_the_others_keep_theirs(ready: Any, tmp_path: Path) -> None:
+    """Four shapes beside each other; an unknown name, and one that is not there, are said of that source."""
+    plain = write(tmp_path / "plain.jsonl", GOOD)
+    dialog = write(tmp_path / "dialog.jsonl", {"dialog": GOOD["messages"], "note": "not read"})
+    alpaca = write(tmp_path / "alpaca.jsonl", {"q": "Hello there!", "a": "How are you?"})
+    story = write(tmp_path / "story.jsonl", {"story": "Once."})
+    own = {dialog: {"messages": "dialog"}, alpaca: {"instruction": "q", "output": "a"}, story: {"text": "story"}}
+    found = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
+    prepared = ready([source for source in found if source != found[1]])
+    expected = texts(ready(plain))[0]
+    assert sorted(texts(prepared)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
+    assert texts(ready(found[1])) == [expected]
+    both = ready([DataSource(path=dialog, columns={"messages": "dialog"}), story], columns={"text": "story"})
+    assert len(both.train) == 2  # data.columns is of the sources without names of their own
+    with pytest.raises(UserError, match="packtrain has no column 'mesages'"):
+        ready([plain, DataSource(path=dialog, columns={"mesages": "dialog"})])
+    with pytest.raises(UserError, match="'dialog', which is not there"):
+        ready(DataSource(path=plain, columns={"messages": "dialog"}))
