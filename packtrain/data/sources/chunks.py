@@ -42,7 +42,7 @@ class Chunk:
     """Some rows of the file or data set `origin`, as values or as a batch of a table.
 
     `numbers` are those of their lines or, where `by_line` is not set, of the rows, from 1. `size` is in bytes or rows, as the
-    source's. `translate` renames the columns of each row (dataset_info.py); `columns` are those of the source.
+    source's. `translate` renames the columns of each row (dataset_info.py); `columns` are our names: its own.
     """
 
     origin: str

@@ -327,7 +327,7 @@ def test_a_role_that_the_template_names_may_speak(ready, tmp_path):
 
 
 def test_columns_of_a_source_are_its_own_and_the_others_keep_theirs(ready: Any, tmp_path: Path) -> None:
-    """Four shapes beside each other; an unknown name, and one that is not there, are said of that source."""
+    """Three shapes stand beside each other. A wrong name is said of its source."""
     plain = write(tmp_path / "plain.jsonl", GOOD)
     dialog = write(tmp_path / "dialog.jsonl", {"dialog": GOOD["messages"], "note": "not read"})
     alpaca = write(tmp_path / "alpaca.jsonl", {"q": "Hello there!", "a": "How are you?"})
