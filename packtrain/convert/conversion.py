@@ -87,7 +87,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The content of a file of tables/, in the words of common.yaml; the first pattern that fits a key has its rule."""
+    """The content of a file of tables/; common.yaml explains the words."""
 
     marks: frozenset[str]
     defaults: Mapping[str, Any]
@@ -121,7 +121,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
-    if theirs.get(*lengths) is None:
+    if theirs.get(*lengths) is None and "data.streaming" not in values:  # a stream has to have a longest row
         values["data.max_length"] = None
     step, how = _step(rules, theirs, said or 1)
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}

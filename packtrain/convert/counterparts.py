@@ -25,7 +25,7 @@ GUESS = 100
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """All settings of a run of theirs with their defaults, our `verb`, and their own chat `templates`."""
+    """Settings of a run of theirs with their defaults, our `verb`, and chat `templates`."""
 
     values: Mapping[str, Any]
     verb: ObjectiveKind

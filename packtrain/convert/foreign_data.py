@@ -40,15 +40,19 @@ _AS_HERE: dict[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
     "chat_template": ("tokenizer_default",),
+    "field_thinking": ("reasoning_content", "reasoning", "thinking"),
     "message_field_training": ("weight", "loss_weight", "train", "loss"),
     "message_field_role": ("role", "from"),
     "message_field_content": ("content", "value"),
     "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
 }
 """Settings of them that change nothing with these values."""
+_SPEAKERS = {"system", "human", "user", "gpt", "assistant", "model", "bot", "tool"}
+_OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
 _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
 _FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
 _EVERY_TURN = f"{DIFFERS}without assistant_only_loss every turn of conversations is trained there, the assistant's here: data.loss_on=all"
+_SHARE = "a fraction is a share of the mixture there, and of the source here: set samples in its place"
 _OURS: dict[str, ObjectiveKind] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
 _OURS |= {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
 _BY_KEYS = {
@@ -97,20 +101,27 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         columns = {ours: name for ours, name in named.items() if name not in (None, ours, "conversations")}
         more = {"subset": item.get("name"), "split": item.get("split"), "weight": weight, "columns": columns}
         found += [{"path": str(path), **more} for path in names(item.get("data_files") or item["path"])]
-        if not _PLAIN_TYPE.fullmatch(str(kind)):
-            text = "the texts of its formats" if isinstance(kind, dict) else f"type {kind} has prompt texts of its own"
-            remarks += [
-                f"{DIFFERS}{text} there (as ### Instruction), the chat template's are here: see packtrain inspect"
-            ]
-        lost = [
-            name
-            for name, value in item.items()
-            if not (_READ.fullmatch(name) or value in _AS_HERE.get(name, ()) or is_off(value))
-        ]
-        remarks += [f"{DIFFERS}{name} has no counterpart" for name in lost] + (
-            [f"{DIFFERS}the rows of a shard are drawn"] if weight else []
+        marked = (
+            []
+            if _PLAIN_TYPE.fullmatch(str(kind))
+            else [f"{'a type of formats' if isinstance(kind, dict) else kind} {_OWN_TEXTS}"]
         )
-    return _sources(key, found, theirs, *remarks)
+        marked += [f"{name} has no counterpart" for name, given in item.items() if not _means_the_same(name, given)]
+        marked += ["the first rows of a shard are taken there"] if weight else []
+        remarks += [DIFFERS + what for what in marked]
+    outcome = _sources(key, found, theirs, *remarks)
+    kinds = {str(item.get("type")) for item in value} if isinstance(value, list) else {}
+    if kinds != {"alpaca"} or theirs.get("chat_template", "chat_template_jinja"):
+        return outcome
+    why = f"{DIFFERS}rows with an input have it under '### Input:' there, and behind the instruction here"
+    return Outcome({**outcome.values, "data.chat_template": theirs.templates["type alpaca"]}, why)
+
+
+def _means_the_same(name: str, value: Any) -> bool:
+    """Whether a setting of axolotl's data set is read, or changes nothing."""
+    if name == "roles":
+        return {str(said) for given in value.values() for said in given} <= _SPEAKERS
+    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
 
 
 def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
@@ -191,13 +202,17 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     """Several data sets with shares, as a list of settings or as name: share."""
     settings = {"datasets": value} if isinstance(value, list) else dict(value)
     split = names(theirs.get("dataset_splits") or "train")[0]
-    found = []
+    found, guess = [], list[str]()
     for item in settings.get("datasets", [{"id": name, "weight": at, "split": split} for name, at in settings.items()]):
         path = str(item.get("id") or item.get("path") or item["data_files"])
         source = {"path": path, "subset": item.get("config", item.get("name"))}
         found.append({**source, "split": item.get("split"), "weight": item.get("weight", item.get("fraction"))})
+        lost = [f"{name} has no counterpart" for name in {*item} & {"data_dir"}] + (
+            [_SHARE] if item.get("fraction") else []
+        )
+        guess += [DIFFERS + what for what in lost]
     size = number(settings.get("test_split_size") or 0)
-    guess = [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
+    guess += [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
     train = _sources("data.train", found, theirs, *guess)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 

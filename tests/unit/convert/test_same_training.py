@@ -1,6 +1,6 @@
-"""What a converted config trains is what its trainer trains, or the difference is marked: values as the trainers' own sources have them.
+"""A converted config trains as its trainer would, or the difference is marked.
 
-The sources are LLaMA-Factory 0.9.5, ms-swift 4.5.2, axolotl 0.19 and TRL 1.16.
+The right values are from the sources of LLaMA-Factory 0.9.5, ms-swift 4.5.2, axolotl 0.19 and TRL 1.16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OF = {"a": AXOLOTL, "l": FACTORY, "t": TRL, "s": SWIFT}
 
 @pytest.fixture
 def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Converts a small config of a trainer (its first letter) with more keys, from its own folder."""
+    """Convert a small config of a trainer, named by its first letter, with more keys."""
     monkeypatch.chdir(tmp_path)
 
     def convert(trainer: str, more: str = "", **changes: str) -> Conversion:
@@ -61,6 +61,7 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("l", "neat_packing: true\ncutoff_len: 512\nper_device_train_batch_size: 2", {"batch.tokens_per_step": 1024}),
     ("l", "disable_shuffling: true", {"data.shuffle": False}),
     ("l", "val_size: 0.1\neval_steps: 5\neval_strategy: steps\nearly_stopping_steps: 3\nload_best_model_at_end: true", {"trainer.early_stop_patience": 3}),
+    ("l", "template: qwen3_nothink", {"data.chat_template": "qwen3_instruct_2507"}),
     ("l", "train_from_scratch: true", {"model.init": "random"}),
     ("l", "", {"trainer.mixed_precision": "no", "optim.learning_rate": 5e-5, "optim.schedule": "linear"}),
     ("l", "bf16: true", {"trainer.mixed_precision": "bf16"}),
@@ -129,6 +130,9 @@ OTHERWISE = [
     ("t", "train_sampling_strategy: group_by_length", "train_sampling_strategy"),
     ("t", "dataset_kwargs: {skip_prepare_dataset: true}", "dataset_kwargs"),
     ("t", "", "dataset_name"),  # every turn is trained
+    ("t", "use_peft: true\nload_in_4bit: true", "use_bnb_nested_quant"),  # off by default
+    ("t", "use_peft: false\ndatasets: [{path: o/e, fraction: 0.5}, {path: o/f, fraction: 0.5}]", "datasets"),
+    ("a", "load_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}", "bnb_config_kwargs"),
 ]
 
 
@@ -178,7 +182,7 @@ def test_all_keys_became_ours_is_said_only_of_the_same_training(of: Any) -> None
     (0.0, "t", "dpo"), (0.0, "t", "kto"), (0.0, "a", "dpo"), (0.0, "s", "dpo"), (0.0, "l", "dpo"), (0.1, "l", "rm"), (0.1, "t", "sft"),
 ])  # fmt: skip
 def test_trainers_of_preferences_turn_dropout_off(dropout: float, trainer: str, verb: str, of: Any) -> None:
-    """All of TRL's, and those over them, unless disable_dropout is off; LLaMA-Factory's reward trainer does not."""
+    """TRL's trainers do, and the trainers over them. LLaMA-Factory's reward trainer does not."""
     more = {
         "t": f"use_peft: true\nlora_dropout: 0.1\n{'' if verb == 'sft' else 'beta: 0.1' if verb == 'dpo' else 'desirable_weight: 1.0'}",
         "a": "rl: dpo\nadapter: lora\nlora_dropout: 0.1",
@@ -266,6 +270,8 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
         ("type: 'alpaca:chat'", True),
         ("type: gpteacher", True),
         ("type: {field_instruction: q, format: 'Q: {instruction}'}", True),
+        ("type: chat_template, roles: {user: [human], assistant: [gpt]}", False),
+        ("type: chat_template, roles: {assistant: [pirate]}", True),
         ("type: chat_template, roles_to_train: [user, assistant]", True),
         ("type: chat_template, train_on_eos: last", True),
         ("type: chat_template, message_field_training: learn", True),
@@ -294,7 +300,7 @@ def prepared(folder: Path, *rows: dict[str, Any]) -> Any:
 
 def decoded(document: Any) -> tuple[str, str]:
     """The text of a document, and what is trained of it."""
-    return TOKENIZER.decode(document.input_ids), TOKENIZER.decode(document.input_ids[document.loss_mask])
+    return str(TOKENIZER.decode(document.input_ids)), str(TOKENIZER.decode(document.input_ids[document.loss_mask]))
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -323,6 +329,18 @@ def test_prompt_texts_of_their_own_are_written_as_a_template(trainer: str, name:
     assert decoded(prepared(tmp_path, {"messages": TURNS})[0]) == (TEXTS[trainer, name], f"Yes.{END}No.{END}")
 
 
+def test_alpaca_rows_of_axolotl_have_its_prompt_text(of: Any, tmp_path: Path) -> None:
+    """AlpacaPrompter's text; the row with an input is marked."""
+    done = of("a", chat_template="alpaca")
+    assert note(done, "datasets").kind == "differs" and "### Input" in note(done, "datasets").why
+    text, trained = decoded(prepared(tmp_path, {"instruction": "Hi", "input": "", "output": "Yes."})[0])
+    assert (
+        text.removeprefix(str(TOKENIZER.bos_token or "")) == f"{ALPACA}### Instruction:\nHi\n\n### Response:\nYes.{END}"
+    )
+    assert trained == f"Yes.{END}"
+    assert "chat_template" not in of("a", "chat_template: chatml", **{"type: chat_template": "type: alpaca"}).template
+
+
 def test_a_system_prompt_stands_in_the_place_of_the_default_one(of: Any, tmp_path: Path) -> None:
     of("l", "template: alpaca\ndefault_system: Be kind.")
     text, _ = decoded(prepared(tmp_path, {"messages": TURNS[:2]})[0])
@@ -336,7 +354,7 @@ def test_plain_text_of_ms_swift_has_no_chat_template(more: str, of: Any, tmp_pat
     documents = prepared(tmp_path, {"messages": [turn("system", "S"), *TURNS[:2]]}, {"messages": TURNS[1:2]})
     (text, trained), (answer, _) = map(decoded, (documents[0], documents[1]))
     assert (text, answer) == (f"HiYes.{END}", f"Yes.{END}")
-    assert trained == (f"Yes.{END}" if more else text.removeprefix(TOKENIZER.decode(documents[0].input_ids[:1])))
+    assert trained == (f"Yes.{END}" if more else text.removeprefix(str(TOKENIZER.decode(documents[0].input_ids[:1]))))
 
 
 def test_pairs_of_axolotl_s_messages_are_read(of: Any, tmp_path: Path) -> None:
