@@ -281,6 +281,7 @@ def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
         "not needed": lambda why: {"why": why, "kind": "not needed"},
         "no counterpart where off": lambda why: {"if": "!value", "why": why, "kind": "no counterpart"},
         "no counterpart": lambda why: {"if": "value", "why": why, "kind": "no counterpart"},
+        "not known": lambda why: {"why": why, "kind": "no counterpart"},
     }
     same = [(how, ours, key) for how, rows in content["same"].items() for ours in rows for key in rows[ours].split()]
     rules: list[tuple[str, Rule]] = [

@@ -166,12 +166,14 @@ def _has_fewer(file: Path, rows: int) -> bool:
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     """ID:SUBSET#ROWS, looked up on another hub by default; so many rows by chance, all repeatedly where there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
+    named = {} if isinstance(value, list) else dict(theirs.get("columns") or {})
+    columns = {{"query": "instruction", "response": "output"}.get(ours, ours): name for name, ours in named.items()}
     streams = not is_off(theirs.get("streaming") or 0) and _by_steps(theirs)
     for text in map(str, names(value)):
         if _PICTURES.search(text):
             refuse("pictures or sound", theirs.file)
         path, _, rows = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
-        found.append({"path": path, "samples": whole(rows) if rows and not streams else None})
+        found.append({"path": path, "samples": whole(rows) if rows and not streams else None, "columns": columns})
         remarks += (
             [f"{DIFFERS}the first {rows} rows there, drawn here"]
             if rows and is_off(theirs.get("dataset_shuffle"))

@@ -270,9 +270,10 @@ def test_every_key_is_converted_or_listed_and_the_result_can_be_planned(text: st
 
 
 def test_a_key_that_is_not_known_is_listed(tmp_path: Path) -> None:
-    done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\n")
+    done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\nuse_flux: false\n")
     unknown = note(done, "flux_capacitor")
     assert (unknown["value"], unknown["became"]) == (3, None) and "does not know" in unknown["why"]
+    assert "does not know" in note(done, "use_flux")["why"]  # it may be on without the key
 
 
 def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("s", "--dataset_shuffle false --train_dataloader_shuffle false", {"data.shuffle": False}),
     ("s", "--loss_scale last_round+ignore_empty_think", {"data.loss_on": "completion"}),
     ("s", "--rpo_alpha 0.1", {"objective.loss": ["sigmoid", "sft"]}),
+    ("s", """--columns '{"asked": "query", "said": "response"}'""", {
+        "data.train": {"path": "o/d", "columns": {"instruction": "asked", "output": "said"}}
+    }),
+    ("a", "curriculum_sampling: true\nsample_packing: true\nsample_packing_sequentially: true", {
+        "data.shuffle": False, "packing.strategy": "in_order"
+    }),
+    ("l", "use_swanlab: true\nswanlab_project: p", {"topology.environment": {"SWANLAB_PROJECT": "p"}}),
     ("t", "use_peft: true", {"peft.target_modules": ["q_proj", "v_proj"], "peft.r": 16, "peft.dropout": 0.05}),
     ("t", "use_peft: true\nlora_target_modules: all-linear", {"peft.target_modules": "all-linear"}),
     ("t", "train_sampling_strategy: sequential", {"data.shuffle": False}),
@@ -123,6 +130,8 @@ OTHERWISE = [
     ("a", "chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs"),
     ("s", "--use_chat_template false", "use_chat_template"),
     ("s", "--acc_strategy seq", "acc_strategy"),
+    ("l", "accelerator_config: {split_batches: true}", "accelerator_config"),
+    ("a", "tokenizer_use_mistral_common: true", "tokenizer_use_mistral_common"),
     ("s", "--add_non_thinking_prefix false", "add_non_thinking_prefix"),
     ("s", "--external_plugins loss.py", "external_plugins"),
     ("s", "--system prompt.txt", "system"),
