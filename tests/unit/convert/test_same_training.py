@@ -97,6 +97,12 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("t", "use_peft: true\nlora_target_modules: all-linear", {"peft.target_modules": "all-linear"}),
     ("t", "train_sampling_strategy: sequential", {"data.shuffle": False}),
     ("t", "", {"data.max_length": 1024, "data.overlong": "truncate", "optim.schedule": "linear"}),
+    # an iterable data set has no sampler
+    ("t", "dataset_streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle": False}),
+    ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.streaming": True, "data.shuffle": False}),
+    ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {"data.shuffle": False}),
+    ("t", "dataset_text_field: text", {"data.columns": "not set"}),  # which conversations need not have
+    ("t", "dataset_text_field: story", {"data.columns": {"text": "story"}}),
     ("t", "max_length:", {"data.max_length": None}),
     ("t", "packing: true\npacking_strategy: bfd_split", {"data.overlong": "split"}),
 ]  # fmt: skip
@@ -130,6 +136,7 @@ OTHERWISE = [
     ("a", "chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs"),
     ("s", "--use_chat_template false", "use_chat_template"),
     ("s", "--acc_strategy seq", "acc_strategy"),
+    ("s", "--train_dataloader_shuffle false", "train_dataloader_shuffle"),  # shuffled once
     ("l", "accelerator_config: {split_batches: true}", "accelerator_config"),
     ("a", "tokenizer_use_mistral_common: true", "tokenizer_use_mistral_common"),
     ("s", "--add_non_thinking_prefix false", "add_non_thinking_prefix"),
