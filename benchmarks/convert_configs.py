@@ -4,8 +4,8 @@
 
 Of .yaml, .json and .sh files each is one config; of .md files and the docstrings of .py files each block with a command. Files that
 are no config of that trainer, and those of what packtrain does not train, are counted apart, with the reason. The share is that of
-the keys that files set and that mean something for a training: converted / (converted + without a counterpart). Files are planned in
-the folder, so that data beside them is there; a result that plan refuses for what only that machine lacks is named so.
+the keys that files set and that mean something for a training: converted to the same training, of these, those that train otherwise, and
+those without a counterpart. Files are planned in the folder, so that data beside them is there; a result that plan refuses for what only that machine lacks is named so.
 """
 
 from __future__ import annotations
@@ -89,24 +89,24 @@ def _table(folder: Path, asked: argparse.Namespace) -> None:
                 reasons[error.problems[0].what] += 1
                 print(f"{name}: not converted: {error.problems[0].what}")
                 continue
-            kinds = Counter(note.kind for note in done.of_kind("converted", "not needed", "no counterpart"))
+            kinds = Counter(note.kind for note in done.of_kind("converted", "differs", "not needed", "no counterpart"))
             lacking.update(note.key for note in done.of_kind("no counterpart"))
             says = planned(done, Path(kept), asked.gpu_memory)
             total.update({"files": 1, "plan": not says, **kinds})
-            meant = kinds["converted"] + kinds["no counterpart"]
+            meant = kinds.total() - kinds["not needed"]
             print(f"{name}: {kinds.total()} keys, {kinds['converted']} of {meant} converted: {says or 'passes'}")
             parent, _, own = name.rpartition("/")
             brief.setdefault(parent or ".", []).append(
                 f"{own} {kinds['converted']}/{meant}{' (plan refuses)' if says else ''}"
             )
     print("\n" + "; ".join(f"`{parent}`: {', '.join(names)}" for parent, names in brief.items()))
-    meant = total["converted"] + total["no counterpart"]
+    meant = total["converted"] + total["differs"] + total["no counterpart"]
     share = f"{total['converted']:,} ({total['converted'] / max(meant, 1):.1%})"
     print(
-        "\n| files | keys | not needed here | with a meaning for training | converted | pass plan |\n|---|---|---|---|---|---|"
+        "\n| files | keys | not needed here | with a meaning for training | converted | and train otherwise | pass plan |\n|---|---|---|---|---|---|---|"
     )
     keys = [total["files"], meant + total["not needed"], total["not needed"], meant]
-    print(f"| {' | '.join(f'{number:,}' for number in keys)} | {share} | {total['plan']} |\n")
+    print(f"| {' | '.join(f'{number:,}' for number in keys)} | {share} | {total['differs']:,} | {total['plan']} |\n")
     for title, counts in {"not converted": reasons, "no counterpart": lacking}.items():
         print(f"{title}: " + ", ".join(f"{name} {number}" for name, number in counts.most_common(30)))
 

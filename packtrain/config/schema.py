@@ -107,6 +107,7 @@ class DataSource:
     samples: int | None = key(
         None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
     )
+    columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.")
 
 
 Sources = str | DataSource | list[str | DataSource]

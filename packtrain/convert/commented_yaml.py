@@ -13,7 +13,7 @@ import yaml
 
 from packtrain.boundary import boundary
 from packtrain.convert.conversion import Conversion, Note, OriginName, convert_file
-from packtrain.convert.counterparts import is_text_of_template
+from packtrain.convert.counterparts import DIFFERS
 from packtrain.wording import counted, shortened, visible
 
 _WIDTH = 118
@@ -24,8 +24,7 @@ def write_conversion(
 ) -> int:
     """Converts the file at `path` and prints it, or writes it to `output`, and a chat template of its own beside that."""
     done = convert_file(path, origin, devices)
-    own = [note.value for note in done.notes if note.became == "data.chat_template" and is_text_of_template(note.value)]
-    files = {output.with_suffix(".jinja"): str(text) for text in own} if output else {}
+    files = {output.with_suffix(".jinja"): done.template} if output and done.template else {}
     for beside in files:
         done.config.setdefault("data", {})["chat_template"] = str(beside)
     text = json.dumps(done.to_json(), indent=2, default=str) + "\n" if as_json else commented_yaml(done)
@@ -35,30 +34,39 @@ def write_conversion(
     for file, content in {**files, output: text}.items():
         with boundary("cannot be written", str(file), "Name another file."):
             file.write_text(content, encoding="utf-8")
-    listed = f"{len(done.of_kind('no counterpart'))} without a counterpart"
-    print(f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {listed}", file=sys.stderr)
+    others = f"{len(done.of_kind('differs'))} that train otherwise, {len(done.of_kind('no counterpart'))} without a counterpart"
+    print(f"{output}: {counted(len(done.of_kind('converted')), 'keys')} converted, {others}", file=sys.stderr)
     return 0
 
 
 def commented_yaml(done: Conversion) -> str:
     """The text of a file that `packtrain plan` takes."""
-    own = done.of_kind("converted", "not needed", "no counterpart")
-    head = f"Converted from {done.path} ({done.origin}): {counted(len(done.of_kind('converted')), 'keys')} of {len(own)} became these."
-    lines = [*_comment(head), *_comment(f"packtrain plan THIS_FILE, then packtrain {done.verb} THIS_FILE")]
-    for remark in done.remarks:
-        lines += _comment(remark)
+    lines = list[str]()
+    told, own = done.told, done.of_kind("converted", "differs", "not needed", "no counterpart")
+    lacks_template = bool(done.template) and "chat_template" not in done.config.get("data", {})
+    lost = f"{DIFFERS}data.chat_template is not set: its text is a file, which --output writes beside."
+    remarks = [*done.remarks, *([lost] if lacks_template else [])]
+    became = [
+        note for note in done.of_kind("converted") if not (lacks_template and note.became == "data.chat_template")
+    ]
+    head = f"Converted from {done.path} ({done.origin}): {counted(len(became), 'keys')} of {len(own)} became these."
+    differs = any(DIFFERS in why for why in [*remarks, *(note.why for note in told)])
+    head += f" {DIFFERS}marks what trains otherwise than there." if differs else ""
+    for line in (head, f"packtrain plan THIS_FILE, then packtrain {done.verb} THIS_FILE", *remarks):
+        lines += _comment(line)
     left = list(done.notes)  # whose reason was not yet written
     for group, values in done.config.items():
         lines += ["", f"{group}:"]
         for name, value in values.items():
             lines += _key(f"{group}.{name}", value, done.notes, left)
-    titles = {"converted": "As our defaults are:", "no counterpart": "No counterpart, so the training may differ:"}
-    for kind, title in {**titles, "not needed": "Not needed here:"}.items():
-        listed = [note for note in own if note.kind == kind and note in left]
+    missing = "No counterpart, so the training may differ:"
+    titles = {"As our defaults are:": ("converted",), missing: ("differs", "no counterpart")}
+    for title, kinds in {**titles, "Not needed here:": ("not needed",)}.items():
+        listed = [note for note in told if note.kind in kinds and note in left and note.value is not None]
         lines += ["", *_comment(title)] if listed else []
         for note in listed:
             what = ": ".join(filter(None, [shortened(note.value), note.became, note.why]))
-            lines += _comment(f"  {note.key}: {what}")
+            lines += _comment(f"  {note.key}{'' if note.own else ' (default there)'}: {what}")
     unset = [note.key for note in done.notes if note.value is None]
     lines += ["", *_comment(f"Not set there: {', '.join(unset)}")] if unset else []
     return "\n".join(lines) + "\n"

@@ -7,8 +7,8 @@ computed here: the size of a step. What our own rules refuse of the result is ta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +19,17 @@ from packtrain.config.compose import faults_of
 from packtrain.config.keys import keys
 from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.convert import counterparts, foreign_data
-from packtrain.convert.counterparts import Kind, Outcome, Rule, Theirs, count, is_off, names
+from packtrain.convert.counterparts import (
+    DIFFERS,
+    Kind,
+    Outcome,
+    Rule,
+    Theirs,
+    count,
+    is_off,
+    is_text_of_template,
+    names,
+)
 from packtrain.convert.foreign_file import Foreign, read_foreign
 from packtrain.errors import UserError
 from packtrain.redact import HIDDEN, is_certain, speaks_of_secrets
@@ -44,7 +54,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Our `config` (group → key → value), what became of each key of theirs, and remarks on the whole."""
+    """Our `config` (group → key → value), and notes on each key of theirs.
+
+    `remarks` are on the whole; `template` is the text of a chat template, which has to become a file.
+    """
 
     path: Path
     origin: OriginName
@@ -52,28 +65,37 @@ class Conversion:
     config: dict[str, dict[str, Any]]
     notes: tuple[Note, ...]
     remarks: tuple[str, ...]
+    template: str = ""
 
     def of_kind(self, *kinds: Kind) -> list[Note]:
         """The notes on keys that the file itself sets to something."""
         return [note for note in self.notes if note.own and note.value is not None and note.kind in kinds]
 
+    @property
+    def told(self) -> list[Note]:
+        """The notes on keys of the file, and on defaults that train otherwise than here."""
+        return [note for note in self.notes if note.own or note.kind in ("differs", "no counterpart")]
+
     def to_json(self) -> dict[str, Any]:
         """Plain containers for --json."""
-        own = [note for note in self.notes if note.own]
-        notes = [{"key": note.key, "value": note.value, "became": note.became or None, "why": note.why} for note in own]
         converted = len(self.of_kind("converted"))
+        notes = [{**asdict(note), "became": note.became or None} for note in self.told]
         whole_of = {"origin": self.origin, "verb": self.verb, "config": self.config, "notes": notes}
-        return {**whole_of, "converted": converted, "listed": len(own) - converted}
+        whole_of |= {"template": self.template or None, "remarks": self.remarks}
+        return {**whole_of, "converted": converted, "listed": len(notes) - converted}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The keys that tell a trainer's configs (`marks`), its `defaults` where they are not ours, the names of what makes a `step`, and the
-    rules by pattern of keys, the first that fits."""
+    """The content of a file of tables/; common.yaml explains the words."""
 
     marks: frozenset[str]
     defaults: Mapping[str, Any]
     step: Mapping[str, str]
+    templates: Mapping[str, str]
+    reasons: Mapping[str, str]
+    defaults_when: Sequence[Mapping[str, Any]]
+    remarks: Sequence[Mapping[str, str]]
     rules: Mapping[str, Rule]
 
     def rule(self, key: str) -> Rule:
@@ -86,13 +108,22 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     file = read_foreign(path)
     origin = origin or _recognise(file)
     verb, guessed = foreign_data.verb_of(origin, file)
+    rules, said = table(origin), devices or file.devices
     given = {key: value for key, value in file.values.items() if value is not None}
-    theirs = Theirs({**table(origin).defaults, **foreign_data.defaults_of(origin, file, verb), **given}, verb, file)
-    notes, values = _apply(table(origin), theirs, given)
+    lengths = rules.step["longest"].split()
+    plain = Theirs({**rules.defaults, **given, "command": file.program}, verb, file)
+    defaults = {name: item for row in rules.defaults_when if plain.holds(row) for name, item in row["set"].items()}
+    defaults = {**rules.defaults, **defaults, **foreign_data.defaults_of(origin, file, said or 1)}
+    unset = {key for key in lengths if key in file.values and key not in given}  # null: no limit
+    kept = {key: value for key, value in defaults.items() if key not in unset}
+    theirs = Theirs({**kept, **given}, verb, file, rules.templates)
+    notes, values = _apply(rules, theirs, given)
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
-    step, how = _step(table(origin), theirs, devices or file.devices or 1)
+    if theirs.get(*lengths) is None and "data.streaming" not in values:  # a stream has to have a longest row
+        values["data.max_length"] = None
+    step, how = _step(rules, theirs, said or 1)
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
     if values.get("optim.schedule") == "constant" and values.get("optim.warmup_steps"):
         values["optim.schedule"] = "constant_with_warmup"
@@ -102,20 +133,24 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         values["model.path"] = str(names(folder)[0])
     if theirs.get("rl") == "ipo":
         values["objective.loss"] = "ipo"
+    if trackers := {name: value for name, value in file.environment.items() if _is_of_a_tracker(name)}:
+        values["topology.environment"] = {**trackers, **values.get("topology.environment", {})}
+    is_template = is_text_of_template(values.get("data.chat_template", ""))
+    template = values.pop("data.chat_template") if is_template else ""
     frozen = values.get("peft.kind") == "lora" and "model.dtype" not in values
     values |= {"model.dtype": "bfloat16"} if frozen else {}
     config = _nested(values)
     notes = _without_faults(config, notes)
-    said = devices or file.devices
     remarks = [
         f"Step: {how}{'' if said else ' (the file does not say how many: --devices N)'}; here it is the same on any number of GPUs."
     ]
     remarks += ["Frozen weights are loaded in bfloat16, as there; adapters are float32."] if frozen else []
+    remarks += [row["why"] for row in rules.remarks if theirs.holds(row)]
     remarks += [f"{path} is not set: it has to be." for path in ("model.path", "data.train") if path not in values]
     remarks += [f"Verb: {verb}, {guessed}."] if guessed else []
     remarks += [f"{counted(file.more, 'more commands')} of the file: not converted."] if file.more else []
     config = {group: settings for group, settings in config.items() if settings}
-    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks))
+    return Conversion(path, origin, verb, config, tuple(notes), tuple(remarks), template)
 
 
 def _recognise(file: Foreign) -> OriginName:
@@ -134,6 +169,11 @@ def _recognise(file: Foreign) -> OriginName:
     raise UserError(what, where=str(file.path), fix=f"Say whose it is: --from {'|'.join(best or every)}.")
 
 
+def _is_of_a_tracker(variable: str) -> bool:
+    is_known = variable.startswith(("WANDB_", "MLFLOW_", "COMET_", "SWANLAB_", "TRACKIO_"))
+    return is_known and not speaks_of_secrets(variable)
+
+
 def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any]]:
     """A note for each key, and what all of them set: later ones over earlier ones, the file's own over defaults."""
     notes, values, own = [], dict[str, Any](), set[str]()
@@ -142,13 +182,18 @@ def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[No
         for path, item in outcome.values.items():
             if isinstance(item, dict) and isinstance(values.get(path), dict):
                 values[path] = {**values[path], **item}
+            elif path == "tracking.report_to":
+                values[path] = [*dict.fromkeys([*values.get(path, []), *item])]
             elif path not in own or key in given:
                 values[path] = item
             own |= {path} if key in given else set()
         became = ", ".join(outcome.values) or outcome.became or "as without the key"
         hidden = (isinstance(value, str) and speaks_of_secrets(key)) or is_certain(str(value))
+        reason = rules.reasons.get(key) or ("" if key in given else rules.reasons.get(f"default {key}"))
+        why = "; ".join(filter(None, [reason if outcome.kind == "converted" else "", outcome.why]))
+        kind: Kind = "differs" if outcome.kind == "converted" and why.startswith(DIFFERS) else outcome.kind
         made = became if outcome.kind == "converted" else ""
-        notes.append(Note(key, HIDDEN if hidden else value, made, outcome.why, outcome.kind, key in given))
+        notes.append(Note(key, HIDDEN if hidden else value, made, why, kind, key in given))
     unset = [Note(key, None, "", "not set", "not needed") for key in theirs.file.values if key not in given]
     return [*notes, *unset], values
 
@@ -225,32 +270,38 @@ def table(name: OriginName) -> Table:
     folder = Path(__file__).with_name("tables")
     own, of_all = (yaml.safe_load((folder / f"{part}.yaml").read_text(encoding="utf-8")) for part in (name, "common"))
     rules = {**dict(_rules(own)), **{keys: rule for keys, rule in _rules(of_all) if keys not in dict(_rules(own))}}
-    return Table(frozenset(own["marks"].split()), own["defaults"], own["step"], rules)
+    told = (own.get("templates", {}), own.get("reasons", {}), own.get("defaults when", []), own.get("remarks", []))
+    return Table(frozenset(own["marks"].split()), own["defaults"], own["step"], *told, rules)
 
 
 def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
     """The rules of a table, by patterns of keys."""
-    each: dict[str, Callable[[Any], Rule]] = {
-        "rules": _by_name,
-        "switches": lambda ours: partial(
-            counterparts.switch, {path: ours[path] for path in ours if path != "why"}, ours.get("why", ""), "converted"
-        ),
-        "choices": lambda choice: partial(counterparts.chosen, choice),
-    }
-    lists: dict[str, Callable[[str], Rule]] = {
-        "parts": lambda text: partial(counterparts.fixed, Outcome(became=text.split()[0], why=text.partition(" ")[2])),
-        "not needed": lambda why: partial(counterparts.fixed, Outcome(why=why, kind="not needed")),
-        "no counterpart": lambda why: partial(counterparts.switch, {}, why, "no counterpart"),
-        "refused": lambda what: partial(counterparts.refused, what),
+    rows: dict[str, Callable[[str], dict[str, Any]]] = {
+        "parts": lambda text: {"became": text.split()[0], "why": text.partition(" ")[2]},
+        "not needed": lambda why: {"why": why, "kind": "not needed"},
+        "no counterpart where off": lambda why: {"if": "!value", "why": why, "kind": "no counterpart"},
+        "no counterpart": lambda why: {"if": "value", "why": why, "kind": "no counterpart"},
+        "not known": lambda why: {"why": why, "kind": "no counterpart"},
     }
     same = [(how, ours, key) for how, rows in content["same"].items() for ours in rows for key in rows[ours].split()]
     rules: list[tuple[str, Rule]] = [
-        (key, partial(counterparts.same, ours.replace("*", key), how)) for how, ours, key in same
+        (key, _cases({"set": {ours.replace("*", key): f"${how}"}})) for how, ours, key in same
     ]
-    rules += [(keys, make(row)) for title, make in each.items() for keys, row in content.get(title, {}).items()]
-    for title, make in lists.items():
-        rules += [(key, make(why)) for why, keys in content.get(title, {}).items() for key in keys.split()]
+    rules += [(keys, partial(counterparts.case, cases)) for keys, cases in content.get("cases", {}).items()]
+    rules += [(keys, _by_name(text)) for keys, text in content.get("rules", {}).items()]
+    for pattern, ours in content.get("switches", {}).items():
+        values = {path: item for path, item in ours.items() if path != "why"}
+        rules.append((pattern, _cases({"if": "value", "set": values, "why": ours.get("why", "")})))
+    rules += [(keys, partial(counterparts.chosen, choice)) for keys, choice in content.get("choices", {}).items()]
+    for title, row in rows.items():
+        rules += [(key, _cases(row(why))) for why, keys in content.get(title, {}).items() for key in keys.split()]
+    refused = content.get("refused", {}).items()
+    rules += [(key, partial(counterparts.refused, what)) for what, keys in refused for key in keys.split()]
     return rules
+
+
+def _cases(*rows: Mapping[str, Any]) -> Rule:
+    return partial(counterparts.case, rows)
 
 
 def _by_name(text: str) -> Rule:

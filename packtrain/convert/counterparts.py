@@ -6,7 +6,7 @@ A rule takes the value and all their settings, and returns an `Outcome`. What it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -16,22 +16,37 @@ from packtrain.config.schema import Tracker
 from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
 
-Kind = Literal["converted", "not needed", "no counterpart"]
+Kind = Literal["converted", "differs", "not needed", "no counterpart"]
+DIFFERS = "≠ "
+"""Begins a reason: the key became something here, and the training is not quite the same."""
 GUESS = 100
 """Steps between checkpoints or evaluations where theirs are counted in epochs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """All settings of a run of theirs, their defaults among them, and the `verb` of ours that it is."""
+    """Settings of a run of theirs with their defaults, our `verb`, and chat `templates`."""
 
     values: Mapping[str, Any]
     verb: ObjectiveKind
     file: Foreign
+    templates: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, *names: str) -> Any:
         """The first of these settings that is set."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def holds(self, row: Mapping[str, Any], value: Any = None) -> bool:
+        """Whether all conditions of a row's `if` are so: NAME (is on), NAME=PATTERN, or !CONDITION. `value` and `verb` are names too."""
+        known = {**self.values, "verb": self.verb, "value": value}
+        for word in row.get("if", "").split():
+            name, sign, pattern = word.removeprefix("!").partition("=")
+            found = known.get(name)
+            if bool(re.fullmatch(pattern, str(found), re.DOTALL) if sign else not is_off(found)) == word.startswith(
+                "!"
+            ):
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +111,46 @@ def refused(what: str, value: Any, theirs: Theirs) -> Outcome:
     return AS_HERE if is_off(value) else refuse(what, theirs.file)
 
 
-def same(path: str, how: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key with the same meaning, and how its value is read."""
-    readers: dict[str, Callable[[Any], Any]] = {"number": number, "whole": whole, "names": names, "mapping": dict}
-    return Outcome({path: {"text": str, "switch": is_on, **readers}[how](value)})
+READERS: dict[str, Callable[[Any], Any]] = {
+    "number": number,
+    "whole": whole,
+    "names": names,
+    "mapping": dict,
+    "text": str,
+    "switch": is_on,
+    "escaped": lambda value: str(value).replace("\\n", "\n"),
+}
 
 
-def switch(values: Mapping[str, Any], why: str, kind: Kind, value: Any, theirs: Theirs) -> Outcome:
-    """A switch that sets these of our keys, or has no counterpart."""
-    return AS_HERE if is_off(value) else Outcome(values, why, kind)
+def case(rows: Sequence[Mapping[str, Any]], value: Any, theirs: Theirs) -> Outcome:
+    """Return the outcome of the first row that holds. In `set`, $READER stands for the value."""
+
+    def filled(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {name: filled(part) for name, part in item.items()}
+        if isinstance(item, list):
+            return [filled(part) for part in item]
+        return READERS[item[1:]](value) if str(item).startswith("$") else item
+
+    row = next((row for row in rows if theirs.holds(row, value)), {})
+    if not {*row} - {"if"}:
+        return AS_HERE
+    kind: Kind = row.get("kind", "converted" if {"set", "became"} & {*row} else "not needed")
+    return Outcome(filled(row.get("set", {})), row.get("why", ""), kind, row.get("became", ""))
 
 
 def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
     """A choice: names that are the same, others in place of which ours is taken, or none of ours."""
     wanted = str(value).lower()
+    if wanted in choice.get("here", "").split():
+        return AS_HERE
     if wanted in choice.get("same", "").split():
         return Outcome({choice["to"]: wanted})
     for ours, others in choice.items():
-        if ours not in ("to", "same", "else") and wanted in others.split():
+        if ours not in ("to", "same", "else", "here") and wanted in others.split():
             name, _, why = ours.partition(" ")
-            return Outcome({choice["to"]: name}, why)
+            return Outcome({choice["to"]: {"true": True, "false": False}.get(name, name)}, why)
     return AS_HERE if is_off(value) else Outcome(why=choice["else"], kind="no counterpart")
-
-
-def fixed(outcome: Outcome, value: Any, theirs: Theirs) -> Outcome:
-    """A key of which the same becomes, whatever its value."""
-    return outcome
 
 
 def losses(value: Any, theirs: Theirs) -> Outcome:
@@ -130,15 +159,6 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
     if not {*found} <= {*LOSSES[theirs.verb]}:
         return Outcome(why="packtrain has no such loss", kind="no counterpart")
     return Outcome({"objective.loss": found[0] if len(found) == 1 else found})
-
-
-def with_sft(value: Any, theirs: Theirs) -> Outcome:
-    """How much the loss of the chosen answer itself counts beside that of the pair."""
-    values = {"objective.loss": ["sigmoid", "sft"], "objective.options.loss_weights": [1, number(value)]}
-    if is_off(value) or not theirs.get("loss_type", "pref_loss"):
-        return AS_HERE if is_off(value) else Outcome(values)
-    why = "objective.loss=[sigmoid, sft] with objective.options.loss_weights=[1, alpha] is the same"
-    return Outcome(why=why, kind="no counterpart")
 
 
 def warmup(value: Any, theirs: Theirs) -> Outcome:
@@ -172,14 +192,6 @@ def when(path: str, value: Any, theirs: Theirs) -> Outcome:
     return per_epoch(path, 1, theirs) if str(value) == "epoch" else Outcome(became=path)
 
 
-def length(path: str, value: Any, theirs: Theirs) -> Outcome:
-    """Epochs or steps: ours are one or the other, and steps win there."""
-    by_steps = number(theirs.get("max_steps") or -1) > 0
-    if by_steps == (path == "trainer.max_steps"):
-        return Outcome({path: whole(value) if by_steps else number(value)})
-    return Outcome(why="max_steps wins over it" if by_steps else "as without the key", kind="not needed")
-
-
 def sharding(value: Any, theirs: Theirs) -> Outcome:
     """DeepSpeed's config, or its name, or FSDP's words or settings, as the strategy of that effect."""
     settings = value if isinstance(value, dict) else theirs.file.settings_of(value)
@@ -198,12 +210,6 @@ def sharding(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"strategy.name": name}, why)
 
 
-def parallel(value: Any, theirs: Theirs) -> Outcome:
-    """How many devices share a document; here as few as the longest one needs."""
-    shared = Outcome({"strategy.sequence_parallel": "auto"}, "as few devices as a document needs share it")
-    return shared if whole(value) > 1 else AS_HERE
-
-
 def is_text_of_template(value: Any) -> bool:
     """Whether it is a chat template itself, and no name of one."""
     return "{%" in str(value) or "{{" in str(value)
@@ -211,22 +217,20 @@ def is_text_of_template(value: Any) -> bool:
 
 def template(value: Any, theirs: Theirs) -> Outcome:
     """A chat template by its name, as a file, or as its text."""
-    if is_text_of_template(text := str(value)):
-        return Outcome(why="its text is a file, which --output writes beside", became="data.chat_template")
+    text = theirs.templates.get(str(value), str(value))
+    if is_off(theirs.values.get("use_chat_template", True)):
+        return Outcome(why="use_chat_template is off", kind="not needed")
+    if is_text_of_template(text):
+        return Outcome({"data.chat_template": text}, "its text is a file, which --output writes beside")
+    if text == "jinja" and theirs.get("chat_template_jinja"):
+        return Outcome(became="data.chat_template")
     name = _TEMPLATES.get(as_name(text), as_name(text))
     if text.endswith((".jinja", ".j2")) or name in template_names():
         return Outcome({"data.chat_template": name if name in template_names() else text})
-    own = text.startswith(("default", "tokenizer_default")) or is_off(text)
-    other = "" if own else f": packtrain has none of the name {text}"
-    return Outcome(why=f"the tokenizer's own{other}", became="data.chat_template")
-
-
-def precision(value: Any, theirs: Theirs) -> Outcome:
-    """bf16; without it and without fp16 all is computed in float32."""
-    if not is_off(value):
-        return Outcome({"trainer.mixed_precision": "auto" if value == "auto" else "bf16"})
-    half = not is_off(theirs.get("fp16", "float16"))
-    return AS_HERE if half else Outcome({"trainer.mixed_precision": "no"})
+    if text.startswith(("default", "tokenizer_default")) or is_off(text):
+        return Outcome(why="the tokenizer's own", became="data.chat_template")
+    what = f"packtrain has none of the name {text}: the tokenizer's own is taken, see packtrain inspect"
+    return Outcome(why=what, kind="no counterpart")
 
 
 def trackers(value: Any, theirs: Theirs) -> Outcome:
@@ -239,24 +243,14 @@ def trackers(value: Any, theirs: Theirs) -> Outcome:
     return Outcome({"tracking.report_to": known} if known else {}, why, became="tracking.report_to")
 
 
-def wandb_project(value: Any, theirs: Theirs) -> Outcome:
-    """The name of a project, which wandb reads from a variable."""
-    return Outcome({"tracking.report_to": ["wandb"], "topology.environment": {"WANDB_PROJECT": str(value)}})
-
-
 def adapters(value: Any, theirs: Theirs) -> Outcome:
     """Which layers get adapters: all linear ones, names, or a pattern."""
-    found = [str(name).strip() for name in names(value)]
+    found = ["all"] if not is_off(theirs.get("lora_target_linear")) else [str(name).strip() for name in names(value)]
     if {"all", "all-linear", "all_linear"} & {*found}:
         more = ", ".join(name for name in found if not name.startswith("all"))
         return Outcome({"peft.target_modules": "all-linear"}, f"no adapters on {more}" if more else "")
     pattern = isinstance(value, str) and re.search(r"[\\^$*()|\[]", value)
     return Outcome({"peft.target_modules": value if pattern else found})
-
-
-def lora_plus(value: Any, theirs: Theirs) -> Outcome:
-    """LoRA+: a greater learning rate of the second matrices of adapters."""
-    return Outcome({"optim.groups": [{"match": "lora_B", "lr_scale": number(value)}]})
 
 
 def unfrozen(value: Any, theirs: Theirs) -> Outcome:
@@ -270,9 +264,3 @@ def share(value: Any, theirs: Theirs) -> Outcome:
     if number(value) >= 1:
         return Outcome(why="a number of rows: data.eval takes a share, such as 0.02", kind="no counterpart")
     return Outcome({"data.eval": number(value)} if number(value) else {}, became="data.eval")
-
-
-def checkpointing(value: Any, theirs: Theirs) -> Outcome:
-    """Activations computed again; theirs is all or nothing, or all with their inputs on the host."""
-    offload = {"trainer.activation_offload": True} if str(value).startswith(("offload", "unsloth")) else {}
-    return Outcome({"trainer.gradient_checkpointing": "none" if is_off(value) else "full", **offload})

@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from packtrain.config.objective import ObjectiveKind
 from packtrain.config.schema import LISTED, DataSource, name_sources
-from packtrain.convert.counterparts import AS_HERE, Outcome, Theirs, count, is_off, names, number, refuse, whole
+from packtrain.convert.counterparts import (
+    DIFFERS,
+    Outcome,
+    Theirs,
+    count,
+    is_off,
+    names,
+    number,
+    refuse,
+    whole,
+)
 from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
 
@@ -23,13 +32,27 @@ _PICTURES = re.compile(
     "coco|latex_ocr|rlaif-v|videochat|clevr|textcaps|garbage|-vl-|multimodal|captcha|tts|visual", re.IGNORECASE
 )
 _READ = re.compile(
-    r"path|type|name|split|data_files|ds_type|field\w*|roles|message_\w+|text_column|chat_template|shards"
+    r"path|type|name|split|data_files|ds_type|field(_(?!human|model|thinking)\w+)?|text_column|trust_remote_code|shards"
 )
-_TYPES = re.compile(
-    r"(alpaca|chat_template|completion|pretrain|sharegpt|chatml|llama3|bradley_terry|input_output|None)([.:].*)?"
-)
-_FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input")
-_EVERY_TURN = "without assistant_only_loss every turn of conversations is trained there, only the assistant's here: data.loss_on=all"
+"""Settings of axolotl's data sets that are read."""
+_AS_HERE: dict[str, tuple[Any, ...]] = {
+    "roles_to_train": (["assistant"],),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "chat_template": ("tokenizer_default",),
+    "field_thinking": ("reasoning_content", "reasoning", "thinking"),
+    "message_field_training": ("weight", "loss_weight", "train", "loss"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
+}
+"""Settings of them that change nothing with these values."""
+_SPEAKERS = {"system", "human", "user", "gpt", "assistant", "model", "bot", "tool"}
+_OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
+_PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
+_FIELDS = ("chosen", "rejected", "instruction", "output", "system", "input", "prompt", "completion", "label", "tools")
+_EVERY_TURN = f"{DIFFERS}without assistant_only_loss every turn of conversations is trained there, the assistant's here: data.loss_on=all"
+_SHARE = "a fraction is a share of the mixture there, and of the source here: set samples in its place"
 _OURS: dict[str, ObjectiveKind] = {"pt": "sft", "pretrain": "sft", "ipo": "dpo", "rm": "reward"}
 _OURS |= {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward"}
 _BY_KEYS = {
@@ -43,18 +66,16 @@ _METHODS = re.compile(
 )
 
 
-def _sources(
-    key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: str, columns: Mapping[str, str] = {}
-) -> Outcome:
-    short = [{name: item for name, item in source.items() if item not in (None, "train", 1)} for source in found]
+def _sources(key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: str) -> Outcome:
+    short = [{name: item for name, item in source.items() if item not in (None, "train", 1, {})} for source in found]
     values: dict[str, Any] = {key: short[0] if len(short) == 1 else short}
-    renamed = {ours: name for ours, name in columns.items() if name not in (ours, "messages", "conversations")}
     shares = [number(share) for share in names(theirs.get("interleave_probs", "interleave_prob") or [])]
     if key == "data.train" and _by_steps(theirs) and len(shares) == len(found) > 1:
         labels = name_sources([DataSource(path=source["path"].rpartition("#")[2]) for source in found])
         values[key] = [{"name": label, **source} for label, source in zip(labels, short, strict=True)]
         values["data.stages"] = [{"weights": dict(zip(labels, shares, strict=True))}]
-    return Outcome({**values, **({"data.columns": renamed} if renamed else {})}, "; ".join(dict.fromkeys(remarks)))
+    marked = sorted(dict.fromkeys(remarks), key=lambda remark: not remark.startswith(DIFFERS))
+    return Outcome(values, "; ".join(marked))
 
 
 def _by_steps(theirs: Theirs) -> bool:
@@ -63,44 +84,44 @@ def _by_steps(theirs: Theirs) -> bool:
     return number(theirs.get("max_steps") or -1) > 0 and not packed and theirs.verb != "kto"
 
 
-def interleaved(value: Any, theirs: Theirs) -> Outcome:
-    """How sources are mixed: one after the other, or each example from one of them, by shares."""
-    if is_off(value) or value == "concat":
-        return AS_HERE
-    if theirs.get("interleave_probs", "interleave_prob") and _by_steps(theirs):
-        return Outcome(became="data.stages")
-    why = "write data.stages, with trainer.max_steps and batch.examples_per_step"
-    return Outcome(why=why, kind="no counterpart")
-
-
-def stream(value: Any, theirs: Theirs) -> Outcome:
-    """A stream, where the run can have one."""
-    if is_off(value) or _by_steps(theirs):
-        return AS_HERE if is_off(value) else Outcome({"data.streaming": True})
-    return Outcome(why="all of the data is read before step 1", kind="not needed")
-
-
 def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     """Sources with a type, which here is read off the columns, and names of fields."""
-    found, columns, remarks = [], {}, ["data.format=auto reads rows by their columns"]
+    found, remarks = [], ["data.format=auto reads rows by their columns"]
     for item in value if isinstance(value, list) else [value]:
         item = item if isinstance(item, dict) else {"path": item}
         weight = 1 / item["shards"] if item.get("shards") else None
-        more = {"subset": item.get("name"), "split": item.get("split"), "weight": weight}
-        found += [{"path": str(path), **more} for path in names(item.get("data_files") or item["path"])]
         kind = item.get("type")
         fields = kind if isinstance(kind, dict) else item
         role = (item.get("message_property_mappings") or {}).get("role", item.get("message_field_role"))
         named = {at: fields.get(f"field_{at}") for at in _FIELDS}
         named["conversations" if role == "from" else "messages"] = item.get("field_messages")
         named["text"] = item.get("field", item.get("text_column"))
-        columns |= {ours: name for ours, name in named.items() if name}
-        if isinstance(kind, dict) and kind.get("format"):
-            remarks += ["the chat template renders the prompt, not type.format"]
-        elif not isinstance(kind, dict) and not _TYPES.fullmatch(str(kind)):
-            remarks += [f"type {kind} is not known: see packtrain inspect"]
-        remarks += [f"{name} has no counterpart" for name in item if not _READ.fullmatch(name)]
-    return _sources(key, found, theirs, *remarks, columns=columns)
+        if theirs.verb == "dpo" and re.fullmatch(r"chat_template(\.default)?", str(kind)):
+            named["prompt"] = named.pop("messages", None) or "messages"  # which the answers are no part of
+        columns = {ours: name for ours, name in named.items() if name not in (None, ours, "conversations")}
+        more = {"subset": item.get("name"), "split": item.get("split"), "weight": weight, "columns": columns}
+        found += [{"path": str(path), **more} for path in names(item.get("data_files") or item["path"])]
+        marked = (
+            []
+            if _PLAIN_TYPE.fullmatch(str(kind))
+            else [f"{'a type of formats' if isinstance(kind, dict) else kind} {_OWN_TEXTS}"]
+        )
+        marked += [f"{name} has no counterpart" for name, given in item.items() if not _means_the_same(name, given)]
+        marked += ["the first rows of a shard are taken there"] if weight else []
+        remarks += [DIFFERS + what for what in marked]
+    outcome = _sources(key, found, theirs, *remarks)
+    kinds = {str(item.get("type")) for item in value} if isinstance(value, list) else {}
+    if kinds != {"alpaca"} or theirs.get("chat_template", "chat_template_jinja"):
+        return outcome
+    why = f"{DIFFERS}rows with an input have it under '### Input:' there, and behind the instruction here"
+    return Outcome({**outcome.values, "data.chat_template": theirs.templates["type alpaca"]}, why)
+
+
+def _means_the_same(name: str, value: Any) -> bool:
+    """Whether a setting of axolotl's data set is read, or changes nothing."""
+    if name == "roles":
+        return {str(said) for given in value.values() for said in given} <= _SPEAKERS
+    return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
 
 
 def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
@@ -113,12 +134,23 @@ def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         if {"images", "videos", "audios"} & {*(entry.get("columns") or {})}:
             refuse("pictures or sound", theirs.file)
         listed = f"{LISTED}{os.path.relpath(info)}#{name}" if info and entry else f"{LISTED}{name}"
-        file = info.parent / str(entry.get("file_name")) if info else Path()
-        limit = whole(most) if most and not _has_fewer(file, whole(most)) else None
+        file = info.parent / str(entry["file_name"]) if info and "file_name" in entry else None
+        limit = whole(most) if most and not (file and _has_fewer(file, whole(most))) else None
         found.append({"path": listed if entry or "/" not in name else name, "samples": limit})
-        remarks += ["max_samples are at most so many there, and so many here"] if limit and not file.exists() else []
         remarks += [] if entry or "/" in name else [f"{name} is in no {folder}/dataset_info.json near this config"]
     return _sources(key, found, theirs, *remarks)
+
+
+def at_most(value: Any, theirs: Theirs) -> Outcome:
+    """The first rows of each source, which has them all where they are fewer."""
+    sources = [
+        llamafactory_data(key, theirs.get(key), theirs).values[key]
+        for key in ("dataset", "eval_dataset")
+        if theirs.get(key)
+    ]
+    limited = "samples" in str(sources)
+    why = f"{DIFFERS}the first {value} rows of each source there, or fewer if it has no more; {value} by chance here"
+    return Outcome(why=why if limited else "no source has more", became="data.train")
 
 
 def _has_fewer(file: Path, rows: int) -> bool:
@@ -134,12 +166,19 @@ def _has_fewer(file: Path, rows: int) -> bool:
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     """ID:SUBSET#ROWS, looked up on another hub by default; so many rows by chance, all repeatedly where there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
+    named = {} if isinstance(value, list) else dict(theirs.get("columns") or {})
+    columns = {{"query": "instruction", "response": "output"}.get(ours, ours): name for name, ours in named.items()}
     streams = not is_off(theirs.get("streaming") or 0) and _by_steps(theirs)
     for text in map(str, names(value)):
         if _PICTURES.search(text):
             refuse("pictures or sound", theirs.file)
         path, _, rows = re.sub("^(hf|ms|HF|MS)::", "", text).partition("#")
-        found.append({"path": path, "samples": whole(rows) if rows and not streams else None})
+        found.append({"path": path, "samples": whole(rows) if rows and not streams else None, "columns": columns})
+        remarks += (
+            [f"{DIFFERS}the first {rows} rows there, drawn here"]
+            if rows and is_off(theirs.get("dataset_shuffle"))
+            else []
+        )
         remarks += ["a stream has all rows"] if rows and streams else []
     return _sources(key, found, theirs, *remarks)
 
@@ -165,13 +204,17 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
     """Several data sets with shares, as a list of settings or as name: share."""
     settings = {"datasets": value} if isinstance(value, list) else dict(value)
     split = names(theirs.get("dataset_splits") or "train")[0]
-    found = []
+    found, guess = [], list[str]()
     for item in settings.get("datasets", [{"id": name, "weight": at, "split": split} for name, at in settings.items()]):
         path = str(item.get("id") or item.get("path") or item["data_files"])
         source = {"path": path, "subset": item.get("config", item.get("name"))}
         found.append({**source, "split": item.get("split"), "weight": item.get("weight", item.get("fraction"))})
+        lost = [f"{name} has no counterpart" for name in {*item} & {"data_dir"}] + (
+            [_SHARE] if item.get("fraction") else []
+        )
+        guess += [DIFFERS + what for what in lost]
     size = number(settings.get("test_split_size") or 0)
-    guess = [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
+    guess += [f"test_split_size is {size:g} rows, ours a share: 0.01 is a guess"] if size >= 1 else []
     train = _sources("data.train", found, theirs, *guess)
     return Outcome({**train.values, "data.eval": size if size < 1 else 0.01} if size else train.values, train.why)
 
@@ -203,24 +246,18 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
     return _OURS.get(str(method)) or refuse(method, file), how
 
 
-def defaults_of(origin: str, file: Foreign, verb: str) -> dict[str, Any]:
-    """Defaults that depend on other settings."""
+def defaults_of(origin: str, file: Foreign, devices: int) -> dict[str, Any]:
+    """Defaults that are computed from other settings."""
     values = file.values
     micro = count(values.get("per_device_train_batch_size"), 1)
     if origin == "axolotl":
         steps = count(values.get("batch_size"), 1) // count(values.get("micro_batch_size"), 1)
-        rates = {} if {"warmup_steps", "warmup_ratio"} & {*values} else {"warmup_ratio": 0.03}
-        return {"gradient_accumulation_steps": max(steps, 1), **rates}
-    if origin == "llamafactory":
-        lora = {"lora_rank": 8, "lora_alpha": 2 * count(values.get("lora_rank"), 8), "lora_target": "all"}
-        is_lora = values.get("finetuning_type", "lora") == "lora"
-        return {"packing": values.get("stage") == "pt", **(lora if is_lora else {})}
-    if origin == "ms-swift":
-        tuner = next((values[key] for key in ("tuner_type", "train_type", "sft_type") if key in values), "lora")
-        rest = {"gradient_accumulation_steps": math.ceil(16 / micro / (file.devices or 1))}
-        rest["eval_steps"] = values.get("save_steps", 500)
-        lora = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
-        return {**rest, **(lora if tuner == "lora" else {}), "learning_rate": 1e-4 if tuner == "lora" else 1e-5}
-    lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} if not is_off(values.get("use_peft")) else {}
-    cut = {} if "max_seq_length" in values else {"max_length": 1024}
-    return {"learning_rate": {"sft": 2e-5, "reward": 1e-4}.get(verb, 1e-6), **cut, **lora}
+        return {"gradient_accumulation_steps": max(steps, 1)}
+    if origin == "llamafactory" and values.get("finetuning_type", "lora") == "lora":
+        return {"lora_alpha": 2 * count(values.get("lora_rank"), 8)}
+    if origin != "ms-swift":
+        return {}
+    rest = {"gradient_accumulation_steps": math.ceil(16 / micro / devices), "eval_steps": values.get("save_steps", 500)}
+    config = file.settings_of(f"{values.get('model')}/config.json")
+    longest = config.get("text_config", config).get("max_position_embeddings")
+    return {**rest, **({"max_length": longest} if longest else {})}

@@ -212,7 +212,8 @@ class Tokeniser:
             if columns:
                 names = list(dict.fromkeys(name for row in columns for name in row))
                 data, objective = self.encoder.data, self.encoder.objective
-                return detect_format(columns[0], names, data.format, data.columns, source.name, objective), seen
+                own = chunk.columns or data.columns
+                return detect_format(columns[0], names, data.format, own, source.name, objective), seen
         if problems:
             raise refuse_rows(problems)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")

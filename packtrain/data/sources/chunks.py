@@ -7,8 +7,8 @@ into chunks. A row that cannot be read is replaced by a `BadRow` that says why.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -44,7 +44,7 @@ class Chunk:
     """Some rows of the file or data set `origin`, as values or as a batch of a table.
 
     `numbers` are those of their lines or, where `by_line` is not set, of the rows, from 1. `size` is in bytes or rows, as the
-    source's. `translate` renames the columns of each row (dataset_info.py).
+    source's. `translate` renames the columns of each row (dataset_info.py); `columns` are our names: its own.
     """
 
     origin: str
@@ -53,6 +53,7 @@ class Chunk:
     size: int
     by_line: bool = True
     translate: Callable[[RawRow], RawRow] | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.numbers)

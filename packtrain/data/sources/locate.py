@@ -94,12 +94,11 @@ def locate(
         source, translate, samples = look_up(source, where)
         split_text = "line" if split_text == "document" else split_text  # as LLaMA-Factory reads .txt
         plain = locate(source, role, seed, objective, split_text, streaming=streaming)
-
-        def translated(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
-            return (replace(chunk, translate=translate) for chunk in read(first))
-
-        files = [(name, partial(translated, read)) for name, read in plain.files]
-        return replace(plain, key=f"{plain.key} {translate}", files=files, samples=samples)
+        return replace(_changed(plain, translate=translate), samples=samples)
+    if source.columns:
+        bare = replace(source, columns={})
+        plain = locate(bare, role, seed, objective, split_text, streaming=streaming)
+        return _changed(plain, columns=source.columns)
     if "://" in path:
         if not streaming:
             fix = "Set data.streaming=true, or copy the files to this machine."
@@ -124,6 +123,16 @@ def locate(
         fix = _READABLE if local.suffix and suffix_of(local) is None else f"{hint} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     return _choose(str(local), _list_files(local), source, split_text, where)
+
+
+def _changed(plain: Source, **fields: Any) -> Source:
+    """The source with these fields of its chunks."""
+
+    def changed(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
+        return (replace(chunk, **fields) for chunk in read(first))
+
+    files = [(name, partial(changed, read)) for name, read in plain.files]
+    return replace(plain, key=" ".join([plain.key, *map(str, fields.values())]), files=files)
 
 
 def _choose(

@@ -16,6 +16,7 @@ with a label (packtrain kto) becomes one document in the same way, as by TRL's K
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,10 +64,11 @@ class Encoder:
         fates: list[Fate] = []
         problems: list[Problem] = []
         unread: dict[str, str] = {}
+        columns = chunk.columns or self.data.columns
         for where, row in chunk.rows():
-            content = hash_row(row, format, self.data.columns)
+            content = hash_row(row, format, columns)
             try:
-                documents, flags = self.encode_row(row, format, unread)
+                documents, flags = self.encode_row(row, format, columns, unread)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error":
@@ -159,15 +161,19 @@ class Encoder:
                 return (ids, mask), {"apart": apart, "retold": True}
             raise
 
-    def encode_row(self, row: RawRow, format: Format, unread: dict[str, str]) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used. `unread` gets the row's
-        columns that nothing reads."""
+    def encode_row(
+        self, row: RawRow, format: Format, columns: Mapping[str, str], unread: dict[str, str]
+    ) -> tuple[list[IdsAndMask], Flags]:
+        """Return the row's documents before data.max_length, and the flags to count.
+
+        `unread` gets the row's columns that nothing reads. Raises BadRow for a row without a use.
+        """
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)
         template, none = self.template, frozenset[str]()
         roles, keys = (template.words, template.keys) if template else (none, none)
-        made = Row(row, self.data.columns, roles, keys, self.data.system)
+        made = Row(row, columns, roles, keys, self.data.system)
         try:
             documents, flags = encode(made, format)
         except UnicodeEncodeError as error:

@@ -134,8 +134,9 @@ def test_axolotl_packed_rows_become_tokens_of_a_step(tmp_path: Path) -> None:
     config = done["config"]
     assert (done["origin"], done["verb"]) == ("axolotl", "sft")
     assert config["batch"] == {"tokens_per_step": 2 * 4 * 8 * 4096, "tokens_per_device": 2 * 4096}
-    assert config["data"]["train"] == [{"path": "owner/chats", "split": "train[:10%]"}, {"path": "a.jsonl"}]
-    assert config["data"]["columns"] == {"messages": "dialog"} and config["data"]["eval"] == 0.05
+    chats = {"path": "owner/chats", "split": "train[:10%]", "columns": {"messages": "dialog"}}
+    assert config["data"]["train"] == [chats, {"path": "a.jsonl"}]
+    assert "columns" not in config["data"] and config["data"]["eval"] == 0.05
     assert config["peft"] == {"kind": "lora", "r": 32, "alpha": 16, "target_modules": "all-linear"}
     assert config["optim"]["warmup_steps"] == 0.1 and config["optim"]["name"] == "adamw_torch"
     assert config["trainer"]["gradient_checkpointing"] == "full"
@@ -269,9 +270,10 @@ def test_every_key_is_converted_or_listed_and_the_result_can_be_planned(text: st
 
 
 def test_a_key_that_is_not_known_is_listed(tmp_path: Path) -> None:
-    done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\n")
+    done = convert(tmp_path, f"{TRL}\nflux_capacitor: 3\nuse_flux: false\n")
     unknown = note(done, "flux_capacitor")
     assert (unknown["value"], unknown["became"]) == (3, None) and "does not know" in unknown["why"]
+    assert "does not know" in note(done, "use_flux")["why"]  # it may be on without the key
 
 
 def test_values_of_another_form_are_listed_and_not_guessed(tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
         ("orpo.yaml", "base_model: a\nrl: orpo\ndatasets: []", "it is for orpo"),
         ("megatron.sh", "megatron sft --model a", "it is for Megatron"),
         ("infer.sh", "swift infer --model a", "it is for infer"),
-        ("seen.sh", "swift sft --model a --dataset b --freeze_vit true", "it is for pictures or sound"),
+        ("seen.sh", "swift sft --model a --dataset b --max_pixels 9", "it is for pictures or sound"),
         ("laugh.yaml", "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
             f"{to}: &{to} [{', '.join([f'*{of}'] * 10)}]\n" for of, to in zip("abcdef", "bcdefg", strict=True)
         ), "values"),
@@ -357,7 +359,11 @@ def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
         rows = [(ours, names) for group in content["same"].values() for ours, names in group.items()]
         named = {ours.replace("*", name) for ours, names in rows for name in names.split()}
         named |= {path for values in content.get("switches", {}).values() for path in values if path != "why"}
-        named |= {choice["to"] for choice in content.get("choices", {}).values()}
+        named |= {choice["to"] for choice in content.get("choices", {}).values() if "to" in choice}
+        cases = [row for rows in content.get("cases", {}).values() for row in rows]
+        named |= {path for row in cases for path in row.get("set", {})}
+        rows = [*cases, *content.get("defaults when", []), *content.get("remarks", [])]
+        assert {name for row in rows for name in row} <= {"if", "set", "why", "kind", "became"}
         inside = ("objective.options.", "optim.schedule_options.", "peft.options.", "data.columns.")
         assert {path for path in named if path not in keys() and not path.startswith(inside)} == set()
     assert table(origin).marks

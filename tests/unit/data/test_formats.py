@@ -452,3 +452,23 @@ def test_a_prompt_that_ends_in_the_assistants_turn_is_refused_as_the_template_wo
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
     row = {"prompt": [QUESTION, called], "completion": [{"role": "user", "content": "1"}, ANSWER]}
     assert read_row(Row(row, {}, frozenset(), frozenset()), "prompt_completion")
+
+
+def test_columns_of_a_source_are_its_own_and_the_others_keep_theirs(ready: Any, tmp_path: Path) -> None:
+    """Three shapes stand beside each other. A wrong name is said of its source."""
+    plain = write(tmp_path / "plain.jsonl", GOOD)
+    dialog = write(tmp_path / "dialog.jsonl", {"dialog": GOOD["messages"], "note": "not read"})
+    alpaca = write(tmp_path / "alpaca.jsonl", {"q": "Hello there!", "a": "How are you?"})
+    story = write(tmp_path / "story.jsonl", {"story": "Once."})
+    own = {dialog: {"messages": "dialog"}, alpaca: {"instruction": "q", "output": "a"}, story: {"text": "story"}}
+    found = [plain, *(DataSource(path=path, columns=columns) for path, columns in own.items())]
+    prepared = ready([source for source in found if source != found[1]])
+    expected = texts(ready(plain))[0]
+    assert sorted(texts(prepared)) == sorted([expected, expected, f"Once.{TOKENIZER.eos_token}"])
+    assert texts(ready(found[1])) == [expected]
+    both = ready([DataSource(path=dialog, columns={"messages": "dialog"}), story], columns={"text": "story"})
+    assert len(both.train) == 2  # data.columns is of the sources without names of their own
+    with pytest.raises(UserError, match="packtrain has no column 'mesages'"):
+        ready([plain, DataSource(path=dialog, columns={"mesages": "dialog"})])
+    with pytest.raises(UserError, match="'dialog', which is not there"):
+        ready(DataSource(path=plain, columns={"messages": "dialog"}))
