@@ -40,8 +40,18 @@ def test_a_run_imports_nothing_of_what_it_does_not_do(quickstart) -> None:
     others = {"packtrain.train.objectives.dpo", "trl.trainer.dpo_trainer"}
     others |= {"packtrain.train.verify.measure", "packtrain.train.verify.modes"}
     others |= {"packtrain.diagnose.env", "tensorboard", "wandb"}
-    imported = {line.rpartition("|")[2].strip() for line in quickstart[1].stderr.splitlines()}
+    log = (quickstart[0] / "runs/quickstart-sft/logs/rank-00000.log").read_text()  # output of imports goes there
+    imported = {line.rpartition("|")[2].strip() for line in f"{log}\n{quickstart[1].stderr}".splitlines()}
     assert "packtrain.train.run" in imported and others.isdisjoint(imported)
+
+
+def test_no_line_of_a_plain_run_is_of_another_library(quickstart) -> None:
+    folder, result = quickstart
+    assert [line for line in result.stderr.splitlines() if not line.startswith("import time:")] == []
+    log = (folder / "runs/quickstart-sft/logs/rank-00000.log").read_text()
+    lines = {line[len("2026-01-01 00:00:00 ") :] for line in log[log.index("model   ") - 20 :].splitlines()}
+    said = [line for line in result.stdout.splitlines() if line.strip()]
+    assert said and [line for line in said if line not in lines] == []
 
 
 def test_the_quickstart_leaves_a_report_with_its_data_and_answers(quickstart) -> None:

@@ -32,6 +32,8 @@ from packtrain.plan.known_model import ReferenceChoice
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
+from packtrain.redact import clean
+from packtrain.standard_streams import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import counted, in_millions, visible
@@ -45,6 +47,8 @@ class Log:
         self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
         self.started, self.facts = f"{datetime.now():%Y-%m-%d %H:%M}", dict[str, str]()
+        while kept:
+            self.note(clean(kept.pop(0)))
 
     def say(self, text: str) -> None:
         """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed."""
