@@ -122,6 +122,7 @@ def _add_training_verb(verb: str, about: str) -> None:
         if dry_run:
             from packtrain.plan.screen import print_plan
 
+            _check_attempt(run, arguments)
             print_plan(run, launch, verb, arguments or [])
             return 0
         outlive_terminal()
@@ -148,6 +149,7 @@ def plan(
     from packtrain.plan.screen import plan_json, print_plan
 
     run, launch = _config_and_plan(arguments)
+    _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
     if as_json:
@@ -351,9 +353,14 @@ def evaluate(
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
     from packtrain.config.compose import load_config
+    from packtrain.config.overrides import assignment
+    from packtrain.run_folder import RunFolder
     from packtrain.serve.evaluation import evaluate
 
-    run = load_config(*(given := split_arguments(arguments)), _note)
+    path, changes = split_arguments(arguments)
+    if path and os.path.isfile(config := RunFolder(Path(path).expanduser()).config):  # a run, by its own config
+        path, changes = str(config), [assignment("model.path", path), *changes]
+    run = load_config(*(given := (path, changes)), _note)
     _check_verb(run, run.objective.kind)
     more: Any = {"rows": generate, "score": score, "tokens": max_tokens, "tasks": tasks.split(",") if tasks else []}
     return evaluate(given, run, partial(_execute, "eval"), **more, as_json=as_json)
@@ -451,6 +458,14 @@ def main() -> None:
         app()
     except Exception as error:  # raised outside any verb
         sys.exit(report_error(error))
+
+
+def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
+    """Raises UserError where the run's folder would refuse it."""
+    from packtrain.launch.attempt import check_attempt
+    from packtrain.run_folder import RunFolder
+
+    check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:

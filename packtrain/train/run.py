@@ -224,7 +224,11 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepared = run.prepared = begin(config, ranks, peers)
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
-    for remark in find_pointless_training(data.train, tokenizer, config.data.max_length) if ranks.main else ():
+    for remark in (
+        find_pointless_training(data.train, tokenizer, config.data.max_length)
+        if ranks.main and not log.evaluates
+        else ()
+    ):
         log.warn(remark)
 
     load(prepared)
@@ -236,7 +240,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     trainer = _make_trainer(run, checkpoint)
     _try_saving(run)
     run.before = _answers(run)
-    begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
+    begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # the disk speaks for itself when it is written to
         if ranks.main and (remark := trainer.checkpoints.warning_of_space(config.trainer.checkpoint_every)):
             log.warn(remark)
@@ -251,7 +255,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
 def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The evaluation of `packtrain eval` in this process: prepared as a training, without a step; the summary has its figures."""
     folder = RunFolder.of(config.trainer)
-    log = Log(folder.log(ranks.rank), main=ranks.main)
+    log = Log(folder.log(ranks.rank), main=ranks.main, evaluates=True)
     warnings_to(log)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     with run.closing:
@@ -510,14 +514,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # the last: from here on the same command begins a new run
-    commands = results.next_commands(
-        folder,
-        config.trainer.samples[0] if config.trainer.samples else "Hello",
-        verb=config.objective.kind,
-        mode=config.packing.mode,
-        chat=bool(tokenizer.chat_template),
-        scores=scores,
-    )
+    commands = results.next_commands(folder, held_out=bool(config.data.eval), scores=scores)
     results.print_results(run.log, summary, folder, folders, commands)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from running import Run, packtrain
+from test_chat import piped
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -69,14 +72,21 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     out = result.stdout
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out
-    answer, verify, other_mode = [line.strip() for line in out.split("next:")[1].splitlines() if line.strip()]
-    done = subprocess.run(["bash", "-c", answer], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
-    assert done.stdout.startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
+    commands = [arguments_of(line) for line in out.split("next:")[1].splitlines() if line.strip()]
+    assert [given[0] for given in commands] == ["report", "chat", "eval", "export"]
+    report, chat, evaluate, export = commands
     own = {name: environment[name] for name in ("PACKTRAIN_CACHE", "HF_HUB_OFFLINE")}
-    assert packtrain(*arguments_of(verify), cwd=tmp_path, env=own).stdout.rstrip().endswith("exact")
-    packtrain(*arguments_of(other_mode), "--dry-run", cwd=tmp_path, env=own)
+    (run.folder / "report.html").unlink()
+    packtrain(*report, cwd=tmp_path, env=own)
+    assert (run.folder / "report.html").exists()
+    question, shown = run.summary["answers"][0]["prompt"], run.summary["answers"][0]["after"]
+    said = packtrain(*chat, cwd=tmp_path, env=own, begin=partial(piped, f"{question}\n")).stdout
+    assert said.startswith(shown)  # the same answer as the run's own, however long
+    found = packtrain(*evaluate, "--json", cwd=tmp_path, env=own)
+    assert json.loads(found.stdout)["figures"]["eval_loss"] == pytest.approx(run.summary["eval_loss"], rel=1e-5)
+    assert "evaluation in " in found.stderr and not re.search(r"optimizer|training|trained\)|data\.train", found.stderr)
+    lacking = packtrain(*export, cwd=tmp_path, env={**own, "PATH": ""}, expect=2).stderr
+    assert "llama.cpp's converter is not here" in lacking
 
 
 def arguments_of(command: str) -> list[str]:
