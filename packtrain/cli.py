@@ -122,6 +122,7 @@ def _add_training_verb(verb: str, about: str) -> None:
         if dry_run:
             from packtrain.plan.screen import print_plan
 
+            _check_attempt(run, arguments)
             print_plan(run, launch, verb, arguments or [])
             return 0
         outlive_terminal()
@@ -153,6 +154,7 @@ def plan(
     for_gpus = launch.gpus == 0 and any(fault.keys[0] in FOR_GPUS for fault in needed)
     if needed and not (for_gpus or gpu_memory is not None or launch.nodes > 1 or launch.obstacles):
         _config_and_plan(arguments)  # it would start here, and raises what the run would say
+    _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
     there = [f"{fault.keys[0]}: {fault.what} here: {fault.fix}" for fault in needed]
@@ -357,9 +359,14 @@ def evaluate(
 ) -> int:
     """Measure any model (model.path=…) on data.eval as a training would, on answers to it, or on tasks of lm_eval."""
     from packtrain.config.compose import load_config
+    from packtrain.config.overrides import assignment
+    from packtrain.run_folder import RunFolder
     from packtrain.serve.evaluation import evaluate
 
-    run = load_config(*(given := split_arguments(arguments)), _note)
+    path, changes = split_arguments(arguments)
+    if path and os.path.isfile(config := RunFolder(Path(path).expanduser()).config):  # a run, by its own config
+        path, changes = str(config), [assignment("model.path", path), *changes]
+    run = load_config(*(given := (path, changes)), _note)
     _check_verb(run, run.objective.kind)
     more: Any = {"rows": generate, "score": score, "tokens": max_tokens, "tasks": tasks.split(",") if tasks else []}
     return evaluate(given, run, partial(_execute, "eval"), **more, as_json=as_json)
@@ -459,10 +466,21 @@ def main() -> None:
         sys.exit(report_error(error))
 
 
+def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
+    """Raises UserError where the run's folder would refuse it."""
+    from packtrain.launch.attempt import check_attempt
+    from packtrain.run_folder import RunFolder
+
+    check_attempt(run, split_arguments(arguments)[0], RunFolder.of(run.trainer), run.trainer.resume)
+
+
 def _config_and_plan(
     arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
 ) -> tuple[RunConfig, LaunchPlan]:
-    """The config that the arguments name, whose `packages` have to be here, and its plan: for `verb`, by default that of the config."""
+    """Return the config that the arguments name, and its plan: for `verb`, by default the verb of the config.
+
+    Without `packages`, what they need may be absent here.
+    """
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings

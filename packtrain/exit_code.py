@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,30 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
+    """Call `tell` with the number of the first SIGINT or SIGTERM in the block, from a thread.
+
+    The main thread may be inside a backward pass of many seconds. Only for the main thread.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        with open(read, "rb", buffering=0) as pipe:
+            while received := pipe.read(1):
+                if received[0] in ENDING:
+                    return tell(received[0])
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)
 
 
 def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:

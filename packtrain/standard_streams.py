@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import select
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from packtrain.redact import CleanStream
 
 _OUTPUTS = {"stdout": 1, "stderr": 2}
+kept: list[str] = []
+"""Output of libraries in `kept_from_terminal`, for the log of this process."""
 
 
 def open_streams() -> None:
@@ -53,12 +57,50 @@ def outlive_terminal() -> None:
 
 def redirect_output(file: Path) -> None:
     """From now on, what this process and its children print is added to `file`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in _OUTPUTS.values():
+    _point_outputs_at(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+
+
+def _point_outputs_at(*descriptors: int) -> None:
+    """Replace stdout and stderr by these descriptors, or both by the same one, and close them."""
+    with suppress(OSError, ValueError):  # a reader who is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    for number, descriptor in zip(_OUTPUTS.values(), descriptors * 2, strict=False):
         os.dup2(descriptor, number)
-    os.close(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@contextmanager
+def kept_from_terminal() -> Iterator[None]:
+    """Keep all output of the block, also of C libraries, in `kept`.
+
+    It is printed on stderr, too, if the block fails.
+    """
+    memory = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
+    outputs, failed = [os.dup(number) for number in _OUTPUTS.values()], False
+    _point_outputs_at(os.dup(memory))
+    try:
+        yield
+    except Exception:
+        failed = True
+        raise
+    finally:
+        _point_outputs_at(*outputs)
+        with open(memory, "rb") as file:
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+        kept.append(text)
+        if failed:
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def quiet_at_exit() -> None:
+    """Drop all output while Python takes its objects apart.
+
+    C++ libraries complain about objects that are still there.
+    """
+    atexit.register(lambda: _point_outputs_at(os.open(os.devnull, os.O_WRONLY)))
 
 
 class _LastingFile(io.FileIO):

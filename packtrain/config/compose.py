@@ -72,7 +72,10 @@ def load_config(
     for note in slurm.note_secrets(config.topology.setup):
         say(f"note: {note}")
     folders = [*([file.parent] if file else []), Path()]
-    return replace(config, data=name_files(config.data, folders))
+    model, objective = config.model, config.objective  # a run folder stands for its final/
+    model = replace(model, path=model.path and paths_and_packages.model_of(model.path))
+    objective = replace(objective, reference=paths_and_packages.model_of(objective.reference))
+    return replace(config, data=name_files(config.data, folders), model=model, objective=objective)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from packtrain.diagnose.facts import GIB, MIB, Check, Driver, Facts, Gpu, PlannedRun, Torch, ask_python
 from packtrain.wording import first_line, size, whole
 
@@ -89,8 +91,36 @@ def _print_torch(dtype: str) -> None:
         available = torch.cuda.is_available()
     remarks = dict.fromkeys(str(item.message).partition("\n")[0] for item in caught if "CUDA" in str(item.message))
     report(available=available, devices=names, warning="; ".join(remarks))
+    report(accelerators=accelerators(names), accelerate=accelerate_config())
     if available:
         report(kernels=_try_kernels(dtype))
+
+
+def accelerators(gpus: list[str]) -> list[str]:
+    """Names of torch's devices, in the order and words of `trl env`."""
+    import torch
+
+    if gpus or torch.backends.mps.is_available():
+        return gpus or ["MPS"]
+    if torch.xpu.is_available():
+        return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
+    neuron: Any = torch.accelerator.is_available() and getattr(torch, "neuron", None)
+    return [neuron.get_device_properties(index).name for index in range(neuron.device_count())] if neuron else []
+
+
+def accelerate_config() -> dict[str, Any] | None:
+    """Config that `accelerate config` has written, as `trl env` prints it.
+
+    Imports accelerate only where there is one.
+    """
+    if not os.path.isfile(os.path.join(constants.HF_HOME, "accelerate", "default_config.yaml")):
+        return None
+    from accelerate.commands.config import load_config_from_file
+
+    try:
+        return load_config_from_file(None).to_dict()
+    except Exception as error:
+        return {"error": first_line(error)}
 
 
 def _try_kernels(dtype: str) -> dict[str, str]:

@@ -114,10 +114,36 @@ def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor
     return redactor.plain(document)
 
 
+def trl_block(facts: Facts) -> str:
+    """Lines of `trl env`, without the seconds in which it imports its libraries."""
+    torch, host = facts.torch, facts.host
+    version = {name: number or "not installed" for name, number in host.packages.items()}
+    config = "".join(f"\n  - {name}: {value}" for name, value in (torch.accelerate or {}).items())
+    lines = {
+        "Platform": host.platform,
+        "Python version": host.python,
+        "TRL version": version["trl"],
+        "PyTorch version": version["torch"],
+        "accelerator(s)": ", ".join(torch.accelerators) or (torch.available is None and torch.error) or "cpu",
+        "Transformers version": version["transformers"],
+        "Accelerate version": version["accelerate"],
+        "Accelerate config": config or "not found",
+        "Datasets version": version["datasets"],
+        "HF Hub version": version["huggingface_hub"],
+        "bitsandbytes version": version["bitsandbytes"],
+        "DeepSpeed version": version["deepspeed"],
+        "Liger-Kernel version": version["liger-kernel"],
+        "PEFT version": version["peft"],
+        "vLLM version": version["vllm"],
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
+
+
 def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:
-    """Both blocks on stdout, in colour on a terminal."""
+    """The three blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
+    console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
     settings = {setting.name: f"{setting.value or 'as it is'}: {setting.reason}" for setting in run.network}
     known = {**asdict(facts), "network settings": settings}
     text = yaml.safe_dump(_drop_unknown(redactor.plain(known)), sort_keys=False, allow_unicode=True, width=10_000)

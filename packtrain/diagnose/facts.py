@@ -35,6 +35,8 @@ class Torch:
     nccl: str | None = None
     available: bool | None = None
     devices: Sequence[str] = ()  # names of GPUs
+    accelerators: Sequence[str] = ()  # names as `trl env` prints them, of other makers' devices, too
+    accelerate: Mapping[str, Any] | None = None  # what `accelerate config` has written
     warning: str = ""
     kernels: Mapping[str, str] | None = None  # flash kernels that were tried, and what each lacks ("": it is right)
 

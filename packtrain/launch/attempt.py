@@ -99,6 +99,12 @@ def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
             yield from ((key, path) for path in paths or [source.path])
 
 
+def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resume: str) -> None:
+    """Raise UserError where the folder refuses the run: it holds files of others, or checkpoints of another course."""
+    check_config(asdict(config), folder, resume)
+    folder.check_ours(inputs(config, given))
+
+
 def open_attempt(
     config: RunConfig, given: str | None, folder: RunFolder, lock: RunLock, plan: LaunchPlan, resume: str
 ) -> None:
@@ -108,9 +114,9 @@ def open_attempt(
     """
     if not lock.held:
         check_free(folder.root)
-    check_config(asdict(config), folder, resume)
+    check_attempt(config, given, folder, resume)
     with writing():
-        folder.open_attempt(resume, inputs(config, given))
+        folder.open_attempt(resume)
         lock.take(folder.root)
         lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
         shown = replace(config, topology=replace(config.topology, setup=lines))

@@ -48,6 +48,7 @@ class Supervisor:
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
         self._old_sizes = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
         self._received: int | None = None  # the signal for which all are to stop
+        self._passed_on = 0
         self._ending_since: float | None = None
         self._terminated = False
         self._all_finished_since: float | None = None  # since when all workers have written exit codes
@@ -103,10 +104,14 @@ class Supervisor:
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        self._received = self._received or number
+        self._received, self._passed_on = self._received or number, self._passed_on + 1
         if self._torchrun is not None and not self._torchrun_ended:
             with suppress(ProcessLookupError):
-                os.killpg(self._torchrun.pid, number)
+                if self._passed_on == 2 and self._workers:  # a second one ends torchrun, and workers could say nothing
+                    for pid in self._workers.values():
+                        os.kill(pid, number)
+                else:
+                    os.killpg(self._torchrun.pid, number)
 
     def _update_states(self) -> None:
         """Updates the report with the workers that have started, and their states."""

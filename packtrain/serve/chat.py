@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from packtrain.boundary import boundary
 from packtrain.errors import UserError
+from packtrain.exit_code import Stopped
 from packtrain.serve.trained import find_trained, load_trained
 from packtrain.wording import visible
 
-_COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit"
+_COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ctrl-C ends an answer"
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class Speaker:
         how |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         how |= {"max_new_tokens": tokens, "pad_token_id": self.tokenizer.pad_token_id, "streamer": streamer}
         with (
+            _ended_by_ctrl_c(),
             self.model.disable_adapter() if self.adapts is False else nullcontext(),
             boundary("it cannot answer", self.name, "Ask less at once."),
         ):
@@ -93,6 +97,23 @@ class Chat:
             why = {"/undo": "nothing was said", "/retry": "nothing was said", "/base": "there are no adapters"}
             print(f"{command}: {why.get(command, f'no such command; there are {_COMMANDS}')}", file=sys.stderr)
         return command != "/quit"
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """On a terminal, Ctrl-C ends the block, which is an answer, and not the conversation."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if isinstance(error, Stopped):  # by another signal
+            raise
+        print()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def load_speaker(name: str) -> Speaker:

@@ -37,7 +37,10 @@ def export(
     if trained.scores:
         what = "a reward model gives scores, and programs that run GGUF want tokens"
         raise UserError(what, where=named, fix="Export it to the hub: --to hub.")
-    program, target = find_converter(converter), output or beside(trained, "gguf")
+    own, target = trained.run.root if trained.run else trained.folder, output or beside(trained, "gguf")
+    if to == "ollama" and dtype is None and _holds(file := target / "model.gguf", trained.folder):
+        return give_to_ollama(trained.tokenizer, file, name or own.resolve().name.lower())
+    program = find_converter(converter)
     check_free_place(target)
     with ExitStack() as stack:
         folder = trained.folder
@@ -45,8 +48,12 @@ def export(
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="packtrain-merged-")), "merged")
             write_merged(trained, folder, dtype)
         file = convert(program, folder, target, {"float32": "f32", "bfloat16": "bf16"}.get(dtype or "", "auto"))
-        own = trained.run.root if trained.run else trained.folder
-        return [str(file)] if to == "gguf" else give_to_ollama(folder, file, name or own.resolve().name.lower())
+        return [str(file)] if to == "gguf" else give_to_ollama(str(folder), file, name or own.resolve().name.lower())
+
+
+def _holds(file: Path, folder: Path) -> bool:
+    """Whether the file of an earlier export has the model of the folder, which nobody has changed since."""
+    return file.is_file() and file.stat().st_mtime >= max(inner.stat().st_mtime for inner in folder.iterdir())
 
 
 def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:

@@ -62,11 +62,11 @@ def _run(command: list[str], fix: str) -> None:
         raise UserError(what, where=shlex.join(command), fix=fix)
 
 
-def give_to_ollama(model: Path, file: Path, name: str) -> list[str]:
+def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
     """Writes the Modelfile beside a .gguf file, and has Ollama take it in, where it is installed; returns what there is to say."""
     from transformers import AutoTokenizer
 
-    template, modelfile = ollama_template(AutoTokenizer.from_pretrained(str(model))), file.parent / "Modelfile"
+    template, modelfile = ollama_template(AutoTokenizer.from_pretrained(model)), file.parent / "Modelfile"
     modelfile.write_text(f"FROM ./{file.name}\n{template}", "utf-8")
     left = "the chat template cannot be written in Ollama's terms: Ollama goes by the one in the .gguf"
     command, said = (

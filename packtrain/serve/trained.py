@@ -10,7 +10,7 @@ from typing import Any
 
 from packtrain import fast_imports
 from packtrain.config.rules.fitting import PEFT_OPTIONS
-from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
+from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, model_of, nearest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
@@ -50,20 +50,14 @@ class Trained:
 
 def find_trained(named: str) -> Trained:
     """The model that a run folder, a model folder, a .gguf file or a hub id stands for. Raises UserError where it is not there."""
-    place, path = Path(os.path.expanduser(named)), named
+    place = Path(os.path.expanduser(named))
     if not place.is_dir():
         if not place.exists() and is_local(named, MODEL_SUFFIXES):
             raise UserError(f"there is no {named}", where="MODEL", fix=nearest(named))
         return Trained(named, None, None)
-    run, inside = RunFolder(place), RunFolder(place.resolve().parent)
-    if run.mark.exists() or run.summary.exists():
-        if not run.final.is_dir():
-            raise UserError("this run has no final/ yet", where=named, fix="Let the run end, or name another folder.")
-        path = str(run.final)
-    elif not any((place / name).exists() for name in ("config.json", "adapter_config.json")):
-        what = "there is neither a config.json nor an adapter_config.json"
-        raise UserError(what, where=named, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
-    return Trained(path, base_of(path), next((one for one in (run, inside) if one.summary.exists()), None))
+    path = model_of(named)
+    runs = RunFolder(place), RunFolder(place.resolve().parent)
+    return Trained(path, base_of(path), next((run for run in runs if run.summary.exists()), None))
 
 
 def adapters_of(trained: Trained) -> Peft:

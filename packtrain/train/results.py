@@ -6,7 +6,6 @@ initialised at random, final/ holds the merged model and final-adapters/ the ada
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -231,7 +230,8 @@ def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[
     for prompt, old, new in summary.answers:
         before, after = escape(_short(old, 80)), escape(_short(new, 300))
         log.say(f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {before}\n  [green]after[/]  {after}")
-    log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
+    log.say("")
+    log.say(f"[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}", indent=5)
     if dropped := figures["dropped"]:
         log.say(f"of {counted(figures['data']['rows'], 'rows')} {count_dropped(dropped)}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
@@ -263,22 +263,16 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     return clauses
 
 
-def next_commands(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
-    """Commands ready to run: an answer to `prompt` (unless this is a reward model, which `scores`), `verify`, and the same run in
-    another packing mode than `mode`. `chat`: the tokenizer has a chat template."""
-    asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
-    final, asked = (json.dumps(given, ensure_ascii=False) for given in (str(folder.final), asked))
-    answer = f'pipeline("text-generation", {final})({asked}, do_sample=False)[0]["generated_text"]'
-    turn = '[-1]["content"]' if chat else ""
-    code = f"from transformers import pipeline; print({answer}{turn})"
-    other = "padding_free" if mode == "padding" else "padding"
-    again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
-    python, program = (shlex.join(command_of(name)) for name in ("python", "packtrain"))
-    return [
-        *([] if scores else [f"{python} -c {shlex.quote(code)}"]),
-        f"{program} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
-        f"{program} {shlex.join(again)}  # the same losses, at another speed",
-    ]
+def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
+    """Commands to paste after the run; `scores` says that this is a reward model, `held_out` that there is data.eval."""
+    program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
+    ways = {
+        "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",
+        "chat": "  # talk to it",
+        "eval": f"{'' if held_out else ' data.eval=FILE'}  # held-out figures; --generate 20 compares answers, too",
+        "export": " --to hub --repo YOU/NAME" if scores else " --to gguf  # or ollama, hub, merged",
+    }
+    return [f"{program} {verb} {run}{rest}" for verb, rest in ways.items() if not (scores and verb == "chat")]
 
 
 def _short(text: str, limit: int) -> str:

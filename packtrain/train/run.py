@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -28,7 +29,7 @@ from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.prepare import PreparedData
 from packtrain.errors import LostPeers, PacktrainError, UserError
-from packtrain.exit_code import stopped_by
+from packtrain.exit_code import stopped_by, told_at_once
 from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
@@ -170,6 +171,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     summary = results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
     with ExitStack() as ending:
+        ending.enter_context(told_at_once(lambda number: log.say(_while_stopping(trainer, number))))
         for tracker in run.trackers:
             ending.callback(tracker.close)
         try:
@@ -180,16 +182,35 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
             if known := _explain_memory_error(error, run, trainer):
                 raise known from error
             raise
+        except KeyboardInterrupt:  # the second Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            run.progress.close()
+            _say_stopped(run, trainer, summary, signal.SIGINT)
+            raise
         finally:
             run.progress.close()
-        step, newest = trainer.state.global_step, trainer.writer.outcome.newest
+        step = trainer.state.global_step
         if not run.stop.agreed or step >= trainer.state.max_steps:  # after the last step there is nothing to go on with
             (finish or _finish)(run, trainer, summary)
             return 0
-        _write_summary(run, summary.to_json("stopped"))
-        place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
-        log.say(f"{stopped_by(run.stop.agreed)} after step {step}; the same command goes on from {place}")
+        _say_stopped(run, trainer, summary, run.stop.agreed)
         return 128 + run.stop.agreed
+
+
+def _while_stopping(trainer: StepTrainer, number: int) -> str:
+    """What happens after the first signal."""
+    step, newest = trainer.state.global_step + 1, trainer.writer.outcome.newest
+    what = f"finishing step {step}" if step <= trainer.state.max_steps else "finishing the run"
+    again = f"again stops now, {f'from checkpoint {newest}' if newest else 'without a checkpoint'}"
+    return f"{what}; {again}" if number == signal.SIGINT else f"{what}, after SIGTERM"
+
+
+def _say_stopped(run: Run, trainer: StepTrainer, summary: results.Summary, number: int) -> None:
+    """Writes and says where a run stopped, and from where it can go on."""
+    _write_summary(run, summary.to_json("stopped"))
+    step, newest = trainer.state.global_step, trainer.writer.outcome.newest
+    place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
+    run.log.say(f"{stopped_by(number)} after step {step}; the same command goes on from {place}")
 
 
 def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
@@ -206,7 +227,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
     remarks, ends = sample_answers(data.train, tokenizer, config.data.max_length)
-    for remark in remarks if ranks.main else ():
+    for remark in remarks if ranks.main and not log.evaluates else ():
         log.warn(remark)
 
     load(prepared)
@@ -218,7 +239,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     trainer = _make_trainer(run, checkpoint)
     _try_saving(run, ends)
     run.before = _answers(run)
-    begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
+    begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
     with suppress(OSError):  # the disk speaks for itself when it is written to
         if ranks.main and (remark := trainer.checkpoints.warning_of_space(config.trainer.checkpoint_every)):
             log.warn(remark)
@@ -233,7 +254,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
 def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The evaluation of `packtrain eval` in this process: prepared as a training, without a step; the summary has its figures."""
     folder = RunFolder.of(config.trainer)
-    log = Log(folder.log(ranks.rank), main=ranks.main)
+    log = Log(folder.log(ranks.rank), main=ranks.main, evaluates=True)
     warnings_to(log)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     with run.closing:
@@ -496,14 +517,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
     _write_summary(run, summary.to_json("done"))  # the last: from here on the same command begins a new run
-    commands = results.next_commands(
-        folder,
-        config.trainer.samples[0] if config.trainer.samples else "Hello",
-        verb=config.objective.kind,
-        mode=config.packing.mode,
-        chat=bool(tokenizer.chat_template),
-        scores=scores,
-    )
+    commands = results.next_commands(folder, held_out=bool(config.data.eval), scores=scores)
     results.print_results(run.log, summary, folder, folders, commands)
 
 

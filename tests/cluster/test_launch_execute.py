@@ -131,6 +131,31 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     assert "checkpoint" in other.read_text()
 
 
+AGAIN = """
+    received = []
+    def stop(number, frame):
+        received.append(number)
+        print("finishing" if not received[1:] else "now", flush=True)
+        if received[1:]: raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, stop)
+    print("ready", flush=True)
+    while True: time.sleep(0.1)
+"""
+
+
+def test_a_second_ctrl_c_reaches_every_worker_and_is_not_the_end_of_torchrun(tmp_path: Path) -> None:
+    process, other = start(tmp_path, AGAIN, BY_TORCHRUN), tmp_path / "out/logs/rank-00001.log"
+    assert process.stdout is not None
+    for word in ("ready", "finishing"):
+        while process.stdout.readline() != f"{word}\n" or f"\n{word}\n" not in other.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=LONG_S)
+    assert (process.returncode, stdout, stderr) == (130, "now\n", "stopped by SIGINT\n")
+    assert other.read_text().endswith("finishing\nnow\n")
+
+
 def test_a_signal_before_training_ends_every_process_with_one_line(tmp_path: Path) -> None:
     body = "    try: time.sleep(300)\n    except BaseException: raise ImportError('as an import may say')\n"
     process, other = start(tmp_path, body), tmp_path / "out/logs/rank-00001.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +100,35 @@ def test_a_conversation_goes_on_is_undone_and_asked_again(tmp_path: Path) -> Non
     assert answers == expected
     assert "/undo: nothing was said" in err and "/base: there are no adapters" in err
     assert "/what: no such command; there are /undo, /retry" in err
+
+
+def interrupted(text: str, *given: Any) -> None:
+    """A terminal whose user presses Ctrl-C in the middle of the first answer."""
+    from packtrain.serve import chat
+
+    answer, told = chat.Speaker.answer, list[bool]()
+
+    def pressed(self: Any, *of: Any) -> str:
+        generate = type(self.model).generate
+
+        def begun(model: Any, streamer: Any, **how: Any) -> None:
+            if told:
+                return generate(model, streamer=streamer, **how)
+            told.append(True)
+            print("begun", end="", flush=True)
+            return signal.raise_signal(signal.SIGINT)
+
+        self.model.generate = partial(begun, self.model)
+        return answer(self, *of)
+
+    chat.Speaker.answer = pressed
+    counting(typed, text, *given)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    out, err = chat(interrupted, "one\ntwo\n/quit\n", str(model))
+    assert "begun\n" in out and "2 users 0 systems" in out and "stopped by" not in err
 
 
 def test_two_models_answer_in_turn(tmp_path: Path) -> None:

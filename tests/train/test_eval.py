@@ -72,7 +72,8 @@ def test_the_figures_are_those_of_the_run_that_trained_the_model(kind: str, peft
     path = written(tmp_path, config_of(tmp_path, kind, peft={"kind": peft, "r": 4} if peft == "lora" else {}))
     run = train_here(load_config(str(path), []), tmp_path / "run")
     last, before = run.evals[-1], sorted((tmp_path / "run").rglob("*"))
-    report = evaluated(str(path), f"model.path={tmp_path / 'run'}")
+    by_name = [str(path), f"model.path={tmp_path / 'run'}"]
+    report = evaluated(*by_name if peft == "lora" else [str(tmp_path / "run")])  # a run brings its config
     assert sorted((tmp_path / "run").rglob("*")) == before
     assert {path.name for path in tmp_path.iterdir()} == {
         "base",

@@ -166,6 +166,10 @@ def test_ollama_is_handed_the_file_with_the_chat_template(tmp_path: Path) -> Non
     modelfile = tmp_path / "Chats-gguf" / "Modelfile"
     assert f"ollama create chats -f {modelfile}" in told and "not installed here" in told
     assert modelfile.read_text().startswith('FROM ./model.gguf\nTEMPLATE """')
+    assert packtrain(*named[:-2], env={"PATH": str(tools)}).stdout == told  # the file is there: nothing is converted
+    os.utime(model / "model.safetensors", (2**32, 2**32))
+    changed = packtrain(*named, env={"PATH": str(tools)}, expect=2).stderr
+    assert "there is something already" in changed
     shutil.rmtree(tmp_path / "Chats-gguf")
     tools.mkdir()
     (tools / "ollama").write_text(OLLAMA)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from running import Run, packtrain
+from test_chat import piped
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -40,8 +43,18 @@ def test_a_run_imports_nothing_of_what_it_does_not_do(quickstart) -> None:
     others = {"packtrain.train.objectives.dpo", "trl.trainer.dpo_trainer"}
     others |= {"packtrain.train.verify.measure", "packtrain.train.verify.modes"}
     others |= {"packtrain.diagnose.env", "tensorboard", "wandb"}
-    imported = {line.rpartition("|")[2].strip() for line in quickstart[1].stderr.splitlines()}
+    log = (quickstart[0] / "runs/quickstart-sft/logs/rank-00000.log").read_text()  # output of imports goes there
+    imported = {line.rpartition("|")[2].strip() for line in f"{log}\n{quickstart[1].stderr}".splitlines()}
     assert "packtrain.train.run" in imported and others.isdisjoint(imported)
+
+
+def test_no_line_of_a_plain_run_is_of_another_library(quickstart) -> None:
+    folder, result = quickstart
+    assert [line for line in result.stderr.splitlines() if not line.startswith("import time:")] == []
+    log = (folder / "runs/quickstart-sft/logs/rank-00000.log").read_text()
+    lines = {line[len("2026-01-01 00:00:00 ") :] for line in log[log.index("model   ") - 20 :].splitlines()}
+    said = [line for line in result.stdout.splitlines() if line.strip()]
+    assert said and [line for line in said if line not in lines] == []
 
 
 def test_the_quickstart_leaves_a_report_with_its_data_and_answers(quickstart) -> None:
@@ -59,14 +72,21 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     out = result.stdout
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out
-    answer, verify, other_mode = [line.strip() for line in out.split("next:")[1].splitlines() if line.strip()]
-    done = subprocess.run(["bash", "-c", answer], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
-    assert done.stdout.startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
+    commands = [arguments_of(line) for line in out.split("next:")[1].splitlines() if line.strip()]
+    assert [given[0] for given in commands] == ["report", "chat", "eval", "export"]
+    report, chat, evaluate, export = commands
     own = {name: environment[name] for name in ("PACKTRAIN_CACHE", "HF_HUB_OFFLINE")}
-    assert packtrain(*arguments_of(verify), cwd=tmp_path, env=own).stdout.rstrip().endswith("exact")
-    packtrain(*arguments_of(other_mode), "--dry-run", cwd=tmp_path, env=own)
+    (run.folder / "report.html").unlink()
+    packtrain(*report, cwd=tmp_path, env=own)
+    assert (run.folder / "report.html").exists()
+    question, shown = run.summary["answers"][0]["prompt"], run.summary["answers"][0]["after"]
+    said = packtrain(*chat, cwd=tmp_path, env=own, begin=partial(piped, f"{question}\n")).stdout
+    assert said.startswith(shown)  # the same answer as the run's own, however long
+    found = packtrain(*evaluate, "--json", cwd=tmp_path, env=own)
+    assert json.loads(found.stdout)["figures"]["eval_loss"] == pytest.approx(run.summary["eval_loss"], rel=1e-5)
+    assert "evaluation in " in found.stderr and not re.search(r"optimizer|training|trained\)|data\.train", found.stderr)
+    lacking = packtrain(*export, cwd=tmp_path, env={**own, "PATH": ""}, expect=2).stderr
+    assert "llama.cpp's converter is not here" in lacking
 
 
 def arguments_of(command: str) -> list[str]:

@@ -24,9 +24,13 @@ from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
 from packtrain.data.tokens.chat_template import CHATML
+from packtrain.diagnose.doctor import examine
 from packtrain.errors import Problem, UserError
+from packtrain.exit_code import listening
 from packtrain.plan.origin import check_length
+from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint.folder import complete
+from packtrain.train.loop import StepTrainer
 from packtrain.train.settings import StopRequest
 from tests.train import forked
 
@@ -155,6 +159,59 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
     assert run.summary["status"] == ("stopped" if code else "done") and run.summary["steps"] == 1
     assert (run.folder / "final").exists() != bool(code)
     assert (run.folder / "checkpoints" / "step-000001").exists()
+
+
+@pytest.mark.parametrize(
+    ("every", "number", "times", "said"),
+    [
+        (None, signal.SIGINT, 1, "finishing step 2; again stops now, without a checkpoint"),
+        (1, signal.SIGINT, 1, "finishing step 2; again stops now, from checkpoint 1"),
+        (None, signal.SIGTERM, 1, "finishing step 2, after SIGTERM"),
+        (
+            None,
+            signal.SIGINT,
+            2,
+            "SIGINT after step 1; the same command goes on from the start, for there is no checkpoint",
+        ),
+        (1, signal.SIGINT, 2, "stopped by SIGINT after step 1; the same command goes on from there"),
+    ],
+)
+def test_a_signal_is_answered_within_the_step_and_a_second_ctrl_c_stops_there(
+    every: int | None,
+    number: int,
+    times: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    forward_and_backward, log = StepTrainer.forward_and_backward, tmp_path / "run/logs/rank-00000.log"
+
+    def sent_meanwhile(self: StepTrainer, *given: Any) -> Any:
+        if self.state.global_step == 1:
+            self.writer.wait()
+            for _ in range(times):
+                signal.raise_signal(number)
+            while said not in log.read_text():  # not at the end of the step
+                time.sleep(0.01)
+        return forward_and_backward(self, *given)
+
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", sent_meanwhile)
+    config = base_config(tmp_path, trainer={"max_steps": 9, "checkpoint_every": every})
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    run = load_config(str(path), [])
+    with listening(lambda _: None):
+        if times == 1:
+            train_here(run, tmp_path / "run", expect=128 + number)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                train_here(run, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert capfd.readouterr().out.count(said) == 1
+    steps = 2 if times == 1 else 1
+    assert (folder.status(), Run(folder.root).summary["steps"]) == ("stopped", steps)
+    finding = examine(folder, over=True)
+    assert (finding.status, list(finding.lines)) == ("stopped", [f"this run is stopped after step {steps}"])
 
 
 @pytest.mark.parametrize(("grace", "written"), [(1, 2), (60, 3)])

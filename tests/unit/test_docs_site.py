@@ -30,5 +30,15 @@ def test_links_outside_the_site_lead_somewhere(page: str) -> None:
     assert [one for one in links if not (ROOT / one.split("#")[0]).exists()] == []
 
 
+def test_all_pages_count_the_model_types_that_transformers_registers() -> None:
+    measured = (ROOT / "docs/architectures.md").read_text()
+    rows = re.findall(r"^\| [\w-]+ \| (?:segmented|per_document|padding only|refused) \| .*\|$", measured, re.M)
+    [total] = re.findall(r"^\| all \| (\d+) \|", measured, re.M)
+    assert int(total) == len(rows) > 0
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    said = {page.name: re.findall(r"([\d,]+) types that transformers registers", page.read_text()) for page in pages}
+    assert {name: found for name, found in said.items() if found} == {"README.md": [total], "modes.md": [total]}
+
+
 def test_the_readme_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

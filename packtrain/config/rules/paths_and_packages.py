@@ -15,6 +15,7 @@ from typing import get_args
 from packtrain.config.keys import Fault, near, suggest
 from packtrain.config.objective import REFERENCES
 from packtrain.config.schema import LISTED, Bitsandbytes, Data, RunConfig, sources
+from packtrain.errors import UserError
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
@@ -28,6 +29,7 @@ FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim
 """Keys whose packages are for GPUs: where there is none, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def check_paths(config: RunConfig) -> Iterator[Fault]:
@@ -38,6 +40,11 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
     yield from resume_folder(trainer.resume)
     for key, path in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
         yield from _missing(key, path or "", MODEL_SUFFIXES)
+    for key, path in (("model.path", model.path), ("objective.reference", config.objective.reference)):
+        try:
+            model_of(path or "")
+        except UserError as error:
+            yield from (Fault((key,), f"{problem.where}: {problem.what}", problem.fix) for problem in error.problems)
     for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
         if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
@@ -171,9 +178,35 @@ def _there(path: str) -> bool:
 
 
 def is_local(path: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing."""
+    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing; no owner has runs of packtrain beside it."""
     rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
-    return rooted or path.lower().endswith(suffixes)
+    return rooted or path.lower().endswith(suffixes) or any(_is_run(place) for place in _near(Path(path)))
+
+
+def model_of(path: str) -> str:
+    """The model for which `path` stands: final/ of a run folder, else `path` itself.
+
+    Raises UserError for a run that has not ended, and for other folders without a model.
+    """
+    place = Path(os.path.expanduser(path))
+    if (
+        path in ("", BUILT_IN, *REFERENCES)
+        or not place.is_dir()
+        or any((place / name).exists() for name in _MODEL_FILES)
+    ):
+        return path
+    if not _is_run(place):
+        what = f"there is neither a {_MODEL_FILES[0]} nor an {_MODEL_FILES[1]}"
+        raise UserError(what, where=path, fix="Name a run folder (trainer.output_dir), or a model's own folder.")
+    if (place / "final").is_dir():
+        return os.path.join(path, "final")
+    steps = sorted(place.glob("checkpoints/step-*"))
+    fix = f"Name its newest checkpoint, {steps[-1]}, or let" if steps else "Name another folder, or let"
+    raise UserError("this run has no final/ yet", where=path, fix=f"{fix} the run end.")
+
+
+def _is_run(place: Path) -> bool:
+    return any((place / name).exists() for name in (".packtrain", "summary.json"))
 
 
 def nearest(path: str) -> str:
@@ -181,8 +214,11 @@ def nearest(path: str) -> str:
     wanted = Path(os.path.expanduser(path))
     if not os.path.isdir(wanted.parent):
         return f"The folder {wanted.parent} does not exist; relative paths start at {Path.cwd()}."
-    entries = glob.glob(f"{glob.escape(str(wanted.parent))}/*")  # none where the folder cannot be read
-    close = near(wanted.name, map(os.path.basename, entries))
-    if not close:
-        return f"{wanted.parent.absolute()} has none like it."
-    return f"Near it: {', '.join(str(wanted.parent / name) for name in close)}."
+    close = ", ".join(map(str, _near(wanted)))
+    return f"Near it: {close}." if close else f"{wanted.parent.absolute()} has none like it."
+
+
+def _near(wanted: Path) -> list[Path]:
+    """Entries of the same folder with a name like that of a path that is not there."""
+    entries = [] if wanted.exists() else glob.glob(f"{glob.escape(str(wanted.parent))}/*")
+    return [wanted.parent / name for name in near(wanted.name, map(os.path.basename, entries))]

@@ -35,35 +35,50 @@ from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.surroundings import INSTALL, lack_of_compiler
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.comparison import has_routers
+from packtrain.redact import clean
+from packtrain.standard_streams import kept
 from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import count_dropped, counted, in_millions, visible
 
 
 class Log:
-    """`say` takes rich markup; the file gets it plain, with the time in front."""
+    """`say` takes rich markup; the file gets it plain, with the time in front. `evaluates`: without training."""
 
-    def __init__(self, path: Path, *, main: bool) -> None:
+    def __init__(self, path: Path, *, main: bool, evaluates: bool = False) -> None:
+        self.evaluates = evaluates
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
         self.started, self.facts = f"{datetime.now():%Y-%m-%d %H:%M}", dict[str, str]()
+        while kept:
+            self.note(clean(kept.pop(0)))
 
-    def say(self, text: str) -> None:
-        """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed."""
+    def say(self, text: str, indent: int = 0) -> None:
+        """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed.
+
+        With `indent` a terminal's lines are wrapped at words, with so many spaces before all but the first.
+        """
         text = visible(text, whitespace=True)
-        self.console.print(text)
-        self.note(render(text).plain)
+        whole, width = render(text), self.console.width - indent
+        self.note(whole.plain)
+        if not (indent and self.console.is_terminal and width > indent):
+            self.console.print(text)
+            return
+        head, rest = whole.divide([indent])
+        for line in rest.wrap(self.console, width, no_wrap=False) or [rest]:
+            self.console.print(head, line, sep="")
+            head = " " * indent
 
     def fact(self, name: str, text: str) -> None:
         """A decision or setting, under its `name` ("": more of the one before); `text` is plain. It is kept in `facts`, too."""
         before = next(reversed(self.facts), "")
         self.facts[name or before] = text if name else f"{self.facts.get(before, '')}; {text}"
-        self.say(f"[bold]{name:<10}[/] {escape(text)}")
+        self.say(f"[bold]{name:<10}[/] {escape(text)}", indent=11)
 
     def warn(self, text: str) -> None:
         """A warning; `text` is plain."""
-        self.say(f"[yellow]{escape(text)}[/]")
+        self.say(f"[yellow]{escape(text)}[/]", indent=1)
 
     def note(self, text: str) -> None:
         """To the file only; what a full disk does not take is lost."""
@@ -108,13 +123,14 @@ def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[st
 def log_model(
     log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
 ) -> None:
-    """The trained model and its number formats."""
+    """The model and its number formats."""
     base = base_model(model)
     computed = _dtype(precision.autocast or precision.weights)
     trained = in_millions(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
+    trained = "" if log.evaluates else f", {trained} trained"
     whole = in_millions(sum(map(elements, base.parameters())))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
-    log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
+    log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters{trained})")
     if peft.kind == "lora":
         log.fact(
             "adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {adapted_share(model)}"
@@ -155,7 +171,11 @@ def log_steps(
     ranks: Ranks,
 ) -> None:
     """The size and number of steps, data, packing and optimizer; a `thing` is an example: documents, pairs, answers."""
-    total = steps.schedule.total_steps
+    total, evaluated = steps.schedule.total_steps, counted(sum(map(len, evaluation.values())), "steps")
+    if log.evaluates:
+        log.fact("held out", _documents(data.eval.report) if data.eval else "none")
+        log.fact("evaluation", f"in {evaluated}, on {counted(ranks.world_size, 'processes')}, {ranks.strategy}")
+        return
     log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
     log.fact("strategy", ranks.strategy)
     said = set[str]()
@@ -177,7 +197,7 @@ def log_steps(
     )
     examples = batch.examples_per_step or 0
     each = f"up to {counted(examples, thing)}" if examples else f"{batch.tokens_per_step:,} tokens"
-    evaluated = f", evaluated in {counted(sum(map(len, evaluation.values())), 'steps')}" if evaluation else ""
+    evaluated = f", evaluated in {evaluated}" if evaluation else ""
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
     if examples > len(data.train) and data.stream is None:
         log.warn(f"a step of {examples:,} is more than the {counted(len(data.train), thing)} of an epoch")

@@ -25,6 +25,8 @@ from packtrain.run_folder import losses_of_sets
 from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
 
+_WIDE = 112
+"""Columns of a terminal that has room for a bar and all figures beside the step and the time left."""
 SOURCES = ("source_examples", "source_tokens")
 """What the keys of the sums of each source begin with."""
 
@@ -205,7 +207,9 @@ class TerminalProgress(TrainerCallback):
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")
+        self._narrow = log.console.width < _WIDE
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[figures]}")
+        columns = [column for column in columns if not (self._narrow and isinstance(column, BarColumn))]
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=log.console)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -231,12 +235,10 @@ class TerminalProgress(TrainerCallback):
             words = f"{logs['eval_loss']:.4f}{of_sets and f' ({of_sets})'}"
             self._log.say(f"{place}  eval loss {words}{_preference_words(logs)}")
         elif "loss" in logs:
-            figures = (
-                f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
-                f"  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
-            )
+            short = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+            figures = f"{short}  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
             for task in self._bar.task_ids:
-                self._bar.update(task, figures=figures)
+                self._bar.update(task, figures=short if self._narrow else figures)
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
 

@@ -7,6 +7,8 @@ end when the process ends.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -85,6 +87,8 @@ class Tracker:
 
 def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
     """A Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
+    if names:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # without a login they would ask for one
     made, integrations = [], [_INTEGRATIONS.get(name, name) for name in names]
     for name, kind in zip(names, get_reporting_integration_callbacks(integrations), strict=True):
         with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):

@@ -69,7 +69,8 @@ def test_what_only_plans_touches_nothing(home: Path, more: tuple[str, ...]) -> N
     (home / "exp" / "config.yaml").write_text(MINE)
     before = state(home)
     done = packtrain("sft" if more else "plan", "run.yaml", *more, folder=home)
-    assert done.returncode == 0 and state(home) == before
+    assert done.returncode == 2 and "will not overwrite it" in done.stderr  # as the run would
+    assert state(home) == before
 
 
 def test_the_config_itself_is_not_replaced(home: Path) -> None:
@@ -99,6 +100,7 @@ def test_what_a_run_reads_is_not_replaced(home: Path, key: str, path: str) -> No
     run.metrics.write_text(MINE)
     run.final.mkdir()
     (run.final / "chat.jinja").write_text(MINE)
+    (run.final / "config.json").write_text("{}")
     (home / "link").symlink_to("exp/final")
     init = ["model.init=pretrained", "model.config={}"] if key == "model.path" else []
     assert f"{key} (" in (said := refused(home, *init, f"{key}={path}")) and "lies where the run writes its own" in said

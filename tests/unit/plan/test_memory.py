@@ -168,6 +168,7 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
         if of is not None:
             (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(of)}))
     header = json.dumps({"a.proj.weight": {"dtype": "F32", "shape": [30, 50], "data_offsets": [0, 6000]}}).encode()
+    (base / "config.json").write_text("{}")
     (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     dpo = ["model.init=pretrained", "objective.kind=dpo", "peft=lora"]
     for path, reference, strategy, expected in (
