@@ -256,7 +256,8 @@ class _PackedModel:
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
-            with hook, evaluating(self.model, self.autocast), torch.no_grad(), model_refusals("no padding", fix=""):
+            what = "no padding"
+            with hook, evaluating(self.model, self.autocast) as dtype, torch.no_grad(), model_refusals(what, fix=""):
                 for padding in (0, _PADDED_BY):  # by calls of the whole model, as sharded weights need it
                     row = torch.cat([ids[:, :padding], ids], dim=1)
                     mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()
@@ -264,7 +265,7 @@ class _PackedModel:
         except CheckFailed:
             return False
         alone, behind = hidden[0], hidden[1][:, _PADDED_BY:]
-        return difference(behind, alone) <= tolerance_of(self.autocast or self.model.dtype).outputs
+        return difference(behind, alone) <= tolerance_of(dtype()).outputs
 
     def _packs(self) -> bool:
         """Whether calls are to be packed now: neither detached, nor within a call that runs as it comes."""

@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
     peft = fit_to_layers(model, peft)
     let_copy(model, [*peft.modules_to_save, *_HEADS])
     with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
-        return _head_is_free(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
+        return _ready(get_peft_model(model, _lora_config(peft, _TASKS[scores])), model)
 
 
 def _lora_config(peft: Peft, task: Any) -> Any:
@@ -151,7 +151,7 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
             what = f"the adapters of {folder} have {name} {value}, not {asked}"
             fix = f"set peft.{key}={json.dumps(value, default=list)}, or peft=none to merge them and train the whole model"
             raise UserError(what, where=f"peft.{key}", fix=fix)
-    return _head_is_free(adapted, model)
+    return _ready(adapted, model)
 
 
 def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained: bool) -> Any:
@@ -207,10 +207,21 @@ def add_reference(model: Any, folder: str) -> None:
     model.save_pretrained = partial(model.save_pretrained, selected_adapters=["default"])
 
 
-def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
+def _ready(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
+    """`adapted` to be trained; layers cast no input that autocast casts back. Raises UserError where the head is adapted."""
+    from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         what = "adapters on the output head are not supported: the fused loss reads its weight directly"
         raise UserError(what, where="peft.target_modules", fix="remove the head from it")
+    for layer in adapted.modules():
+        if (
+            isinstance(layer, LoraLayer) and not layer.lora_variant
+        ):  # DoRA computes norms of weights in the input's format
+            layer._cast_input_dtype = _cast_unless_autocast  # type: ignore[method-assign]
     return cast(PreTrainedModel, adapted)
+
+
+def _cast_unless_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if dtype == torch.float32 and torch.is_autocast_enabled(x.device.type) else x.to(dtype)

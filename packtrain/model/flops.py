@@ -2,7 +2,8 @@
 
 As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted: no padding, and nothing
 that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the gradient of its input,
-from the first trained layer on, and 2 for its own, if it is trained. An expert counts by the share of tokens that it gets.
+from the first trained layer on, and 2 for its own, if it is trained. An expert counts by the share of tokens that it gets, the
+output head by the tokens that predict a target: it is computed at no others.
 Attention takes 2 FLOPs for every dimension of a query and a key that it may see, 2 for the value, and twice that backwards.
 """
 
@@ -20,17 +21,26 @@ from packtrain.model.spread import elements, layers_of
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """FLOPs of a `token` in the linear layers, and of a (query, key) pair in all attention layers `by_window` (None: no window)."""
+    """FLOPs by what they are done for.
+
+    Of a `token` in the linear layers, of a `target` in the output head, of a (query, key) pair in all attention layers `by_window`
+    (None: no window).
+    """
 
     token: float
+    target: float
     by_window: dict[int | None, float]
 
-    def of(self, lengths: np.ndarray, shared: np.ndarray | None = None) -> float:
-        """Of documents of `lengths` int[n] tokens; `shared` int[m]: those of their beginnings that are computed with another."""
+    def of(self, lengths: np.ndarray, shared: np.ndarray | None, targets: int) -> float:
+        """FLOPs of documents of `lengths` int[n] tokens.
+
+        They have `targets` trained targets together; `shared` int[m]: the tokens of their beginnings that are computed with another.
+        """
         shared = np.zeros(0, np.int64) if shared is None else shared
         tokens = int(lengths.sum(dtype=np.int64)) - int(shared.sum(dtype=np.int64))
         visible = {window: visible_keys(lengths, window) - visible_keys(shared, window) for window in self.by_window}
-        return tokens * self.token + sum(pair * visible[window] for window, pair in self.by_window.items())
+        attention = sum(pair * visible[window] for window, pair in self.by_window.items())
+        return tokens * self.token + targets * self.target + attention
 
 
 def visible_keys(lengths: np.ndarray, window: int | None) -> int:
@@ -49,7 +59,7 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     embedding_trained = any(weight.requires_grad for weight in embedding.parameters())
     trained = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
     first = 0 if embedding_trained else next(trained, len(layers))
-    more, token = 2 * forwards, 0.0
+    more, token, target = 2 * forwards, 0.0, 0.0
     for number, layer in enumerate(layers):
         for name, weight in layer.named_parameters():
             if len(getattr(weight, "ds_shape", weight.shape)) > 1 and "original_module" not in name:
@@ -59,8 +69,8 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
     if (head := base.get_output_embeddings()) is not None:
         head_weight: Any = head.weight
         reached = 2 if first < len(layers) else 0
-        token += elements(head_weight) * (2 + more + reached + 2 * head_weight.requires_grad)
-    return TrainingFlops(token, _attention(config, len(layers), first, more))
+        target = elements(head_weight) * (2 + more + reached + 2 * head_weight.requires_grad)
+    return TrainingFlops(token, target, _attention(config, len(layers), first, more))
 
 
 def _share_of_an_expert(config: Any) -> float:

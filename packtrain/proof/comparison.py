@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -95,11 +96,18 @@ def check_equal(
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> Iterator[None]:
+def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> Iterator[Callable[[], torch.dtype]]:
     """The model in eval mode inside the block, computing in `autocast`, with the random state restored afterwards.
 
-    Products in float32 are exact inside, even if training uses TF32, whose 10 bits of 23 would look like a leak.
+    Products in float32 are exact inside, even if training uses TF32, whose 10 bits of 23 would look like a leak. Yields a function that
+    tells the format of the calls so far: accelerate wraps the forward of a trainer's models in an autocast of its own.
     """
+    formats, kind = [autocast or model.dtype], model.device.type
+
+    def note(*_: Any) -> None:
+        if torch.is_autocast_enabled(kind):
+            formats.append(torch.get_autocast_dtype(kind))
+
     training, tf32 = model.training, (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     model.eval()
     torch.set_float32_matmul_precision("highest")
@@ -108,9 +116,10 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
     try:
         with (
             torch.random.fork_rng(devices),
-            torch.autocast(model.device.type, autocast, enabled=autocast is not None),
+            torch.autocast(kind, autocast, enabled=autocast is not None),
+            cast(torch.nn.Module, model.get_input_embeddings()).register_forward_pre_hook(note),
         ):
-            yield
+            yield lambda: formats[-1]
     finally:
         model.train(training)
         torch.set_float32_matmul_precision(tf32[0])

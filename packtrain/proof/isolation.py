@@ -128,7 +128,7 @@ def prove_isolation(
     """
     segments = segments.repeated(-(-parts // segments.tokens))  # a token for each part
     ids = random_ids(model, segments)
-    with evaluating(model, autocast):
+    with evaluating(model, autocast) as computed_in:
         alone = _run_each_alone(model, ids[0], segments)
         with attending_by(model, backend):
             run = partial(logits_in_row, model, part=part, parts=parts)
@@ -140,7 +140,7 @@ def prove_isolation(
                 segments,
                 alone,
                 control,
-                autocast,
+                computed_in(),
                 backend=backend,
             )
 
@@ -152,7 +152,7 @@ def measure(
     segments: Segments,
     alone: list[torch.Tensor],
     control: list[torch.Tensor],
-    autocast: torch.dtype | None,
+    dtype: torch.dtype,
     *,
     backend: str = "",
     in_order: bool = True,
@@ -160,11 +160,11 @@ def measure(
     """The common code of the proofs: `run` runs documents together, and returns the outputs of each.
 
     `ids` int64 [2, T]: the tokens of the row, and replacements; each of `segments` is replaced in turn, with those that continue it.
-    Outputs are float32 [length, vocabulary] of each: run `alone`, and in a row that does not separate them (`control`). `in_order`:
+    Outputs are float32 [length, vocabulary] of each, computed in `dtype`: run `alone`, and in a row that does not separate them (`control`). `in_order`:
     the documents stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
     """
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
-    numbers, dtype = range(len(own)), autocast or model.dtype
+    numbers = range(len(own))
     tolerance, is_16_bit = tolerance_of(dtype).outputs, dtype.itemsize < 4
     definition = torch.cat(alone)
     training_mode_without_dropout(model)

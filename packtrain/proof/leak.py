@@ -45,10 +45,10 @@ def find_leak(
     rows = random_ids(model, DOCUMENTS)
     rows[1, _MIDDLE] = rows[0, _MIDDLE]
     # compiled layers (trainer.torch_compile) do not see hooks
-    with evaluating(model), attention, torch.compiler.set_stance("force_eager"):
+    with evaluating(model) as computed_in, attention, torch.compiler.set_stance("force_eager"):
         training_mode_without_dropout(model)  # as the proof does
         first, second = (_sums_by_module(model, run, row) for row in rows)
-    tolerance = tolerance_of(model.dtype).outputs
+    tolerance = tolerance_of(computed_in()).outputs
     for name, (inputs, outputs) in first.items():  # in the order in which their calls returned: innermost first
         inputs_then, outputs_then = second.get(name, (inputs, outputs))
         if not _moved(inputs, inputs_then, tolerance) and _moved(outputs, outputs_then, tolerance):

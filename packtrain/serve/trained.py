@@ -83,8 +83,10 @@ def load_trained(
         from packtrain.data.tokens.pretrained import load_tokenizer
         from packtrain.model.adapters import load_adapters
         from packtrain.model.load import load_model
+        from packtrain.model.precision import settle_kernels
         from packtrain.train.log.console import quiet_libraries
     quiet_libraries(on_cpu=not torch.cuda.is_available())
+    settle_kernels()  # sdpa sees a new length with every token
     warnings.simplefilter("ignore")
 
     base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]

@@ -117,12 +117,16 @@ class Steps(Dataset):
         """Whether an example of `step` is trained on."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
-    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens of every document of a step over all ranks, int [n], and of the beginnings that are computed with another, int [m] (None: none)."""
+    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Return the lengths of a step's documents, of their shared beginnings, and the sum of their targets.
+
+        All are over all ranks: tokens of each document, int [n], and of the beginnings that are computed with another, int [m] (None: none).
+        """
         if self.feed is not None:
             return self.feed.current.documents_of(0)
         documents, index = self.schedule.documents(step), self.schedule.prefixes
-        return self.data.lengths[documents], None if index is None else index.repeated(documents)
+        targets = int(self.data.trained[documents].sum(dtype=np.int64))
+        return self.data.lengths[documents], None if index is None else index.repeated(documents), targets
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, even if the run is shorter."""
@@ -176,13 +180,14 @@ class PairSteps(Steps):
 
     reference: np.ndarray | None = None
 
-    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """See Steps: the chosen and the rejected document of each pair, which may share their prompt."""
         if self.feed is not None:
             return self.feed.current.documents_of(0)
         pairs = self.schedule.documents(step)
         shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
-        return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
+        targets = int(self.data.trained[pairs].sum(dtype=np.int64))
+        return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared, targets
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the pairs of these numbers."""

@@ -34,7 +34,7 @@ from packtrain.inspect.audit import sample_answers
 from packtrain.inspect.corpus import find_places, open_corpus
 from packtrain.model.heads.score import is_reward_model, outputs_of_tokens
 from packtrain.model.load import base_model
-from packtrain.model.precision import multiply_without_tf32
+from packtrain.model.precision import settle_kernels
 from packtrain.model.save import end_answers_at, mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, machines_of, open_strategy
 from packtrain.monitor.foreign_launch import beat_to_rank_0
@@ -121,7 +121,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
     Returns the exit code; raises PacktrainError for the user.
     """
     quiet_libraries(on_cpu=not torch.cuda.is_available())
-    multiply_without_tf32()
+    settle_kernels()
     own_heartbeat().enter("join")
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")

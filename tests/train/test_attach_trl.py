@@ -12,6 +12,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForSequenceClassification
 from trl_trainers import STEPS, Ran, make, ran
 
+from packtrain import attach
+
 TIMES = ("time", "runtime", "per_second", "flos", "second")
 
 
@@ -57,6 +59,14 @@ def test_empty_completions_and_equal_prompts(tmp_path: Path) -> None:
 def test_other_objectives(kind: str, tmp_path: Path) -> None:
     found = compared(kind, tmp_path, **({"activation_checkpointing": True} if kind == "kto" else {}))
     assert found.handle.stats.shared_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_reference_under_autocast_is_proved_by_the_tolerance_of_bfloat16(kind: str, tmp_path: Path) -> None:
+    """accelerate wraps the reference's forward before `attach` sees it: float32 weights, computed in bfloat16."""
+    handle = attach(make(kind, tmp_path, bf16=True))
+    assert handle.backends == ("segmented", "segmented") and not handle.stats.unrolled
+    handle.detach()
 
 
 def test_reward_models(tmp_path: Path) -> None:

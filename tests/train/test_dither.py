@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import packtrain
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.train.optim.dither import dither_, exact_in_bfloat16, undithered
+from packtrain.train.optim.dither import dither_, dithered, exact_in_bfloat16, undithered
 
 BF16 = torch.bfloat16
 EDGES = [1.0, 2.0, -1.0, 0.5, 0.0, -0.0, 1e-40, -1e-39, torch.finfo(BF16).max, torch.finfo(BF16).tiny, 3e-38]
@@ -64,6 +64,14 @@ def test_a_place_depends_on_seed_name_and_index_alone(weights: torch.Tensor) -> 
     for other in ((4, "a"), (3, "b"), (3, "a", 1)):
         offsets = [one - weights for one in (whole, moved(weights, *other))]
         assert abs(torch.corrcoef(torch.stack(offsets))[0, 1].item()) < 0.01
+
+
+def test_no_block_of_a_rounding_waits_for_the_device() -> None:
+    """A tensor on `meta` cannot be read back."""
+    assert dithered(torch.empty(2**21 + 1, device="meta"), 0, "a").shape == (2**21 + 1,)
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
+    for alone in (edges, torch.cat([edges, torch.ones(8)])):
+        assert dithered(alone, 0, "a")[:5].view(torch.int32).equal(edges.view(torch.int32))
 
 
 @pytest.mark.parametrize("share", [0.003, 0.05, -0.05])

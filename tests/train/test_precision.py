@@ -15,8 +15,10 @@ from here import ALONE
 from running import Run, base_config, packtrain, train
 from tiny_models import tiny_model
 
+from packtrain.config.schema import Peft
 from packtrain.model import precision
-from packtrain.model.precision import decide_precision, multiply_without_tf32
+from packtrain.model.adapters import add_adapters
+from packtrain.model.precision import decide_precision, settle_kernels
 from packtrain.model.spread import Ranks
 from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
@@ -57,8 +59,41 @@ def test_training_computes_in_ieee_float32_and_so_do_proofs_in_a_process_of_othe
     assert isolation.prove_isolation(tiny_model("llama"), "segmented").verdict == "exact"
     assert set(seen) == {("highest", False, False)}
     assert settings() == ("high", True, True)
-    multiply_without_tf32()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    settle_kernels()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # a plan for each new length takes 0.1 to 1 s
     assert settings() == ("highest", False, False) and "NVIDIA_TF32_OVERRIDE" not in os.environ
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters_of_autocast_compute_the_same_bits_without_copies_of_their_inputs(options: dict) -> None:
+    """PEFT casts the input of each adapted layer to float32; autocast casts it back, to a copy of its own."""
+    ids = torch.randint(3, 97, (2, 33), generator=torch.Generator().manual_seed(0))
+    found = []
+    for ours in (False, True):
+        model: Any = add_adapters(tiny_model("qwen3").bfloat16(), Peft(kind="lora", r=4, options=options), seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.02, generator=torch.Generator().manual_seed(1))
+        if not ours:
+            for layer in model.modules():
+                vars(layer).pop("_cast_input_dtype", None)
+        kept: list[torch.Tensor] = []
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(lambda one, kept=kept: kept.append(one) or one, lambda one: one),
+        ):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        storages = [one.untyped_storage() for one in kept]
+        loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found.append((loss, gradients, sum({one.data_ptr(): one.nbytes() for one in storages}.values())))
+        with torch.no_grad():  # without autocast PEFT's cast is needed
+            assert model(input_ids=ids, use_cache=False).logits.isfinite().all()
+    (theirs, their_gradients, most), (loss, gradients, held) = found
+    assert loss.equal(theirs) and gradients.keys() == their_gradients.keys() and len(gradients) > 40
+    assert all(gradient.equal(their_gradients[name]) for name, gradient in gradients.items())
+    assert held == most if options else held < 0.95 * most
 
 
 def test_a_run_says_what_it_computes_in_and_a_resumed_one_refuses_another_format(tmp_path: Path) -> None:

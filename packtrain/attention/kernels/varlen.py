@@ -91,13 +91,14 @@ def attend_by_segments(
 ) -> torch.Tensor:
     """Attention of one row: `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v].
 
-    Heads are padded with zeros to one width that kernels take, which changes no score and no output.
+    Heads of another width are padded with zeros to one that kernels take, which changes no score and no output.
     """
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
         key, value = (_Gathered.apply(tensor, borders.gather) for tensor in (key, value))
     width = -(-max(query.shape[-1], value.shape[-1]) // _ALIGNMENT) * _ALIGNMENT
-    q, k, v = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    lacking = ((tensor, width - tensor.shape[-1]) for tensor in (query, key, value))  # a pad by nothing is a copy
+    q, k, v = (torch.nn.functional.pad(tensor, (0, more)) if more else tensor for tensor, more in lacking)
     return kernel.attend(q, k, v, borders, scoring, sinks)[..., : value.shape[-1]]
 
 

@@ -30,7 +30,7 @@ from packtrain.model.spread import layers_of
 from packtrain.monitor.heartbeat import waiting
 
 _AT_ONCE = 2**20
-"""Numbers that are moved at a time: no second copy of a weight is made."""
+"""Numbers that are moved at a time, by a GPU four times as many: no second copy of a weight is made."""
 _LAST = 0x7F7F8000  # the bits of a float32 from which on it rounds to infinity, or is no number
 
 
@@ -41,11 +41,13 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
     They are the numbers of the weight of that `name` from flat index `first` on, contiguous. Zeros stay. Raises CheckFailed if one does
     not round to what it was.
     """
+    wrong = torch.zeros((), dtype=torch.bool, device=masters.device)
     for part, start in _parts(masters):
         before = part.bfloat16()
         _add_places(part, seed, name, first + start)
-        if not torch.equal(part.bfloat16().view(torch.int16), before.view(torch.int16)):
-            raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.dither")
+        wrong |= (part.bfloat16().view(torch.int16) != before.view(torch.int16)).any()
+    if wrong:
+        raise CheckFailed(f"dithered masters of {name} do not round to its weights", where="optim.dither")
 
 
 @torch.no_grad()
@@ -170,8 +172,9 @@ def _is_exact(weight: torch.Tensor) -> bool:
 
 def _parts(whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
     flat = whole.view(-1)
-    for start in range(0, len(flat), _AT_ONCE):
-        yield flat[start : start + _AT_ONCE], start
+    at_once = _AT_ONCE if whole.device.type == "cpu" else 4 * _AT_ONCE
+    for start in range(0, len(flat), at_once):
+        yield flat[start : start + at_once], start
 
 
 def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None:
@@ -180,8 +183,8 @@ def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None
     bits = numbers.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF  # moved the same way in numbers that change their sign
     places = _random_bits(seed, name, first, len(numbers), numbers.device).to(torch.int32)
-    lowest, highest = torch.aminmax(magnitude)
-    if lowest == 0 or highest >= _LAST:
+    # to ask a GPU would be to wait for it
+    if numbers.device.type != "cpu" or not 0 < (range_ := torch.aminmax(magnitude)).min <= range_.max < _LAST:
         places.masked_fill_((magnitude == 0) | (magnitude >= _LAST), 0)
     magnitude.add_(places).clamp_(min=0)
     torch.copysign(magnitude.view(torch.float32), numbers, out=numbers)

@@ -167,7 +167,7 @@ def _measure_isolation(
         alone = [_logits(model, _plain_row(model, [document]))[0] for document in own]
         control = list(_logits(model, _plain_row(model, own))[0].split(LENGTHS))
         collated = _collate(spec, collator, own)
-        proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast, in_order=False)
+        proof = measure(model, run, ids, DOCUMENTS, alone, control, autocast or model.dtype, in_order=False)
     place, rows = collated.places, list(collated.batch["input_ids"].shape)
     leaks = [
         {"changed": changed + 1, "moved": still + 1, "by": by}

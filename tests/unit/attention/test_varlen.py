@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from packtrain.attention import flash
 from packtrain.attention.backends import deterministic
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.kernels.varlen import Scoring
+from packtrain.attention.kernels.varlen import Kernel, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import (
@@ -116,6 +116,21 @@ def test_outputs_and_gradients_equal_the_dense_masked_reference(no_kernels: Call
         ours_back, exact_back = (torch.autograd.grad(output, leaves, gradient) for output in (ours, reference))
         for a, b in zip(ours_back, exact_back, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "copies"), [(8, False), (5, True)])
+def test_heads_of_a_width_that_kernels_take_are_not_copied(width: int, copies: bool) -> None:
+    """A pad by nothing is a copy, forwards and backwards."""
+    given = [torch.randn(PLAIN.tokens, 2, width, requires_grad=True) for _ in range(3)]
+    seen: list[torch.Tensor] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.extend((q, k, v))
+        return v
+
+    attend_by_segments(Kernel("recording", kernel), *given, PLAIN, Scoring(1.0))
+    assert [one is not other for one, other in zip(seen, given, strict=True)] == [copies] * 3
+    assert {one.shape[-1] for one in seen} == {8}
 
 
 def test_the_first_kernel_that_is_right_is_taken_and_the_better_ones_say_what_they_lack(no_kernels: Callable) -> None:
