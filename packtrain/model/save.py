@@ -6,6 +6,8 @@ temperature, as Llama 2 ships), and writes the weights last.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +22,25 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from packtrain.boundary import boundary
+from packtrain.config.schema import Model
+from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
+from packtrain.model.weights.source import carry
+from packtrain.plan.known_model import folder_of
 from packtrain.wording import first_line
+
+_STAYS = re.compile(
+    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|log|lock)"
+    r"|(adapter|optimizer|scheduler|trainer_state|rng_state|training_args|consolidated|metrics|summary).*",
+    re.IGNORECASE,
+)
+"""Files of a model's folder that do not belong to one that is trained on: weights, states, figures, and what lies there by chance."""
+_OF_TOKENIZERS = re.compile(
+    r".*token.*|vocab.*|merges.*|chat_template.*|spiece.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE
+)
+_MOST_BYTES = 100 * 10**6
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -60,6 +78,31 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
                 part.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
         with _raising_user_error("the tokenizer", "model.tokenizer"):
             tokenizer.save_pretrained(folder)
+
+
+def complete(model: Any, settings: Model, folder: Path) -> str:
+    """Adds to a whole model saved in `folder` the weights (weights/source.py) and files that came with the one it is made of, as they are.
+
+    Tokenizer files come from where the tokenizer does. Returns what there is to say of it. Raises UserError where they are gone.
+    """
+    with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
+        said = carry(model, folder)
+        own = settings.tokenizer or tokenizer_of(settings.path)
+        places = (folder_of(settings), False), (folder_of(Model(path=own)), True)
+        for place, words in places if settings.init == "pretrained" else ():
+            for file in sorted(place.iterdir()) if place else ():
+                there = (folder / file.name).exists() or (
+                    file.name.startswith("chat_template") and any(folder.glob("chat_template*"))
+                )
+                its_own = words == bool(_OF_TOKENIZERS.fullmatch(file.name))
+                if (
+                    its_own
+                    and file.is_file()
+                    and file.stat().st_size <= _MOST_BYTES
+                    and not (there or _STAYS.fullmatch(file.name))
+                ):
+                    shutil.copyfile(file, folder / file.name)
+    return said
 
 
 @contextmanager

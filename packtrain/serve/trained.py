@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from packtrain import fast_imports
 from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
 from packtrain.config.schema import Model, Peft
+from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
 from packtrain.run_folder import RunFolder
@@ -35,8 +36,7 @@ class Trained:
     @property
     def tokenizer(self) -> str:
         """Where its tokenizer is: adapters may come without one."""
-        own = self.base is None or (self.folder / "tokenizer_config.json").exists()
-        return self.path if own else str(self.base)
+        return str(tokenizer_of(self.path))
 
     @property
     def scores(self) -> bool:
@@ -87,16 +87,13 @@ def load_trained(
         import torch
 
         from packtrain.data.tokens.pretrained import load_tokenizer
-        from packtrain.model.adapters import load_adapters
         from packtrain.model.load import load_model
         from packtrain.train.log.console import quiet_libraries
     quiet_libraries(on_cpu=not torch.cuda.is_available())
     warnings.simplefilter("ignore")
 
-    base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(replace(base, path=trained.tokenizer))
-    model: Any = load_model(base, Peft(), tokenizer, seed=0, scores=trained.scores)
-    if trained.base is not None:
-        model = load_adapters(model, trained.path, scores=trained.scores, trained=False)
+    named: Any = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(named)
+    model: Any = load_model(named, Peft(), tokenizer, seed=0, scores=trained.scores, apart=True)
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     return model.to(device).eval().requires_grad_(False), tokenizer

@@ -25,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
+from packtrain.model.weights.source import write_base
 from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.feed import PLACE
@@ -292,6 +293,8 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             with weights_at_least(self._model, folder, weights):
                 self._trl._save(str(folder), state_dict=weights)
+                if self._has_adapters:
+                    write_base(self._model, folder)
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:
