@@ -116,11 +116,16 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
+    if getattr(model, "grown", False):  # frozen, and saved again with the adapters
+        ends = tuple(f".{name}.weight" for name in embeddings_in(folder))
+        whole = adapted.named_parameters(remove_duplicate=False)
+        beside = {name: one.detach() for name, one in whole if name.endswith(ends) and not one.requires_grad}
+        cast(Any, adapted).beside = beside
     return adapted
 
 
 def embeddings_in(folder: str) -> dict[str, int]:
-    """Rows by the module's name, of the embeddings and output heads that come with the adapters in `folder`."""
+    """Return the rows of whole weights beside adapters (embeddings, output heads) by module."""
     from peft.utils import load_peft_weights
 
     weights = load_peft_weights(str(Path(folder).expanduser()), device="cpu")
@@ -129,14 +134,15 @@ def embeddings_in(folder: str) -> dict[str, int]:
 
 
 def take_vocabulary(model: PreTrainedModel, held: dict[str, int], folder: str) -> None:
-    """Resizes the embeddings of `model` to those that its adapters have (`held`), since tokens were added before these were trained.
+    """Resize the embeddings of `model` to the rows that its adapters hold.
 
-    Raises UserError if they have no output head for them.
+    Tokens were added before these were trained. Raises UserError if the adapters have no output head for them.
     """
     rows = held.get(_name_of(model, embeddings := cast(Any, model.get_input_embeddings())))
     if rows in (None, len(embeddings.weight)):
         return
     model.resize_token_embeddings(rows, mean_resizing=False)
+    model.grown = True  # type: ignore[assignment]
     head, embeddings = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
     if head is not None and head.weight is not embeddings.weight and _name_of(model, head) not in held:
         what = f"the adapters have {rows} embeddings, and no output head for the tokens that were added"

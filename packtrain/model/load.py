@@ -40,7 +40,7 @@ from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model,
 from packtrain.model.layers.experts import loop_over_experts
 from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
-from packtrain.model.weights.source import MTP, judge, name_base, noting_source
+from packtrain.model.weights.source import MTP, judge, name_base, noting_files
 from packtrain.plan.known_model import below_adapters, known_sizes
 from packtrain.proof.isolation import max_positions
 
@@ -88,7 +88,7 @@ def load_model(
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
     On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
-    merged into them, or are DoRA's, whole ones. `apart`: adapters of model.path are neither trained nor merged. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
+    merged into them, or are DoRA's, whole ones. `apart` loads adapters of model.path without training or merging them. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -103,7 +103,7 @@ def load_model(
             grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
             whole = grown or (config is not adapted and peft.kind != "lora")
             # DoRA begins with the norms of whole weights
-            with noting_source(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
+            with noting_files(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
@@ -224,8 +224,11 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
 
 
 def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
-    """Judges the weights that the model does not take (weights/source.py). These stay out of final/: the head that this objective has no
-    use for, layers that model.config leaves away, and all but layers for multi-token prediction where it is a part of the model `named`."""
+    """Judge the weights that the model does not take (weights/source.py).
+
+    These stay out of final/: a head that the objective does not use, layers that model.config leaves out, and towers if only a part of the
+    model type `named` is loaded.
+    """
     names, part = set[str](), model.config.model_type != named
     if model.source.untaken:
         with suppress(Exception), torch.device("meta"):  # there may be no such model

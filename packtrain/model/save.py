@@ -10,9 +10,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -24,7 +25,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
-from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.model.weights.source import carry
@@ -32,15 +32,12 @@ from packtrain.plan.known_model import folder_of
 from packtrain.wording import first_line
 
 _STAYS = re.compile(
-    r"\..*|readme.*|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|log|lock)"
-    r"|(adapter|optimizer|scheduler|trainer_state|rng_state|training_args|consolidated|metrics|summary).*",
+    r"\..*|(readme|adapter|optimizer|scheduler|trainer_state|rng_state|training_args|summary|metrics).*|"
+    r".*\.(safetensors|bin|pth?|ckpt|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|log|lock)",
     re.IGNORECASE,
 )
-"""Files of a model's folder that do not belong to one that is trained on: weights, states, figures, and what lies there by chance."""
-_OF_TOKENIZERS = re.compile(
-    r".*token.*|vocab.*|merges.*|chat_template.*|spiece.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE
-)
-_MOST_BYTES = 100 * 10**6
+"""Files beside a model that do not go along: weights, states, figures of others, and what lies there by chance."""
+_OF_TOKENIZERS = re.compile(r".*token.*|vocab.*|merges.*|chat_template.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE)
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -81,26 +78,19 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
 
 
 def complete(model: Any, settings: Model, folder: Path) -> str:
-    """Adds to a whole model saved in `folder` the weights (weights/source.py) and files that came with the one it is made of, as they are.
+    """Add other weights and files of the first model to the one saved in `folder`.
 
-    Tokenizer files come from where the tokenizer does. Returns what there is to say of it. Raises UserError where they are gone.
+    They stay unchanged; weights/source.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
+    of a run. Raises UserError if the files are gone.
     """
     with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
-        said = carry(model, folder)
-        own = settings.tokenizer or tokenizer_of(settings.path)
-        places = (folder_of(settings), False), (folder_of(Model(path=own)), True)
-        for place, words in places if settings.init == "pretrained" else ():
-            for file in sorted(place.iterdir()) if place else ():
-                there = (folder / file.name).exists() or (
-                    file.name.startswith("chat_template") and any(folder.glob("chat_template*"))
-                )
-                its_own = words == bool(_OF_TOKENIZERS.fullmatch(file.name))
-                if (
-                    its_own
-                    and file.is_file()
-                    and file.stat().st_size <= _MOST_BYTES
-                    and not (there or _STAYS.fullmatch(file.name))
-                ):
+        said, source = carry(model, folder), folder_of(settings)
+        words = folder_of(replace(settings, path=settings.tokenizer or settings.path))
+        for place in {source, words} - {None} if settings.init == "pretrained" else ():
+            for file in filter(Path.is_file, cast(Path, place).iterdir()):
+                its_place = words if _OF_TOKENIZERS.fullmatch(file.name) else source
+                saved = folder / ("chat_template.jinja" if file.stem == "chat_template" else file.name)
+                if place == its_place and not (saved.exists() or _STAYS.fullmatch(file.name)):
                     shutil.copyfile(file, folder / file.name)
     return said
 

@@ -241,12 +241,12 @@ def base_of(path: str | None) -> str | None:
 
 
 def below_adapters(model: Model) -> Model:
-    """`model` itself, or the base of a folder of adapters, in the revision that they name."""
+    """Return the base of a folder of adapters, in their revision; else `model` itself."""
     base = base_of(model.path) if model.init == "pretrained" else None
     if base is None:
         return model
     named = read_json(Path(os.path.expanduser(str(model.path))) / "adapter_config.json").get("revision")
-    return replace(model, path=base, revision=model.revision or named)
+    return replace(model, path=base, revision=named or model.revision)
 
 
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:

@@ -12,7 +12,6 @@ from packtrain import fast_imports
 from packtrain.config.rules.fitting import PEFT_OPTIONS
 from packtrain.config.rules.paths_and_packages import MODEL_SUFFIXES, is_local, nearest
 from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError, read_json
 from packtrain.plan.known_model import base_of
 from packtrain.run_folder import RunFolder
@@ -32,11 +31,6 @@ class Trained:
         if not os.path.isdir(place := os.path.expanduser(self.path)):
             raise UserError(f"{self.path} is no folder", where="MODEL", fix="Download it: hf download, then name it.")
         return Path(place)
-
-    @property
-    def tokenizer(self) -> str:
-        """Where its tokenizer is: adapters may come without one."""
-        return str(tokenizer_of(self.path))
 
     @property
     def scores(self) -> bool:

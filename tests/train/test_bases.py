@@ -1,4 +1,4 @@
-"""Adapters and their base: found from any folder and machine, the same weights or none, with its vocabulary, and what came with it."""
+"""Adapters find their base from any folder, and refuse other weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from here import run_here
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
-from running import base_config
+from running import base_config, train
 from safetensors.torch import load_file, save_file
 from tiny_served import save_adapters, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +32,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained_on(model: str, folder: Path, **groups: Any) -> dict[str, Any]:
-    return {**base_config(folder, trainer={"max_steps": 1}, **groups), "model": {"path": model}}
+    groups["trainer"] = {"max_steps": 1, **groups.get("trainer", {})}
+    return {**base_config(folder, **groups), "model": {"path": model}}
 
 
 def other_weights(base: Path) -> Path:
@@ -230,3 +231,20 @@ def test_files_of_another_tokenizer_come_from_it(furnished: Path, tmp_path: Path
     final = run_here(tmp_path, config).folder / "final"
     assert (final / "vocab.txt").exists() and not (final / "tokenizer.model").exists()
     assert (final / "LICENSE").read_text() == "free" and (final / "preprocessor_config.json").exists()
+
+
+def test_a_grown_vocabulary_is_saved_again_where_no_process_has_the_whole_model(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    words = AutoTokenizer.from_pretrained(base)
+    words.add_tokens(["<new>"])
+    grown: Any = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(len(words))
+    adapted: Any = get_peft_model(grown, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(place := tmp_path / "adapters")
+    words.save_pretrained(place)
+    on = {"kind": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj"], "merge": True}
+    config = trained_on(str(place), tmp_path, peft=on, optim={"learning_rate": 0.0})
+    run = train(tmp_path, config, "strategy=fsdp2", processes=2)
+    for made in ("final", "final-merged"):
+        model, _ = load_trained(find_trained(str(run.folder / made)))
+        assert torch.equal(logits(model), logits(adapted)), made

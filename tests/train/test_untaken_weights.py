@@ -1,4 +1,4 @@
-"""Weights in a model's files that the model does not take: said, carried into final/ as they are, or refused; never lost without a word."""
+"""Weights in its files that a model does not take are carried into final/, or refused."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(path: str | None) -> str | None:
-    """Where the tokenizer of the model in `path` is: adapters may come without one, and have their base's."""
+    """Return where the tokenizer of a model is: adapters without one have their base's."""
     base, place = base_of(path), Path(path or "").expanduser()
     own = base is None or any(any(place.glob(name)) for name in ("tokenizer.*", "vocab*", "*.model"))
     return path if own else base

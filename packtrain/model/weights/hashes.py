@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from packtrain.monitor.heartbeat import waiting
 
-_BLOCKS, _BLOCK_BYTES = 32, 2**16
+_BLOCKS, _BLOCK_BYTES = 1024, 2**16
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
@@ -46,17 +46,17 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
     return described.hexdigest()
 
 
-def sampled_hash(files: Iterable[str], blocks: int = _BLOCKS) -> str:
-    """Hash of the sizes of `files`, their first bytes and `blocks` all over them: of weights that are read by slices no process sees all, and
+def sampled_hash(files: Iterable[str]) -> str:
+    """Hash of the sizes of `files`, their first bytes and blocks all over them: of weights that are read by slices no process sees all, and
     those of another training differ everywhere."""
     found = xxhash.xxh3_128()
     for file in sorted(files, key=os.path.basename):
         end = os.path.getsize(file)
         found.update(f"{os.path.basename(file)} {end}".encode())
         with open(file, "rb") as opened:
-            number_of = min(blocks, 2 + end // _BLOCK_BYTES)  # small files are read whole
-            for number in range(number_of):
-                opened.seek(max(0, end - _BLOCK_BYTES) * number // (number_of - 1))
+            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # of a small file all
+            for number in range(blocks):
+                opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
                 found.update(opened.read(_BLOCK_BYTES))
     return found.hexdigest()
 

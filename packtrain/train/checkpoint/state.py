@@ -291,6 +291,7 @@ class Checkpoints:
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
         """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
         if self._accelerator.is_main_process:
+            weights = weights and {**getattr(self._model, "beside", {}), **weights}
             with weights_at_least(self._model, folder, weights):
                 self._trl._save(str(folder), state_dict=weights)
                 if self._has_adapters:
