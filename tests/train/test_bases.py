@@ -140,14 +140,22 @@ def test_weights_that_the_adapters_do_not_make_are_an_error(home: Path, tmp_path
         load_trained(find_trained(str(made)))
 
 
+GROWN: dict[str, tuple[bool, dict[str, Any]]] = {
+    "embeddings beside": (False, {}),
+    "tied embeddings beside": (True, {}),
+    "tied and adapted": (True, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapted, without a head": (False, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "trained in full": (False, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied and trained in full": (True, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+}
+
+
 @pytest.mark.parametrize(
-    "lora",
-    [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]}],
-    ids=["embeddings beside", "trained in full", "adapted"],
+    ("tied", "lora"),
+    [pytest.param(*given, id=name, marks=[pytest.mark.exhaustive] * ("full" in name)) for name, given in GROWN.items()],
 )
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_adapters_whose_vocabulary_has_grown_are_chatted_with_merged_and_trained_on(
-    lora: dict[str, Any], tied: bool, tmp_path: Path
+    tied: bool, lora: dict[str, Any], tmp_path: Path
 ) -> None:
     base = save_model(tmp_path / "base", tie_word_embeddings=tied)
     words = AutoTokenizer.from_pretrained(base)
@@ -178,9 +186,11 @@ def test_adapters_whose_vocabulary_has_grown_are_chatted_with_merged_and_trained
     on = {"kind": "lora", "r": 4, "alpha": 8, "target_modules": lora.get("target_modules", ["q_proj"])}
     if lora.get("target_modules") or (tied and lora):
         return
-    more = run_here(tmp_path, trained_on(str(place), tmp_path, peft=on, optim={"learning_rate": 0.0}))
-    again, _ = load_trained(find_trained(str(more.folder)))
-    assert torch.equal(logits(again), expected)
+    still: Any = {"optim": {"learning_rate": 0.0}, "trainer": {"checkpoint_every": 1}}
+    more = run_here(tmp_path, trained_on(str(place), tmp_path, peft=on, **still))
+    for made in (more.folder, more.folder / "checkpoints/step-000001"):
+        again, _ = load_trained(find_trained(str(made)))
+        assert torch.equal(logits(again), expected)
 
 
 CAME = {
@@ -233,6 +243,7 @@ def test_files_of_another_tokenizer_come_from_it(furnished: Path, tmp_path: Path
     assert (final / "LICENSE").read_text() == "free" and (final / "preprocessor_config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_grown_vocabulary_is_saved_again_where_no_process_has_the_whole_model(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     words = AutoTokenizer.from_pretrained(base)

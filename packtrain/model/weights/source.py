@@ -190,11 +190,8 @@ def name_base(adapted: Any, path: str, revision: str | None) -> None:
 
 def write_base(adapted: Any, folder: Path) -> None:
     """Write the base beside adapters: its name, the hash of its files, its relative path."""
-    source, base = (
-        getattr(adapted.get_base_model(), "source", None),
-        adapted.peft_config["default"].base_model_name_or_path,
-    )
-    if source and source.hash:
+    if (source := getattr(adapted.get_base_model(), "source", None)) and source.hash:
+        base = adapted.peft_config["default"].base_model_name_or_path
         place = {"path": os.path.relpath(base, os.path.realpath(folder))} if os.path.isabs(base) else {}
         (folder / BASE).write_text(json.dumps({"base": base, "weights": source.hash, **place}, indent=2) + "\n")
 
