@@ -7,6 +7,7 @@ merged first. As objective.reference it is a second, frozen set on the same base
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,12 @@ from packtrain.config.schema import Peft
 from packtrain.data.tokens.pretrained import check_model_folder
 from packtrain.errors import Problem, UserError
 from packtrain.model.weights.slices import let_copy
+from packtrain.model.weights.source import check_base
 from packtrain.plan.known_model import is_adapted, is_at
 
 _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's names of what a model is for, by whether it has a score in place of the output head."""
+_WHOLE = re.compile(r"\.(\w+)(?<!lora_[AB])\.(?:base_layer\.)?weight$")
 _HEADS = ("classifier", "score")
 """What PEFT copies of the latter."""
 
@@ -163,12 +166,47 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
     with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
         settings = PeftConfig.from_pretrained(str(place))
         let_copy(model, [*(getattr(settings, "modules_to_save", None) or []), *_HEADS])
+        check_base(model, place)
         settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
         if (place / GENERATION_CONFIG_NAME).is_file() and not scores:  # they may have learned another end of an answer
             model.generation_config = GenerationConfig.from_pretrained(place)
+    if getattr(model, "grown", False):  # frozen, and saved again with the adapters
+        ends = tuple(f".{name}.weight" for name in embeddings_in(folder))
+        whole = adapted.named_parameters(remove_duplicate=False)
+        beside = {name: one.detach() for name, one in whole if name.endswith(ends) and not one.requires_grad}
+        cast(Any, adapted).beside = beside
     return adapted
+
+
+def embeddings_in(folder: str) -> dict[str, int]:
+    """Return the rows of whole weights beside adapters (embeddings, output heads) by module."""
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(str(Path(folder).expanduser()), device="cpu")
+    found = {_WHOLE.search(name): weight for name, weight in weights.items()}
+    return {name[1]: len(weight) for name, weight in found.items() if name}
+
+
+def take_vocabulary(model: PreTrainedModel, held: dict[str, int], folder: str) -> None:
+    """Resize the embeddings of `model` to the rows that its adapters hold.
+
+    Tokens were added before these were trained. Raises UserError if the adapters have no output head for them.
+    """
+    rows = held.get(_name_of(model, embeddings := cast(Any, model.get_input_embeddings())))
+    if rows in (None, len(embeddings.weight)):
+        return
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.grown = True  # type: ignore[assignment]
+    head, embeddings = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
+    if head is not None and head.weight is not embeddings.weight and _name_of(model, head) not in held:
+        what = f"the adapters have {rows} embeddings, and no output head for the tokens that were added"
+        raise UserError(what, where=folder, fix="Save them with save_embedding_layers=True (PEFT).")
+
+
+def _name_of(model: PreTrainedModel, module: Any) -> str:
+    return next((name.rpartition(".")[2] for name, one in model.named_modules() if one is module), "")
 
 
 def untie_if_adapted(adapted: Any) -> None:
@@ -191,9 +229,14 @@ def _check_weights(adapted: Any, place: Path) -> None:
     from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    if lacking := sorted(get_peft_model_state_dict(adapted).keys() - load_peft_weights(str(place)).keys()):
+    held, fix = load_peft_weights(str(place)).keys(), "See whether its adapter_config.json belongs to them."
+    if lacking := sorted(get_peft_model_state_dict(adapted).keys() - held):
         what = f"{len(lacking)} weights of the adapters are not in their file: {lacking[0]} …"
-        raise UserError(what, where=str(place), fix="See whether its adapter_config.json belongs to them.")
+        raise UserError(what, where=str(place), fix=fix)
+    taken = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
+    if surplus := sorted(name for name in held - taken if not any(f".{head}." in name for head in _HEADS)):
+        what = f"{len(surplus)} weights in their file are not of these adapters: {surplus[0]} …"
+        raise UserError(what, where=str(place), fix=fix)
 
 
 def add_reference(model: Any, folder: str) -> None:
@@ -201,6 +244,7 @@ def add_reference(model: Any, folder: str) -> None:
     place = Path(folder).expanduser()
     check_model_folder(place)
     fix = f"See {place / 'adapter_config.json'}."
+    check_base(model.get_base_model(), place)
     with boundary(f"cannot load the adapters of {folder}", "objective.reference", fix):
         model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
         model.set_adapter("default")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,12 +28,20 @@ from packtrain.config.objective import is_number
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import check_model_folder, fix_of, hub, location
 from packtrain.errors import Problem, UserError
-from packtrain.model.adapters import add_adapters, continue_adapters, fit_to_layers
+from packtrain.model.adapters import (
+    add_adapters,
+    continue_adapters,
+    embeddings_in,
+    fit_to_layers,
+    load_adapters,
+    take_vocabulary,
+)
 from packtrain.model.heads.score import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.model.layers.experts import loop_over_experts
 from packtrain.model.weights.quantized import dequantized, keep_layout, quantization_config
 from packtrain.model.weights.slices import reading_slices
-from packtrain.plan.known_model import base_of
+from packtrain.model.weights.source import MTP, judge, name_base, noting_files
+from packtrain.plan.known_model import below_adapters, known_sizes
 from packtrain.proof.isolation import max_positions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -74,12 +82,13 @@ def load_model(
     scores: bool = False,
     mesh: DeviceMesh | None = None,
     dequantize: bool = False,
+    apart: bool = False,
 ) -> PreTrainedModel:
     """The model to train, on the CPU (quantised: where it is computed with), in `model.dtype`, with adapters where asked for; with `scores` a reward model.
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
     On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
-    merged into them, or are DoRA's, whole ones. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
+    merged into them, or are DoRA's, whole ones. `apart` loads adapters of model.path without training or merging them. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -90,10 +99,13 @@ def load_model(
             dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
             model = _auto_class(scores).from_config(new, dtype=dtype, trust_remote_code=config.trust_remote_code)
         else:
-            merges = config is not adapted and peft.kind != "lora"
+            held = embeddings_in(str(adapted.path)) if config is not adapted else {}
+            grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
+            whole = grown or (config is not adapted and peft.kind != "lora")
             # DoRA begins with the norms of whole weights
-            with reading_slices(None if merges or peft.options.get("use_dora") else mesh):
+            with noting_files(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
+            take_vocabulary(model, held, str(adapted.path))
     keep_layout(model)
     model = dequantized(model) if dequantize else model
     loop_over_experts(model, config.experts)
@@ -108,17 +120,22 @@ def load_model(
             raise UserError(f"{value} is no probability", where=f"model.config.{name}", fix="give a number from 0 to 1")
     if scores:
         check_score_head(model, tokenizer)
+    if apart and config is not adapted:
+        return load_adapters(model, str(adapted.path), scores=scores, trained=False)
     if config is not adapted:
-        return continue_adapters(model, cast(str, adapted.path), peft, scores=scores)
-    return add_adapters(model, peft, seed, scores=scores) if peft.kind == "lora" else model
+        model = continue_adapters(model, str(adapted.path), peft, scores=scores)
+    elif peft.kind == "lora":
+        model = add_adapters(model, peft, seed, scores=scores)
+    if peft.kind == "lora" and config.is_base_for_adapters:
+        name_base(model, str(config.path), config.revision)
+    return model
 
 
 def _below_adapters(config: Model) -> tuple[Model, str]:
     """`config` itself, or that of the model below a folder of adapters, and where the model is named."""
-    base = base_of(config.path) if config.init == "pretrained" else None
-    if base is not None:
+    if (base := below_adapters(config)) is not config:
         named = Path(cast(str, config.path)).expanduser() / "adapter_config.json"
-        return replace(config, path=base), f"{named}: base_model_name_or_path"
+        return base, f"{named}: base_model_name_or_path"
     return config, "model.config" if config.init == "random" else "model.path"
 
 
@@ -188,10 +205,13 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
                 raise UserError(what, where="model.quantize", fix=fix)
             computed: Any = model_config.dtype or torch.float32 if dtype == "auto" else dtype
             place["quantization_config"] = quantization_config(config.quantize, computed)
-        return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+        model = _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+        _judge_untaken(model, config, model_config.model_type, scores=scores, quantised=bool(own))
+        return model
     labels = {"num_labels": 1} if scores else {}
     loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)
     # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
+    judge(loaded, bool, quantised=False)
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
     _check_keys(overrides, loaded.config)
@@ -199,8 +219,26 @@ def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: in
     model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
-    model.generation_config = loaded.generation_config
+    model.generation_config, model.source = loaded.generation_config, loaded.source
     return model
+
+
+def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quantised: bool) -> None:
+    """Judge the weights that the model does not take (weights/source.py).
+
+    These stay out of final/: a head that the objective does not use, layers that model.config leaves out, and towers if only a part of the
+    model type `named` is loaded.
+    """
+    names, part = set[str](), model.config.model_type != named
+    if model.source.untaken:
+        with suppress(Exception), torch.device("meta"):  # there may be no such model
+            names = {*_auto_class(not scores).from_config(model.config).state_dict()}
+    fewer = any("layer" in key for key in config.config)
+
+    def stays(name: str) -> bool:
+        return name in names or (fewer and bool(re.search(r"\.\d+\.", name))) or (part and not MTP.search(name))
+
+    judge(model, stays, quantised=quantised)
 
 
 def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:

@@ -6,11 +6,14 @@ temperature, as Llama 2 ships), and writes the weights last.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -20,9 +23,21 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from packtrain.boundary import boundary
+from packtrain.config.schema import Model
 from packtrain.errors import UserError
 from packtrain.model.load import base_model
+from packtrain.model.weights.source import carry
+from packtrain.plan.known_model import folder_of
 from packtrain.wording import first_line
+
+_STAYS = re.compile(
+    r"\..*|(readme|adapter|optimizer|scheduler|trainer_state|rng_state|training_args|summary|metrics).*|"
+    r".*\.(safetensors|bin|pth?|ckpt|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|log|lock)",
+    re.IGNORECASE,
+)
+"""Files beside a model that do not go along: weights, states, figures of others, and what lies there by chance."""
+_OF_TOKENIZERS = re.compile(r".*token.*|vocab.*|merges.*|chat_template.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE)
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -72,6 +87,24 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
                 part.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
         with _raising_user_error("the tokenizer", "model.tokenizer"):
             tokenizer.save_pretrained(folder)
+
+
+def complete(model: Any, settings: Model, folder: Path) -> str:
+    """Add other weights and files of the first model to the one saved in `folder`.
+
+    They stay unchanged; weights/source.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
+    of a run. Raises UserError if the files are gone.
+    """
+    with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
+        said, source = carry(model, folder), folder_of(settings)
+        words = folder_of(replace(settings, path=settings.tokenizer or settings.path))
+        for place in {source, words} - {None} if settings.init == "pretrained" else ():
+            for file in filter(Path.is_file, cast(Path, place).iterdir()):
+                its_place = words if _OF_TOKENIZERS.fullmatch(file.name) else source
+                saved = folder / ("chat_template.jinja" if file.stem == "chat_template" else file.name)
+                if place == its_place and not (saved.exists() or _STAYS.fullmatch(file.name)):
+                    shutil.copyfile(file, folder / file.name)
+    return said
 
 
 @contextmanager

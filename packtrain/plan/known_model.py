@@ -33,6 +33,8 @@ _HEADER_LIMIT = 100 * 2**20
 _MAX_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
 FAST_ENOUGH = 1.5
 """How many times as fast as float32 a CPU must multiply in bfloat16 for trainer.mixed_precision=fast: the rest of a step gains less."""
+BASE = "adapter_base.json"
+"""The file beside adapters about their base model: the hash of its files, and where they lie from here."""
 SCORE = "score.weight"
 """The head of a reward model."""
 Shapes = Mapping[str, tuple[int, ...]]
@@ -94,7 +96,7 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
 
     Raises UserError with what is missing to know them before it is loaded.
     """
-    folder, sizes = _folder(model), known_sizes(model)
+    folder, sizes = folder_of(model), known_sizes(model)
     if model.init == "random":
         weights = Weights(_from_sizes(sizes), 4, sizes)
     elif model.path and model.path.endswith(".gguf"):
@@ -105,7 +107,7 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
         weights = Weights(_from_sizes(sizes), 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
     else:
         how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
-        raise UserError(f"{_base(model)} is not on this machine yet; {how}")
+        raise UserError(f"{below_adapters(model).path} is not on this machine yet; {how}")
     if not scores:
         return weights
     widths = [shape[1] for name, shape in weights.shapes.items() if re.search(r"embed_tokens|\bwte\b|embed_in", name)]
@@ -119,7 +121,7 @@ def known_sizes(model: Model) -> dict[str, Any]:
 
     Raises UserError for a file that is no config.
     """
-    folder = _folder(model)
+    folder = folder_of(model)
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
@@ -226,10 +228,25 @@ def base_of(path: str | None) -> str | None:
     file = Path(os.path.expanduser(path or "")) / "adapter_config.json"
     if path is None or not os.path.isfile(file):
         return None
-    base = read_json(file).get("base_model_name_or_path")
+    base, where = read_json(file).get("base_model_name_or_path"), f"{file}: base_model_name_or_path"
     if not isinstance(base, str) or not base:
-        raise UserError("the adapters do not say of which model they are", where=f"{file}: base_model_name_or_path")
-    return base
+        raise UserError("the adapters do not say of which model they are", where=where)
+    if not os.path.isabs(base) or os.path.exists(base):
+        return base
+    moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # together with its base
+    if moved == os.path.normpath(file.parent) or not os.path.exists(moved):
+        fix = f"Write where it is on this machine there, in place of {base}."
+        raise UserError(f"the adapters' base model is not here: {base}", where=where, fix=fix)
+    return moved
+
+
+def below_adapters(model: Model) -> Model:
+    """Return the base of a folder of adapters, in their revision; else `model` itself."""
+    base = base_of(model.path) if model.init == "pretrained" else None
+    if base is None:
+        return model
+    named = read_json(Path(os.path.expanduser(str(model.path))) / "adapter_config.json").get("revision")
+    return replace(model, path=base, revision=named or model.revision)
 
 
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:
@@ -251,14 +268,10 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
     return ReferenceChoice(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))
 
 
-def _base(model: Model) -> str | None:
-    return (base_of(model.path) if model.init == "pretrained" else None) or model.path
-
-
-def _folder(model: Model) -> Path | None:
+def folder_of(model: Model) -> Path | None:
     """The local folder of the model, or of the base of adapters: its path, else its snapshot in the hub's cache; None for none."""
-    name = _base(model)
-    if name is None:
+    model = below_adapters(model)
+    if (name := model.path) is None:
         return None
     path = Path(os.path.expanduser(name))
     if path.is_dir():

@@ -111,7 +111,7 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
         except UserError:  # without the changes it names no model
             start = Model(init="random")
         trained = find_trained(model.path)
-        tokenizer = model.tokenizer if "model.tokenizer" in keys else trained.tokenizer
+        tokenizer = model.tokenizer if "model.tokenizer" in keys else None  # its own
         changed = {} if start.init == "random" else model.config
         model = replace(model, path=trained.path, init="pretrained", config=changed, tokenizer=tokenizer)
         peft = adapters_of(trained)

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from packtrain.boundary import boundary
+from packtrain.config.schema import Model
 from packtrain.errors import UserError
 from packtrain.serve.gguf import convert, find_converter, give_to_ollama
 from packtrain.serve.trained import Trained, find_trained, load_trained
@@ -90,7 +91,7 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
     from peft.utils.save_and_load import load_peft_weights
 
     from packtrain.model.load import base_model
-    from packtrain.model.save import mend_generation_config, weights_at_least
+    from packtrain.model.save import complete, mend_generation_config, weights_at_least
     from packtrain.train.optim.final_weights import merged_in
     from packtrain.train.results import published, staging
 
@@ -105,3 +106,4 @@ def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
         stack.enter_context(weights_at_least(whole, staging(target)))
         whole.save_pretrained(staging(target))
         tokenizer.save_pretrained(staging(target))
+        complete(whole, Model(path=trained.path), staging(target))

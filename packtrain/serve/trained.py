@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ class Trained:
         if not os.path.isdir(place := os.path.expanduser(self.path)):
             raise UserError(f"{self.path} is no folder", where="MODEL", fix="Download it: hf download, then name it.")
         return Path(place)
-
-    @property
-    def tokenizer(self) -> str:
-        """Where its tokenizer is: adapters may come without one."""
-        own = self.base is None or (self.folder / "tokenizer_config.json").exists()
-        return self.path if own else str(self.base)
 
     @property
     def scores(self) -> bool:
@@ -81,7 +75,6 @@ def load_trained(
         import torch
 
         from packtrain.data.tokens.pretrained import load_tokenizer
-        from packtrain.model.adapters import load_adapters
         from packtrain.model.load import load_model
         from packtrain.model.precision import settle_kernels
         from packtrain.train.log.console import quiet_libraries
@@ -89,10 +82,8 @@ def load_trained(
     settle_kernels()  # sdpa sees a new length with every token
     warnings.simplefilter("ignore")
 
-    base: Any = Model(path=trained.base or trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(replace(base, path=trained.tokenizer))
-    model: Any = load_model(base, Peft(), tokenizer, seed=0, scores=trained.scores)
-    if trained.base is not None:
-        model = load_adapters(model, trained.path, scores=trained.scores, trained=False)
+    named: Any = Model(path=trained.path, dtype=dtype, trust_remote_code=trust)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(named)
+    model: Any = load_model(named, Peft(), tokenizer, seed=0, scores=trained.scores, apart=True)
     device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     return model.to(device).eval().requires_grad_(False), tokenizer

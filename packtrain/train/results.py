@@ -28,7 +28,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.durable import aside, publish
 from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
-from packtrain.model.save import weights_at_least
+from packtrain.model.save import complete, weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.known_model import base_of
@@ -85,6 +85,7 @@ def save_final(
             trainer.checkpoints.save_weights_in(dtype, staging(folder.average), AVERAGE)
         if not main:
             return []
+        base: Any = base_model(model)
         if merged:
             seed, quantised = trainer.args.seed, getattr(base_model(model), "is_quantized", False)
             # the trainer's model has only this process's share of its weights, or not the numbers that they stand for
@@ -99,6 +100,8 @@ def save_final(
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
                         tokenizer.save_pretrained(place)
+        for place in contents if peft.kind == "none" else merged:
+            contents[place] += complete(base, settings, staging(place))
     return [f"{place.name}/ holds {what}" for place, what in contents.items()]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from packtrain.boundary import boundary, holding
 from packtrain.config.schema import Model
 from packtrain.errors import UserError
+from packtrain.plan.known_model import base_of, below_adapters
 from packtrain.time_limit import start
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def check_model_folder(folder: Path) -> None:
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if none can be loaded."""
-    source = config.tokenizer or config.path
+    source = config.tokenizer or tokenizer_of(config.path)
+    config = config if source in (config.tokenizer, config.path) else below_adapters(config)
     if source == QUICKSTART:
         from packtrain.data.sources.quickstart import tokenizer
 
@@ -86,6 +88,13 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
         if loaded.pad_token_id is None:
             loaded.pad_token = loaded.eos_token
         return loaded
+
+
+def tokenizer_of(path: str | None) -> str | None:
+    """Return where the tokenizer of a model is: adapters without one have their base's."""
+    base, place = base_of(path), Path(path or "").expanduser()
+    own = base is None or any(any(place.glob(name)) for name in ("tokenizer.*", "vocab*", "*.model"))
+    return path if own else base
 
 
 def fix_of(online: bool, error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from packtrain.monitor.heartbeat import waiting
 
-_BLOCKS, _BLOCK_BYTES = 32, 2**16
+_BLOCKS, _BLOCK_BYTES = 1024, 2**16
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
@@ -54,8 +54,9 @@ def sampled_hash(files: Iterable[str]) -> str:
         end = os.path.getsize(file)
         found.update(f"{os.path.basename(file)} {end}".encode())
         with open(file, "rb") as opened:
-            for number in range(_BLOCKS):
-                opened.seek(max(0, end - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # of a small file all
+            for number in range(blocks):
+                opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
                 found.update(opened.read(_BLOCK_BYTES))
     return found.hexdigest()
 

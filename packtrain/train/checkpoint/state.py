@@ -25,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import elements, load_shards, save_shards, shards_of, whole_weights
+from packtrain.model.weights.source import write_base
 from packtrain.model.weights.stream import gathered, plan_files, write_files
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.feed import PLACE
@@ -298,8 +299,11 @@ class Checkpoints:
         """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
         if self._accelerator.is_main_process:
             base = base_model(self._model)
+            weights = weights and {**getattr(self._model, "beside", {}), **weights}
             with weights_at_least(self._model, folder, weights):
                 self._trl._save(str(folder), state_dict=weights)
+                if self._has_adapters:
+                    write_base(self._model, folder)
                 if self._has_adapters and base.can_generate():  # PEFT leaves it away
                     cast(Any, base).generation_config.save_pretrained(folder)
 

@@ -131,6 +131,9 @@ def log_model(
     whole = in_millions(sum(map(elements, base.parameters())))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters{trained})")
+    kept = "stay with the base" if peft.kind == "lora" and not peft.merge else "go along unchanged"
+    if (source := getattr(base, "source", None)) and (remark := source.in_words(kept)):
+        log.fact("files", remark)
     if peft.kind == "lora":
         log.fact(
             "adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {adapted_share(model)}"

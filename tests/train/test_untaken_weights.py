@@ -1,0 +1,207 @@
+"""Weights in its files that a model does not take are carried into final/, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import run_here
+from running import base_config, train
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from tiny_served import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from packtrain.config.schema import Model, Peft
+from packtrain.data.sources.quickstart import tokenizer
+from packtrain.errors import UserError
+from packtrain.model.load import load_model
+from packtrain.model.weights.source import carry
+from packtrain.serve.export import merge
+
+Weights = dict[str, torch.Tensor]
+MOE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def with_files(folder: Path, change: Callable[[Weights], Weights], **config: Any) -> Path:
+    """The model in `folder` with other weights in its file, and values in its config.json."""
+    file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file({name: one.clone() for name, one in change(load_file(file)).items()}, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def nextn(weights: Weights) -> Weights:
+    """With a third layer, for the token after the next, in bfloat16: as glm4_moe and deepseek_v3 store it."""
+    layer = {name: one for name, one in weights.items() if name.startswith("model.layers.1.")}
+    more = {name.replace(".1.", ".2.", 1): one.bfloat16() for name, one in layer.items()}
+    return weights | more | {"model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16()}
+
+
+def mtp(weights: Weights) -> Weights:
+    """With a module of its own, as qwen3_next stores it; the library is told to pass over it."""
+    return weights | {f"mtp.layers.0.{name}.weight": torch.randn(8, 8) for name in ("fc", "norm")}
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_files(save_model(tmp_path_factory.mktemp("glm") / "base", "glm4_moe", **MOE), nextn)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_files(save_model(tmp_path_factory.mktemp("llama") / "base"), mtp, num_nextn_predict_layers=1)
+
+
+def trained_on(model: Path, folder: Path) -> dict[str, Any]:
+    return {**base_config(folder, trainer={"max_steps": 2}), "model": {"path": str(model)}}
+
+
+def all_weights(folder: Path) -> tuple[Weights, dict[str, str]]:
+    """The weights of a folder, by its files and by its index."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    held = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    for name, file in index["weight_map"].items():
+        assert name in load_file(folder / file)
+    assert index["metadata"]["total_size"] == sum(one.numel() * one.itemsize for one in held.values())
+    return held, index["weight_map"]
+
+
+def same_as_they_were(final: Path, base: Path, own: str, number: int) -> None:
+    held, index = all_weights(final)
+    was = {name: one for name, one in load_file(base / "model.safetensors").items() if own in name}
+    assert held.keys() == index.keys() == load_file(base / "model.safetensors").keys() and len(was) == number
+    for name, one in was.items():
+        assert held[name].dtype == one.dtype and torch.equal(held[name], one), name
+    AutoModelForCausalLM.from_pretrained(final)
+    assert AutoTokenizer.from_pretrained(final).chat_template
+
+
+def test_layers_for_more_tokens_are_in_final_as_they_were(glm: Path, tmp_path: Path) -> None:
+    run = run_here(tmp_path, trained_on(glm, tmp_path))
+    number, total = 24, len(load_file(glm / "model.safetensors"))
+    assert f"{number} of {total} weights are not the model's: model.layers.2.* ({number})" in run.log
+    same_as_they_were(run.folder / "final", glm, ".layers.2.", number)
+    assert json.loads((run.folder / "final/config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_modules_that_the_library_passes_over_in_silence_are_in_final_and_a_merged_model(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = {**trained_on(llama, tmp_path), "peft": {"kind": "lora", "merge": True}}
+    run = run_here(tmp_path, config)
+    assert "2 of 23 weights are not the model's: mtp.* (2)" in run.log
+    same_as_they_were(run.folder / "final-merged", llama, "mtp.", 2)
+    assert not (run.folder / "final/model.safetensors.index.json").exists()
+    merge(str(run.folder / "final"), tmp_path / "merged", None)
+    same_as_they_were(tmp_path / "merged", llama, "mtp.", 2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=pytest.mark.exhaustive)])
+def test_they_are_there_where_no_process_has_the_whole_model(llama: Path, tmp_path: Path, strategy: str) -> None:
+    run = train(tmp_path, trained_on(llama, tmp_path), f"strategy={strategy}", processes=2)
+    same_as_they_were(run.folder / "final", llama, "mtp.", 2)
+
+
+def load(model: Path, **config: Any) -> Any:
+    return load_model(Model(path=str(model), config=config), Peft(), tokenizer(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("biased", "config", "key"),
+    [
+        ("qkvo", {}, "model.config.attention_bias=true"),
+        ("gate up down", {}, "model.config.mlp_bias=true"),
+    ],
+)
+def test_weights_that_trained_layers_lack_are_an_error_that_names_the_key(
+    biased: str, config: dict, key: str, tmp_path: Path
+) -> None:
+    kinds = (
+        [f"self_attn.{one}_proj" for one in biased]
+        if biased == "qkvo"
+        else [f"mlp.{one}_proj" for one in biased.split()]
+    )
+
+    def with_biases(weights: Weights) -> Weights:
+        return weights | {
+            f"model.layers.{at}.{kind}.bias": torch.ones(len(weights[f"model.layers.{at}.{kind}.weight"]))
+            for at in range(2)
+            for kind in kinds
+        }
+
+    base = with_files(save_model(tmp_path / "base"), with_biases)
+    with pytest.raises(UserError) as refused:
+        load(base)
+    (problem,) = refused.value.problems
+    assert f"{2 * len(kinds)} of {21 + 2 * len(kinds)} weights" in problem.what and key in problem.fix
+    name, _, value = key.removeprefix("model.config.").partition("=")
+    taken = load(base, **{name: json.loads(value)})
+    assert taken.state_dict()[f"model.layers.1.{kinds[0]}.bias"].tolist()[0] == 1.0
+
+
+OLD = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(1, 1, 16, 8),
+    "model.layers.0.self_attn.masked_bias": torch.tensor(-1e4),
+    "model.layers.0.self_attn.bias": torch.ones(1, 1, 16, 16).tril(),
+    "model.layers.0.self_attn.mask": torch.ones(16, dtype=torch.uint8),
+    "model.position_ids": torch.arange(16)[None],
+}
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "two files", "bin"])
+def test_buffers_of_old_files_are_left_out_and_modules_kept_however_they_are_stored(
+    stored: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base")
+    weights = mtp(load_file(base / "model.safetensors")) | OLD
+    (base / "model.safetensors").unlink()
+    if stored == "bin":
+        torch.save(weights, base / "pytorch_model.bin")
+    elif stored == "safetensors":
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    else:
+        places = {name: f"{'ab'['mtp' in name]}.safetensors" for name in weights}
+        for file in ("a.safetensors", "b.safetensors"):
+            own = {name: one for name, one in weights.items() if places[name] == file}
+            save_file(own, base / file, metadata={"format": "pt"})
+        (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    model = load(base)
+    assert sorted(model.source.kept) == ["mtp.layers.0.fc.weight", "mtp.layers.0.norm.weight"]
+    assert sum(model.source.left.values()) == len(OLD) and model.source.total == 23 + len(OLD)
+    model.save_pretrained(tmp_path / "saved")
+    assert carry(model, tmp_path / "saved") == ", with 2 weights as they came"
+    held, _ = all_weights(tmp_path / "saved")
+    assert torch.equal(held["mtp.layers.0.fc.weight"], weights["mtp.layers.0.fc.weight"])
+    assert not OLD.keys() & held.keys()
+
+
+def test_layers_that_the_config_of_the_run_leaves_away_stay_away(tmp_path: Path) -> None:
+    source = load(save_model(tmp_path / "base"), num_hidden_layers=1).source
+    assert not source.kept and source.left == {"model.layers.1.*": 9}
+
+
+def test_a_reward_model_and_back_have_only_their_own_head(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    scores = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0, scores=True)
+    assert scores.source.left == {"lm_head.*": 1} and not scores.source.kept  # type: ignore[attr-defined]
+
+
+def test_a_config_does_not_promise_layers_that_no_file_has(tmp_path: Path) -> None:
+    model = tiny_model("glm4_moe", **MOE)
+    model.save_pretrained(tmp_path)
+    assert carry(model, tmp_path) == ", num_nextn_predict_layers 0 in its config.json"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_nextn_predict_layers == 0
