@@ -135,9 +135,7 @@ class ChatEncoder:
             before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
             if not text.startswith(before) and THINKING_OFF.items() <= conversation.variables.items():
                 given = {key: value for key, value in conversation.variables.items() if key not in THINKING_OFF}
-                conversation = replace(
-                    conversation, variables=given
-                )  # answers lack the empty thought that it asks with
+                conversation = replace(conversation, variables=given)  # answers lack the empty thought
                 before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
