@@ -176,5 +176,5 @@ class Engine:
 
 
 def warmup_of(schedule: str, asked: int, steps: int) -> int:
-    """Steps of warm-up: fewer than the only step, whose rate would be 0, or than polynomial can divide by."""
+    """Steps of warm-up: 0 for one step, whose rate would be 0; polynomial needs a step after them."""
     return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked

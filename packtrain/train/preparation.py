@@ -60,8 +60,7 @@ class Prepared:
     model: Any = None
     attention: str = ""
     precision: Precision = field(init=False)
-    day: str = ""
-    """The date that the chat template prints, "" for today."""
+    day: str = ""  # that the chat template prints
     origin: dict[str, Any] = field(default_factory=dict)
     """What a resumed run must agree on of the precision, of the masters and of the reference."""
     backend: AttentionChoice | None = None

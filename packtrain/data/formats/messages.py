@@ -166,12 +166,10 @@ def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
 
 
 def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int]:
-    """Remove and return the weights of a turn or a part, 0 or 1; raises BadRow for others."""
+    """Remove and return the weights of a turn or a part; raises BadRow unless 0 or 1."""
     given = dict[str, int]()
-    for key in [key for key in value if _WEIGHT.fullmatch(key)]:
+    for key in [key for key, weight in value.items() if _WEIGHT.fullmatch(key) and weight not in (None, [])]:
         weight = value.pop(key)
-        if weight is None or weight == []:
-            continue
         if key not in (*WEIGHTS, MASKED) or not isinstance(weight, (int, float)) or weight not in (0, 1):
             what = f"{WHOLE}, and found {key}: {weight!r}"
             raise BadRow("weight", what, f"{where}.{key}", "Write weight: 0 or 1 for all of the turn, or remove it.")

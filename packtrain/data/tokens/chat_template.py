@@ -49,22 +49,17 @@ ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwe
 
 @dataclass(frozen=True)
 class Template:
-    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself).
-
-    Rows with tools take the text `for_tools`, if any.
-    """
+    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
 
     text: str
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
-    for_tools: str = ""
+    for_tools: str = ""  # the text of rows with tools, if that is another one
 
     def on(self, day: date) -> Template:
         """The template with this day in place of the clock: all rows are alike."""
-        fix = partial(_CLOCK.sub, lambda look: repr(f"{day:{look[2]}}"))
-        return replace(
-            self, text=fix(self.text), marked=self.marked and fix(self.marked), for_tools=fix(self.for_tools)
-        )
+        at = partial(_CLOCK.sub, lambda look: repr(f"{day:{look[2]}}"))
+        return replace(self, text=at(self.text), marked=self.marked and at(self.marked), for_tools=at(self.for_tools))
 
     @property
     def with_tools(self) -> Template:
@@ -152,9 +147,10 @@ def rewrite_for_template(template: str, conversation: Conversation, *, text_argu
     messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):
         messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
-        messages = [*map(_with_text_arguments, messages)] if text_arguments else messages
     if key is not None and any("reasoning_content" in message for message in messages):
         messages = [_move_thought(message, key) for message in messages]
+    if text_arguments:
+        messages = [*map(_with_text_arguments, messages)]
     return conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
 
@@ -169,7 +165,7 @@ def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with JSON text as arguments of calls; an empty content beside them is null."""
+    """The message with JSON text as arguments of calls, and null for an empty content."""
     calls = copy.deepcopy(message.get("tool_calls", []))
     for call in calls:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)

@@ -134,9 +134,8 @@ class ChatEncoder:
         try:
             before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
             if not text.startswith(before) and THINKING_OFF.items() <= conversation.variables.items():
-                # some templates ask with an empty thought, and leave it out of the answer
                 given = {key: value for key, value in conversation.variables.items() if key not in THINKING_OFF}
-                conversation = replace(conversation, variables=given)
+                conversation = replace(conversation, variables=given)  # answers lack the empty thought
                 before = self._render(conversation, messages[:turn], generation_prompt=True)[0]
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
@@ -163,14 +162,13 @@ class ChatEncoder:
 
     @cached_property
     def _headers(self) -> tuple[str, str]:
-        """Generation prompts, which stand before every answer: with thinking off, and up to an opening <think>."""
+        """The text before every answer: with thinking off, and up to an opening <think>."""
         question = {"role": "user", "content": "question"}
         found = list[str]()
         for how in (THINKING_OFF, {}):
             said, asked = self._probe(question, **how), self._probe(question, generation_prompt=True, **how)
             found.append(asked.removeprefix(said) if said and asked.startswith(said) else "")
-        off, plain = found
-        return "" if off.rstrip().endswith("<think>") else off, plain.split("<think>")[0]
+        return "" if found[0].rstrip().endswith("<think>") else found[0], found[1].split("<think>")[0]
 
     def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
         """The messages as the template renders them, "" where it refuses them."""

@@ -425,7 +425,7 @@ def test_a_role_that_the_template_names_may_speak(ready, tmp_path):
 
 
 def test_a_doubled_bos_is_counted_and_said_once(tmp_path):
-    """Tokens are those of TRL's tokenising, which doubles it too; so the run has to say it."""
+    """TRL doubles it, too, so the tokens stay and the run says it."""
     tokenizer = copy.deepcopy(tokenizer_of("llama3"))
     bos = str(tokenizer.bos_token)
     adding = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])

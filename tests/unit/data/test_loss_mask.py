@@ -438,7 +438,7 @@ THINKERS = [name for name in template_names() if name.startswith(("qwen3", "glm"
 
 
 def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_thinking_off():
-    """The words and the end of an answer without a thought are trained, also where the row turns thinking off."""
+    """The words of such an answer and its end are trained, no more."""
     assert len(THINKERS) >= 20
     for name in [*THINKERS, *MADE]:
         tokenizer = tokenizer_for(MADE.get(name) or shipped(name))
@@ -498,7 +498,7 @@ def test_arguments_are_text_for_a_template_that_takes_text(name):
 
 
 def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp_path):
-    """As transformers' apply_chat_template chooses; the names survive in the tokenizer's folder."""
+    """transformers' apply_chat_template chooses alike."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
     tokenizer.chat_template = {"default": STYLES["smollm"].template, "tool_use": STYLES["qwen2_5"].template}
     tokenizer.save_pretrained(tmp_path)
@@ -547,3 +547,10 @@ def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(t
     assert f"system\n{date.today():%d %b %Y}<|im_end|>" in rendered("")[0]
     plain = choose_template(None, tokenizer_of("smollm"))
     assert plain is not None and plain == plain.on(date(2026, 11, 28))
+
+
+def test_a_thought_beside_a_call_stays_where_arguments_are_text():
+    thinking = "{%- if m.content and '</think>' in m.content %}{{ '' }}{% endif %}"
+    text = PRINTS.replace("{%- for call", f"{thinking}{{%- for call", 1)
+    (said,) = trained_by_text(text, [ASK, calls("Paris", reasoning_content="Hm.")])
+    assert said == '<think>\nHm.\n</think>\n\nweather {"city": "Paris"}<|im_end|>'

@@ -232,7 +232,7 @@ NOT_TRAINED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("said", NOT_TRAINED, ids=str)
 def test_every_spelling_of_a_turn_that_is_not_trained_is_honoured(tmp_path, said):
-    """The keys of OpenAI, LLaMA-Factory, ms-swift, axolotl, torchtune and others, on a turn or on all of its parts."""
+    """OpenAI, LLaMA-Factory, ms-swift, axolotl and torchtune each have their own."""
     (found,) = trained(write(tmp_path, of(ASK, {**END, **said}, {**ASK, **said}, END)))
     assert found.rstrip("\n") == SUNNY
 
