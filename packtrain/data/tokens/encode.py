@@ -155,8 +155,7 @@ class Encoder:
             raise
 
     def encode_row(self, row: RawRow, format: Format, unread: dict[str, str]) -> tuple[list[IdsAndMask], Flags]:
-        """The row's documents before data.max_length, and the flags to count; raises BadRow where it cannot be used. `unread` gets the row's
-        columns that nothing reads."""
+        """The row's documents before data.max_length, and the flags to count; `unread` grows. Raises BadRow where it cannot be used."""
         if isinstance(row, BadRow):
             raise row
         encode = {"sft": self._encode_example, "kto": self._encode_labelled}.get(self.objective, self._encode_pair)

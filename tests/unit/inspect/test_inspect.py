@@ -55,7 +55,7 @@ def test_skipped_rows_and_unread_columns_are_named(folder: Path) -> None:
     wrong = [(place, "wrong type") for place in ("odd.jsonl:1", "odd.jsonl:4", "more.jsonl:2")]
     places = [(bad["where"], bad["reason"]) for bad in data["skipped"]]
     assert places == [*wrong[:2], ("odd.jsonl:5", "empty"), *wrong[2:]]
-    assert data["unread"] == dict.fromkeys(files, {"remark": "", "id": "note"})
+    assert data["unread"] == {file: {"remark": "", "id": "note"} for file in files}
     said = [f"{file}: not read{what}" for file in files for what in (": remark", ", about the rows only: id")]
     assert data["remarks"] == said and all(line in page.read_text() for line in said)
     text = inspect(folder, *options).stdout
