@@ -15,6 +15,7 @@ from data_tokenizers import SMOLLM, tokenizer_of
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
+from packtrain.train.log.console import _documents
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -90,6 +91,12 @@ def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
         ready(path)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
     assert str(caught.value).endswith("Later rows may have the same problem.")
+
+
+def test_the_header_of_a_run_has_the_number_of_skipped_rows(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", GOOD, {"messages": []}, {"messages": []}, {"messages": 7})
+    assert _documents(ready(path, bad_rows="skip").train.report).endswith("dropped 3: 2 empty, 1 wrong type")
+    assert _documents(ready(write(tmp_path / "x.jsonl", GOOD)).train.report).endswith("dropped 0")
 
 
 def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):
