@@ -58,8 +58,7 @@ class DataReport:
     `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
     version of the chat template renders, since the model's own gives no exact loss mask for them, `two_bos` those that begin with BOS twice.
     Those from `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
-    time of tokenising (0 if all was cached), `remarks` say what was decided about a source, `unread` has its columns that nothing reads with
-    what would (formats/columns.py).
+    time of tokenising (0 if all was cached), `remarks` say what was decided about a source, `unread` has its columns as Row.unread.
     """
 
     rows: int
@@ -85,7 +84,7 @@ class DataReport:
     unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def decisions(self) -> list[str]:
-        """`remarks`, what was decided about single rows, and the columns of each source that nothing reads."""
+        """`remarks`, what was decided about single rows, and unread columns."""
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),

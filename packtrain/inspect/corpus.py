@@ -127,11 +127,8 @@ class Corpus:
 
     def bad_rows(self) -> dict[int, str]:
         """The rows that data.bad_rows=skip has skipped, each with the reason."""
-        numbers = np.flatnonzero(self.fates["dropped"])
-        stores = np.searchsorted(self.first_rows, numbers, side="right") - 1
-        reasons = zip(stores.tolist(), self.fates["dropped"][numbers].tolist(), strict=True)
-        named = {int(row): self.stores[at].reasons[why] for row, (at, why) in zip(numbers, reasons, strict=True)}
-        return {row: reason for row, reason in named.items() if reason not in UNUSABLE}
+        reasons = {reason for store in self.stores for reason in store.reasons[1:]} - {*UNUSABLE}
+        return dict(sorted((int(row), why) for why in reasons for row in np.flatnonzero(self.dropped_for(why))))
 
     def dropped_for(self, reason: str) -> np.ndarray:
         """bool[rows]: those that were dropped for this reason."""

@@ -37,8 +37,8 @@ LABEL = "label"
 """The column of packtrain kto that says whether an answer is desirable."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """The formats whose rows may have a label."""
-CHOSEN = ("messages", "conversations", "output")
-"""Columns that hold the chosen answer of ms-swift's pairs, which have no column `chosen`."""
+CHOSEN: dict[str, Format] = {"messages": "messages", "conversations": "sharegpt", "output": "alpaca"}
+"""Columns that end in the chosen answer of ms-swift's pairs, which have no column `chosen`; and how they are read."""
 ALIASES: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen_messages", "chosen_response"),
     "rejected": ("rejected_messages", "rejected_response"),
@@ -104,7 +104,7 @@ class Row:
         return self.values.get(self.name(ours))
 
     def unread(self) -> dict[str, str]:
-        """The columns with a value that no reader asked for: each with our column that would read it, "" for none, or NOTE."""
+        """Unread columns that have a value, each with our column that would read it, "" for none, or NOTE."""
         names = {self.name(ours): ours for ours in self.asked}
         absent = {ours for name, ours in names.items() if name not in self.values}
         left = ((name, self.values[name]) for name in self.values.keys() - names.keys())
@@ -144,14 +144,14 @@ def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
 
 @lru_cache(4096)
 def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
-    """Whether the name of a column is that of a NOTE, and our columns that it hints at."""
+    """Return whether the name speaks of a NOTE, and the columns of ours that it hints at."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix(UNLISTED)).lower()
     hinted = (ours for ours, hint in HINTS.items() if re.search(rf"(^|[^a-z])({hint})", plain))
     return _NOTES.fullmatch(plain) is not None, () if name.endswith(UNLISTED) else tuple(hinted)
 
 
 def _use_of(name: str, value: Any, absent: Container[str]) -> str:
-    """Return our `absent` column that would read this one, "" for none, NOTE for a column about the row."""
+    """Return our `absent` column for this one, "" for none, or NOTE."""
     is_note, hinted = _classify(name)
     if is_note or not isinstance(value, (str, list, dict)):
         return NOTE
@@ -167,7 +167,7 @@ def merge_uses(into: dict[str, str], more: Mapping[str, str]) -> None:
 
 
 def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
-    """Name the columns of a source that nothing reads: those that may matter, then notes on rows."""
+    """Name the unread columns of a source: those that may matter, then notes."""
     notes = sorted(name for name, use in unread.items() if use == NOTE)
     others = sorted((name, use) for name, use in unread.items() if use != NOTE)
     told = [f"{name} (data.columns.{use}={name} reads it)" if use else name for name, use in others]

@@ -80,7 +80,7 @@ def read_messages(row: Row, ours: str) -> Messages:
 
 
 def _unfold(turn: Any) -> list[Any]:
-    """The turn; of an exchange, such as {"human": …, "assistant": …}, the turn of each speaker."""
+    """The turn; of an exchange ({"human": …, "assistant": …}) both turns."""
     is_turn = not isinstance(turn, dict) or turn.keys() & {"role", "from", "content", "value"}
     said = {} if is_turn else {_EXCHANGE[name]: text for name, text in turn.items() if text and name in _EXCHANGE}
     rest = {name: value for name, value in turn.items() if name not in _EXCHANGE} if said else {}
@@ -286,7 +286,7 @@ def with_system(row: Row, messages: Messages) -> Messages:
 
 
 def with_thought(row: Row, messages: Messages) -> Messages:
-    """The messages with the thought of a column in the last answer, where it has none and the template has a place for it."""
+    """The messages with the thought of a column in the last answer, if the template has a place for it."""
     last = messages[-1]
     free = last["role"] == "assistant" and "reasoning_content" not in last and "</think>" not in last["content"]
     if not (free and row.keys & {*THOUGHTS, "think"}) or not row.optional("reasoning_content"):

@@ -136,7 +136,7 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
 
 
 def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
-    """The pair of chosen and rejected, with the prompt of the column `asked`; None if only the answers contain it."""
+    """The pair of chosen and rejected; `asked` is the column of the prompt, None if only the answers contain it."""
     chosen, rejected = _read_answer(row, "chosen"), _read_answer(row, "rejected")
     is_whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
     prompt = None if asked is None else _read_prompt(row, asked)
@@ -155,11 +155,10 @@ def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
 
 
 def _pair_conversation(row: Row) -> tuple[Answered, Answered]:
-    """The pair of a conversation and of what is worse than its last round, as ms-swift has them."""
-    ours = next((ours for ours in CHOSEN if row.has(ours)), "chosen")
-    readers = {"messages": "messages", "conversations": "sharegpt", "output": "alpaca"}
-    row.take(ours)
-    example = READERS[readers.get(ours, "messages")](row)
+    """ms-swift's pair: the last round of a conversation, and what is worse."""
+    if (ours := next(filter(row.has, CHOSEN), None)) is None:
+        raise BadRow("missing column", f"no column {row.name('chosen')!r}; found: {', '.join(map(repr, row.values))}")
+    example = READERS[CHOSEN[ours]](row)
     assert isinstance(example, Conversation)
     prompt, chosen = _split_last_round(example.messages, row.name(ours))
     rejected, name = _read_answer(row, "rejected"), row.name("rejected")
@@ -172,7 +171,7 @@ def _pair_conversation(row: Row) -> tuple[Answered, Answered]:
 
 
 def _split_last_round(messages: Messages, where: str) -> tuple[Messages, Messages]:
-    """The messages up to the last question, and the answer to it with its calls of tools and their results."""
+    """The messages up to the last question; the answer, with its calls of tools and their results."""
     start = max((at for at, message in enumerate(messages, 1) if message["role"] in ASKING), default=0)
     if not 0 < start < len(messages):
         raise BadRow("no prompt", "expected a question and then an answer", where)

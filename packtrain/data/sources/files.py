@@ -141,11 +141,8 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
         raise UserError(f"broken JSON: {error}", where=str(path), fix=fix) from error
     if isinstance(value, list):
         return value
-    lists = [
-        part
-        for part in value.values()
-        if isinstance(part, list) and part and all(isinstance(row, dict) for row in part)
-    ]
+    parts = [part for part in value.values() if isinstance(part, list) and part]
+    lists = [part for part in parts if all(isinstance(row, dict) for row in part)]
     if len(lists) == 1 and not (value.keys() & COLUMNS or {"role", "from"} & lists[0][0].keys()):
         return lists[0]
     return [value] if b"\n" in text.strip() else None
