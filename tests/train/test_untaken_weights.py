@@ -194,7 +194,7 @@ def test_layers_that_the_config_of_the_run_leaves_away_stay_away(tmp_path: Path)
     assert not source.kept and source.left == {"model.layers.1.*": 9}
 
 
-def test_a_reward_model_and_back_have_only_their_own_head(tmp_path: Path) -> None:
+def test_a_reward_model_leaves_the_output_head_out(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     scores = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0, scores=True)
     assert scores.source.left == {"lm_head.*": 1} and not scores.source.kept  # type: ignore[attr-defined]
