@@ -233,12 +233,8 @@ def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quant
     if model.source.untaken:
         with suppress(Exception), torch.device("meta"):  # there may be no such model
             names = {*_auto_class(not scores).from_config(model.config).state_dict()}
-    fewer = any("layer" in key for key in config.config)
-
-    def stays(name: str) -> bool:
-        return name in names or (fewer and bool(re.search(r"\.\d+\.", name))) or (part and not MTP.search(name))
-
-    judge(model, stays, quantised=quantised)
+    fewer = any(re.search("layers?$", key) for key in config.config)
+    judge(model, lambda name: fewer or name in names or (part and not MTP.search(name)), quantised=quantised)
 
 
 def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:

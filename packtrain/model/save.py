@@ -98,6 +98,7 @@ def complete(model: Any, settings: Model, folder: Path) -> str:
     with boundary(f"what came with {settings.path} cannot be copied", str(folder)):
         said, source = carry(model, folder), folder_of(settings)
         words = folder_of(replace(settings, path=settings.tokenizer or settings.path))
+        words = None if getattr(model, "grown", False) else words  # files of the base lack the tokens that were added
         for place in {source, words} - {None} if settings.init == "pretrained" else ():
             for file in filter(Path.is_file, cast(Path, place).iterdir()):
                 its_place = words if _OF_TOKENIZERS.fullmatch(file.name) else source

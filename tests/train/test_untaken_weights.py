@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from here import run_here
@@ -194,7 +196,7 @@ def test_layers_that_the_config_of_the_run_leaves_away_stay_away(tmp_path: Path)
     assert not source.kept and source.left == {"model.layers.1.*": 9}
 
 
-def test_a_reward_model_and_back_have_only_their_own_head(tmp_path: Path) -> None:
+def test_a_reward_model_leaves_the_output_head_out(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     scores = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0, scores=True)
     assert scores.source.left == {"lm_head.*": 1} and not scores.source.kept  # type: ignore[attr-defined]
@@ -205,3 +207,35 @@ def test_a_config_does_not_promise_layers_that_no_file_has(tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     assert carry(model, tmp_path) == ", num_nextn_predict_layers 0 in its config.json"
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_nextn_predict_layers == 0
+
+
+def gguf_file(file: Path, *more: tuple[str, tuple[int, ...]]) -> Path:
+    """A llama of one layer, with `more` weights, by names and shapes."""
+    writer, layer = gguf.GGUFWriter(str(file), "llama"), "blk.0."
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(tokenizer()))
+    shapes = {"token_embd": (len(tokenizer()), 64), "output": (len(tokenizer()), 64), "output_norm": (64,)}
+    shapes |= {f"{layer}attn_{part}": (64, 64) for part in ("q", "k", "v", "output")}
+    shapes |= {f"{layer}{part}_norm": (64,) for part in ("attn", "ffn")}
+    shapes |= {f"{layer}ffn_gate": (96, 64), f"{layer}ffn_up": (96, 64), f"{layer}ffn_down": (64, 96)}
+    for name, shape in (*((f"{name}.weight", shape) for name, shape in shapes.items()), *more):
+        writer.add_tensor(name, np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_weights_of_gguf_files_are_counted_and_refused_as_well(tmp_path: Path) -> None:
+    nextn = ("blk.1.nextn.eh_proj.weight", (64, 128))
+    source = load(gguf_file(tmp_path / "a.gguf", ("rope_freqs.weight", (8,)), nextn)).source
+    assert (source.total, sum(source.left.values()), source.kept) == (14, 2, {})
+    with pytest.raises(UserError, match=r"1 of 13 weights .*blk\.\*\.attn_q\.bias"):
+        load(gguf_file(tmp_path / "b.gguf", ("blk.0.attn_q.bias", (64,))))

@@ -114,9 +114,7 @@ def judge(model: Any, stays: Callable[[str], bool], *, quantised: bool) -> None:
             lacking[place] = pattern
     if lacking:
         shown, kind = ", ".join(dict.fromkeys(lacking.values())), type(model).__name__
-        what = (
-            f"{len(lacking)} of {source.total} weights in its files belong to layers of {kind} that lack them: {shown}"
-        )
+        what = f"{len(lacking)} of {source.total} weights in its files have no place in the layers of {kind}: {shown}"
         fix = "see whether its config.json belongs to these files (model_type, switches), or take these weights out"
         raise UserError(what, where="model.path", fix=" ".join(_switches(model, {*lacking})) or fix)
 
