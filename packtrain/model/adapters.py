@@ -64,11 +64,11 @@ def _odd_layers(model: nn.Module) -> list[str]:
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    odd = set[str]()
+    odd, settings = set[str](), LoraConfig()
     for place, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and (name := place.rpartition(".")[2]) not in odd:
             try:
-                _check_lora_target_modules_mamba(LoraConfig(), model, name)
+                _check_lora_target_modules_mamba(settings, model, name)
                 own = type(layer).__module__.startswith(("transformers.models.", "transformers_modules."))
                 if own and type(layer).forward is not nn.Linear.forward:
                     empty = {key: torch.empty(one.shape, device="meta") for key, one in layer.named_parameters()}
