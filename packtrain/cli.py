@@ -461,7 +461,7 @@ def main() -> None:
 def _config_and_plan(
     arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
 ) -> tuple[RunConfig, LaunchPlan]:
-    """The config that the arguments name, whose `packages` have to be here, and its plan: for `verb`, by default that of the config."""
+    """Return the config that the arguments name and its plan, for `verb` or its own verb."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings

@@ -60,7 +60,7 @@ def _lora_config(peft: Peft, task: Any) -> Any:
 
 
 def _odd_layers(model: nn.Module) -> list[str]:
-    """The last names of linear layers that PEFT refuses, or whose code is another than a product (routers)."""
+    """Return the last names of linear layers that cannot have adapters, such as routers."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
@@ -88,7 +88,7 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
-    """`peft`, whose all-linear leaves out layers that cannot have adapters.
+    """Return `peft` with an all-linear that leaves out layers without adapters.
 
     Raises UserError where another choice has them, and for a name that no module has: PEFT would go on with the others, without a word.
     """

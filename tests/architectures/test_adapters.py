@@ -1,4 +1,7 @@
-"""peft=lora adapts every type by default, and says which share of the layers; what cannot be adapted is left out, or named."""
+"""peft=lora adapts every type by default, and says which share of the layers.
+
+Layers that cannot be adapted are left out, or named.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from packtrain.train.optim.unreached import freeze_unreached
 LORA = Peft(kind="lora")
 ODD = {one: {"out_proj"} for one in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")}
 ODD |= {one: {"router"} for one in ("llama4", "llama4_text", "phimoe")} | {"deepseek_v4": {"o_a_proj"}}
-"""Layers without adapters: PEFT refuses those of Mamba, routers give two values, and a grouped layer takes no matrix."""
+"""Layers without adapters: PEFT refuses them in Mamba, routers give two values, and a grouped layer takes no matrix."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,7 +61,7 @@ def test_every_type_trains_adapters_by_default(model_type: str) -> None:
 
 
 def share(model_type: str, adapted: str) -> str:
-    """The share of the matrices whose names have one of these words, of a layer's weights; by the shapes alone."""
+    """Count the matrices whose names have one of these words, by the shapes alone."""
     layers = [(name, weight.numel()) for name, weight in made(model_type).named_parameters() if ".layers." in name]
     chosen = sum(number for name, number in layers if any(word in name for word in adapted.split()))
     return f"{chosen / sum(number for _, number in layers):.0%} of the weights in layers"

@@ -1,4 +1,7 @@
-"""What text never reaches is frozen under every strategy alike, and what is left out by chance trains on, on two processes as on one."""
+"""Weights that text never reaches are frozen alike under every strategy.
+
+Experts that are left out by chance train on, on two processes as on one.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ def gemma3(folder: Path) -> None:
 def idle(folder: Path) -> None:
     """A model whose code came with it: of 64 experts, each a module, a token chooses one."""
     words = tokenizer()
-    config = LlamaConfig(vocab_size=len(words), pad_token_id=0, eos_token_id=words.eos_token_id, **WIDTHS)
+    ids: dict[str, Any] = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": words.eos_token_id}
+    config = LlamaConfig(**WIDTHS, **ids)
     scope: dict[str, Any] = {}
     exec(IDLE, scope)
     torch.manual_seed(0)
