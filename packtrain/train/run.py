@@ -364,9 +364,7 @@ def _try_saving(run: Run, ends: list[int]) -> None:
         run.log.warn(remark)
     if new := end_answers_at(prepared.model, ends):
         names = listed(prepared.tokenizer.convert_ids_to_tokens(new))
-        run.log.fact(
-            "ends", f"{names} ends trained answers, and joins eos_token_id in generation_config.json of final/"
-        )
+        run.log.fact("ends", f"{names} ends trained answers: it joins eos_token_id of final/generation_config.json")
     if run.ranks.main:
         try_saving(prepared.model, prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
