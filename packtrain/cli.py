@@ -157,11 +157,10 @@ def plan(
     _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
-    there = [f"{fault.keys[0]}: {fault.what} here: {fault.fix}" for fault in needed]
     if as_json:
-        print(json.dumps({**plan_json(run, launch), "needed_there": there}, indent=2))
+        print(json.dumps(plan_json(run, launch), indent=2))
     else:
-        print_plan(run, launch, run.objective.kind, arguments or [], full=full, needed=there)
+        print_plan(run, launch, run.objective.kind, arguments or [], full=full)
     return 0
 
 
@@ -293,7 +292,7 @@ def deploy(
 
     said = [word for name, value in (("--image", image), ("--gpu", gpu)) if value for word in (name, value)]
     said = ["packtrain", "deploy", "--on", on, *said, *(["--spot"] if spot else []), verb, *(arguments or [])]
-    job = replace(_job(verb, arguments, False), invoked_as=tuple(said))
+    job = replace(_job(verb, arguments, False, packages=False), invoked_as=tuple(said))
     return submit_or_write(on, job, Machines(image, gpu, spot), submit=submit, file=output)
 
 
@@ -477,10 +476,7 @@ def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
 def _config_and_plan(
     arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
 ) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config that the arguments name, and its plan: for `verb`, by default the verb of the config.
-
-    Without `packages`, what they need may be absent here.
-    """
+    """Return the config that the arguments name and its plan, for `verb` or its own verb."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings
@@ -491,7 +487,7 @@ def _config_and_plan(
     return run, plan_launch(run, detect_surroundings(), run.objective.kind, arguments or [])
 
 
-def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
+def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
     from packtrain.launch.slurm_jobs import Job
@@ -501,7 +497,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     if sweep:
         points, shared = load_points(path, changes, _implied_by(verb), _note)
     else:
-        points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note))], changes
+        points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note, packages=packages))], changes
     for point in points:
         _check_verb(point.config, verb)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))

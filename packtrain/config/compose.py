@@ -41,7 +41,7 @@ _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 def load_config(
     config_path: str | None,
     overrides: list[str],
-    say: Callable[[str], object] = lambda line: None,
+    say: Callable[[str], object] = lambda _: None,
     *,
     packages: bool = True,
 ) -> RunConfig:

@@ -168,10 +168,10 @@ def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
 def sample_answers(
     data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None
 ) -> tuple[list[str], list[int]]:
-    """Sentences for the user on what makes a training pointless, and the control tokens that end trained answers.
+    """Return remarks on pointless training, and the control tokens that end trained answers.
 
-    For the start of a run, from a sample of the documents, in a few milliseconds. `tokenizer` is that of transformers. A token that also
-    stands within an answer (gpt-oss: <|end|> after its thoughts) ends one only where it is a document's last.
+    A sample of the documents takes a few milliseconds. `tokenizer` is transformers' own. A token that also stands within an answer
+    (gpt-oss: <|end|> after its thoughts) ends one only where it is a document's last.
     """
     documents = data.documents if isinstance(data, PairDataset) else data
     report, warnings = documents.report, list[str]()

@@ -63,15 +63,15 @@ def _lora_config(peft: Peft, task: Any) -> Any:
 
 
 def _odd_layers(model: nn.Module) -> list[str]:
-    """The last names of linear layers that PEFT refuses, or whose code is another than a product (routers)."""
+    """Return the last names of linear layers that cannot have adapters, such as routers."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    odd = set[str]()
+    odd, settings = set[str](), LoraConfig()
     for place, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and (name := place.rpartition(".")[2]) not in odd:
             try:
-                _check_lora_target_modules_mamba(LoraConfig(), model, name)
+                _check_lora_target_modules_mamba(settings, model, name)
                 own = type(layer).__module__.startswith(("transformers.models.", "transformers_modules."))
                 if own and type(layer).forward is not nn.Linear.forward:
                     empty = {key: torch.empty(one.shape, device="meta") for key, one in layer.named_parameters()}
@@ -91,7 +91,7 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
-    """`peft`, whose all-linear leaves out layers that cannot have adapters.
+    """Return `peft` with an all-linear that leaves out layers without adapters.
 
     Raises UserError where another choice has them, and for a name that no module has: PEFT would go on with the others, without a word.
     """

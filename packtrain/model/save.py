@@ -58,13 +58,11 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
 
 def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
     """Let answers stop at the tokens `ends`, too; return the new ones."""
-    settings = getattr(base_model(model), "generation_config", None)
-    if settings is None:
-        return []
-    known = settings.eos_token_id
-    known = [known] if isinstance(known, int) else [*(known or ())]
-    new = [token for token in ends if token not in known]
-    settings.eos_token_id = [*known, *new] if new else settings.eos_token_id
+    settings: Any = getattr(base_model(model), "generation_config", None)
+    known = getattr(settings, "eos_token_id", None)
+    known = [known] if isinstance(known, int) else known or []
+    if new := [token for token in ends if settings and token not in known]:
+        settings.eos_token_id = [*known, *new]
     return new
 
 

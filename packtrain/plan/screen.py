@@ -17,6 +17,7 @@ from rich.text import Text
 
 from packtrain.boundary import boundary
 from packtrain.config.compose import to_yaml
+from packtrain.config.rules.paths_and_packages import check_packages
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan.known_model import precision_in_words
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
@@ -35,25 +36,17 @@ _LARGE_RATE = {"none": 1e-3, "lora": 1e-2}
 
 
 def print_plan(
-    config: RunConfig,
-    launch: LaunchPlan,
-    verb: str,
-    arguments: Sequence[str],
-    *,
-    full: bool = False,
-    needed: Sequence[str] = (),
+    config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], *, full: bool = False
 ) -> None:
     """The answer: what is trained on what, by which processes, in which steps and memory, what is odd, and the command.
 
     With `full` also the resolved config, the launcher's settings and every machine's command. `arguments` are those that named
-    the config; packages that are `needed` are missing here. Lines are as wide as the terminal (or COLUMNS), 100 at most; commands are never broken.
+    the config. Lines are as wide as the terminal (or COLUMNS), 100 at most; commands are never broken.
     """
     console = Console(highlight=False, soft_wrap=True)
     sized = console.is_terminal or "COLUMNS" in os.environ
     width = max(min(console.width, _WIDEST), _NARROWEST) if sized else _WIDEST
-    named = (("" if number else "needed", f"there: {text}") for number, text in enumerate(needed))
-    there = [line for name, text in named for line in _wrapped(name, text, width, "yellow")]
-    for name, text in (*_answer(config, launch, width), *there, *_to_do(config, launch, verb, arguments, width)):
+    for name, text in (*_answer(config, launch, width), *_to_do(config, launch, verb, arguments, width)):
         console.print(Text.assemble((f"{name:<{_INDENT}}", "bold"), text))
     if not full:
         console.print(Text(f"{'':<{_INDENT}}(--full: every setting and command behind this)", "dim"))
@@ -70,6 +63,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
         "reason": launch.reason,
         "network": [asdict(item) for item in launch.network],
         "memory": None if isinstance(memory, str) else memory.to_json(),
+        "needed_there": [*_needed_there(config)],
         "config": asdict(config),
     }
 
@@ -157,6 +151,13 @@ def _oddities(config: RunConfig, launch: LaunchPlan) -> Iterator[str]:
         yield f"optim.learning_rate={rate:g} is large for a trained model; 1e-5 to 1e-4 is usual, with adapters ten times that"
     if launch.gpus > launch.gpus_per_node and launch.role != "srun" and (not launch.in_process or processes == 1):
         yield f"{launch.gpus - launch.gpus_per_node} of {launch.gpus} visible GPUs are not used"
+    yield from _needed_there(config)
+
+
+def _needed_there(config: RunConfig) -> Iterator[str]:
+    """Packages that this machine lacks: `plan` has refused them where the run would start here."""
+    for fault in check_packages(config):
+        yield f"{fault.keys[0]}: needed there: {fault.what} here: {fault.fix}"
 
 
 def _to_do(

@@ -380,15 +380,13 @@ def _listeners(run: Run) -> list[Any]:
 
 
 def _try_saving(run: Run, ends: list[int]) -> None:
-    """Mend or refuse now what cannot be saved at the end; let answers stop at `ends`."""
+    """Mend or refuse now what cannot be saved; let answers stop at `ends`."""
     prepared, whole = run.prepared, results.saves_whole_model(run.config.model, run.config.peft)
     if remark := mend_generation_config(prepared.model, prepared.tokenizer):
         run.log.warn(remark)
     if new := end_answers_at(prepared.model, ends):
         names = listed(prepared.tokenizer.convert_ids_to_tokens(new))
-        run.log.fact(
-            "ends", f"{names} ends trained answers, so generation_config.json of final/ has it as eos_token_id, too"
-        )
+        run.log.fact("ends", f"{names} ends trained answers: it joins eos_token_id of final/generation_config.json")
     if run.ranks.main:
         try_saving(prepared.model, prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")

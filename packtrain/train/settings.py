@@ -52,7 +52,7 @@ class LoopSettings:
     offload: bool = False
     ema: float = 0.0
     unused_at_times: bool = False
-    """Whether weights get a gradient in some batches only, as those of experts may."""
+    """Whether weights (of experts) get a gradient in some batches only."""
 
     @property
     def sharded(self) -> bool:

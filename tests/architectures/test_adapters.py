@@ -1,4 +1,7 @@
-"""peft=lora adapts every type by default, and says which share of the layers; what cannot be adapted is left out, or named."""
+"""peft=lora adapts every type by default, and says which share of the layers.
+
+Layers that cannot be adapted are left out, or named.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sweep import quietly_on_one_thread
-from test_architectures import types
-from tiny import tiny_model
+from tiny import model_types, tiny_model
 from transformers import PreTrainedModel
 
 from packtrain.config.schema import Peft
@@ -22,7 +24,7 @@ from packtrain.train.optim.unreached import freeze_unreached
 LORA = Peft(kind="lora")
 ODD = {one: {"out_proj"} for one in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")}
 ODD |= {one: {"router"} for one in ("llama4", "llama4_text", "phimoe")} | {"deepseek_v4": {"o_a_proj"}}
-"""Layers without adapters: PEFT refuses those of Mamba, routers give two values, and a grouped layer takes no matrix."""
+"""Layers without adapters: PEFT refuses them in Mamba, routers give two values, and a grouped layer takes no matrix."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,13 +40,11 @@ def made(model_type: str) -> Any:
     return model
 
 
-OTHERS = [one for one in types() if getattr(one, "values", [one])[0] not in ODD]
+FEW = ("falcon_h1", "nemotron_h", "llama4_text", "phimoe", "deepseek_v4", "gpt2")
+OTHERS = [pytest.param(one, marks=pytest.mark.exhaustive) for one in model_types() if one not in FEW]
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [*ODD, "gpt2", *(pytest.param(*getattr(one, "values", [one]), marks=pytest.mark.exhaustive) for one in OTHERS)],
-)
+@pytest.mark.parametrize("model_type", [*FEW, *OTHERS])
 def test_every_type_trains_adapters_by_default(model_type: str) -> None:
     adapted: Any = add_adapters(made(model_type), LORA, 0)
     assert adapted.peft_config["default"].exclude_modules == ODD.get(model_type)
@@ -58,7 +58,7 @@ def test_every_type_trains_adapters_by_default(model_type: str) -> None:
 
 
 def share(model_type: str, adapted: str) -> str:
-    """The share of the matrices whose names have one of these words, of a layer's weights; by the shapes alone."""
+    """Count the matrices whose names have one of these words, by the shapes alone."""
     layers = [(name, weight.numel()) for name, weight in made(model_type).named_parameters() if ".layers." in name]
     chosen = sum(number for name, number in layers if any(word in name for word in adapted.split()))
     return f"{chosen / sum(number for _, number in layers):.0%} of the weights in layers"

@@ -1,4 +1,4 @@
-"""Weights that no text reaches are found for every type, and none that some text reaches."""
+"""Weights that no text reaches are found for every type, and no others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_weight_that_only_long_documents_reach_is_trained() -> None:
 
 
 class Experts(nn.Module):
-    """One of eight for each token, each a module of its own, as in code that comes with models."""
+    """Eight modules, one for each token, as in code that comes with models."""
 
     def __init__(self, width: int, kind: type) -> None:
         super().__init__()

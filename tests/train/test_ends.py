@@ -1,4 +1,4 @@
-"""A model stops where its trained answers end: the token joins eos_token_id of what is saved, and is used by samples, chat and eval."""
+"""A model stops where its trained answers end, in samples, chat and eval."""
 
 from __future__ import annotations
 

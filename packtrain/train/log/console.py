@@ -152,14 +152,12 @@ def adapted_share(model: PreTrainedModel) -> str:
     inside = {id(weight) for layer in several for weight in layer.parameters()}
     own = {name: one for name, one in model.named_parameters() if id(one) in inside and ".lora_" not in name}
     layers: list[Any] = [one for one in model.modules() if isinstance(one, LoraLayer)]
-    adapts = [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())]
-    with_adapters = {
-        id(one.get_param() if hasattr(one, "get_param") else one.get_base_layer().weight) for one in adapts
-    }
-    share = sum(elements(one) for one in own.values() if id(one) in with_adapters) / sum(map(elements, own.values()))
-    left = joint_tensors((name, one) for name, one in own.items() if id(one) not in with_adapters)
+    layers = [one for one in layers if any(weight.requires_grad for weight in one.parameters())]
+    covered = {id(one.get_param() if hasattr(one, "get_param") else one.get_base_layer().weight) for one in layers}
+    share = sum(elements(one) for one in own.values() if id(one) in covered) / sum(map(elements, own.values()))
+    left = ", ".join(joint_tensors((name, one) for name, one in own.items() if id(one) not in covered))
     kind = "experts: " if has_routers(base_model(model)) else ""
-    return f"{share:.0%} of the weights in layers{f', not on {kind}' if left else ''}{', '.join(left)}"
+    return f"{share:.0%} of the weights in layers{f', not on {kind}{left}' if left else ''}"
 
 
 def log_steps(

@@ -23,9 +23,6 @@ from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import logits_of, random_ids, training_mode_without_dropout
 from packtrain.wording import in_millions
 
-_MOST = 2048
-"""Tokens of the long document, which no parts of known models go beyond; more take long on a CPU."""
-
 
 def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> tuple[str, bool]:
     """Freeze trained weights that no document of up to `longest` tokens reaches.
@@ -36,7 +33,7 @@ def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> 
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     missed = never = weights.keys() - _reached(base_model(model), weights, 1, autocast)
     if missed:
-        never = missed - _reached(base_model(model), weights, min(longest, _MOST), autocast)
+        never = missed - _reached(base_model(model), weights, min(longest, 2048), autocast)  # more take long on a CPU
     places = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in weights}
     reached = {place for name in weights.keys() - never for place in places[name]}
     lists = {place for place, one in model.named_modules() if isinstance(one, nn.ModuleList | nn.ModuleDict)} & reached

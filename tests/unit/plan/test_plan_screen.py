@@ -117,6 +117,6 @@ def test_packages_are_needed_there_where_a_run_would_not_start_here(
         assert "which is not installed" in refused.stderr
         return
     lines = " ".join(" ".join(planned(tmp_path, *arguments, COLUMNS="100", **visible)).split())
-    assert [*re.findall(r"needs the package (\w+)", lines)] == needed and ("there:" in lines) == bool(needed)
+    assert [*re.findall(r"needs the package (\w+)", lines)] == needed and ("needed there:" in lines) == bool(needed)
     report = json.loads(packtrain("plan", "--json", *arguments, folder=tmp_path, **visible).stdout)
     assert len(report["needed_there"]) == len(needed)
