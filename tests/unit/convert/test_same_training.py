@@ -252,6 +252,12 @@ def test_variables_of_trackers_on_a_command_go_along_but_no_secrets(of: Any) -> 
     assert done.config["topology"]["environment"] == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}
 
 
+def test_a_variable_with_a_secret_is_left_out_and_the_others_stay(of: Any) -> None:
+    done = of("a", "mlflow_tracking_uri: https://joe:hunter2hunter2@host/x\nwandb_mode: offline")
+    assert done.config["topology"]["environment"] == {"WANDB_MODE": "offline"}
+    assert note(done, "mlflow_tracking_uri").kind == "no counterpart" and note(done, "wandb_mode").kind == "converted"
+
+
 AXOLOTL_PAIRS = """
 base_model: m/m
 rl: dpo
