@@ -136,6 +136,8 @@ OTHERWISE = [
     ("a", "chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs"),
     ("s", "--use_chat_template false", "use_chat_template"),
     ("s", "--acc_strategy seq", "acc_strategy"),
+    ("l", "template: lfm2", "template"),  # a default system prompt
+    ("a", "chat_template: phi_3", "chat_template"),  # BOS and EOS
     ("s", "--train_dataloader_shuffle false", "train_dataloader_shuffle"),  # shuffled once
     ("l", "accelerator_config: {split_batches: true}", "accelerator_config"),
     ("a", "tokenizer_use_mistral_common: true", "tokenizer_use_mistral_common"),
@@ -273,6 +275,7 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
     (tmp_path / "pairs.yaml").write_text(AXOLOTL_PAIRS)
     done = convert_file(tmp_path / "pairs.yaml")
     names = [source.get("columns") for source in done.config["data"]["train"]]
+    assert note(done, "datasets").kind == "converted"  # texts without a format stand as they are
     assert names == [
         {"prompt": "messages"},
         {"prompt": "dialog", "chosen": "good", "rejected": "bad"},
