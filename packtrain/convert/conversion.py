@@ -133,8 +133,8 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
         values["model.path"] = str(names(folder)[0])
     if theirs.get("rl") == "ipo":
         values["objective.loss"] = "ipo"
-    if trackers := {name: value for name, value in file.environment.items() if _is_of_a_tracker(name)}:
-        values["topology.environment"] = {**trackers, **values.get("topology.environment", {})}
+    known = {f"topology.environment.{name}": text for name, text in file.environment.items() if _is_of_a_tracker(name)}
+    values = {**known, **values}
     is_template = is_text_of_template(values.get("data.chat_template", ""))
     template = values.pop("data.chat_template") if is_template else ""
     frozen = values.get("peft.kind") == "lora" and "model.dtype" not in values

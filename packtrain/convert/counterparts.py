@@ -217,7 +217,8 @@ def is_text_of_template(value: Any) -> bool:
 
 def template(value: Any, theirs: Theirs) -> Outcome:
     """A chat template by its name, as a file, or as its text."""
-    text = theirs.templates.get(str(value), str(value))
+    named, mark, why = theirs.templates.get(str(value), "").partition(DIFFERS)
+    text = named.strip() or str(value)
     if is_off(theirs.values.get("use_chat_template", True)):
         return Outcome(why="use_chat_template is off", kind="not needed")
     if is_text_of_template(text):
@@ -226,7 +227,7 @@ def template(value: Any, theirs: Theirs) -> Outcome:
         return Outcome(became="data.chat_template")
     name = _TEMPLATES.get(as_name(text), as_name(text))
     if text.endswith((".jinja", ".j2")) or name in template_names():
-        return Outcome({"data.chat_template": name if name in template_names() else text})
+        return Outcome({"data.chat_template": name if name in template_names() else text}, mark + why)
     if text.startswith(("default", "tokenizer_default")) or is_off(text):
         return Outcome(why="the tokenizer's own", became="data.chat_template")
     what = f"packtrain has none of the name {text}: the tokenizer's own is taken, see packtrain inspect"

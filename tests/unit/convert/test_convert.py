@@ -364,7 +364,13 @@ def test_tables_name_keys_that_packtrain_has(origin: Any) -> None:
         named |= {path for row in cases for path in row.get("set", {})}
         rows = [*cases, *content.get("defaults when", []), *content.get("remarks", [])]
         assert {name for row in rows for name in row} <= {"if", "set", "why", "kind", "became"}
-        inside = ("objective.options.", "optim.schedule_options.", "peft.options.", "data.columns.")
+        inside = (
+            "objective.options.",
+            "optim.schedule_options.",
+            "peft.options.",
+            "data.columns.",
+            "topology.environment.",
+        )
         assert {path for path in named if path not in keys() and not path.startswith(inside)} == set()
     assert table(origin).marks
 

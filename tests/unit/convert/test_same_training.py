@@ -136,6 +136,8 @@ OTHERWISE = [
     ("a", "chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs"),
     ("s", "--use_chat_template false", "use_chat_template"),
     ("s", "--acc_strategy seq", "acc_strategy"),
+    ("l", "template: lfm2", "template"),  # a default system prompt
+    ("a", "chat_template: phi_3", "chat_template"),  # BOS and EOS
     ("s", "--train_dataloader_shuffle false", "train_dataloader_shuffle"),  # shuffled once
     ("l", "accelerator_config: {split_batches: true}", "accelerator_config"),
     ("a", "tokenizer_use_mistral_common: true", "tokenizer_use_mistral_common"),
@@ -252,6 +254,12 @@ def test_variables_of_trackers_on_a_command_go_along_but_no_secrets(of: Any) -> 
     assert done.config["topology"]["environment"] == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}
 
 
+def test_a_variable_with_a_secret_is_left_out_and_the_others_stay(of: Any) -> None:
+    done = of("a", "mlflow_tracking_uri: https://joe:hunter2hunter2@host/x\nwandb_mode: offline")
+    assert done.config["topology"]["environment"] == {"WANDB_MODE": "offline"}
+    assert note(done, "mlflow_tracking_uri").kind == "no counterpart" and note(done, "wandb_mode").kind == "converted"
+
+
 AXOLOTL_PAIRS = """
 base_model: m/m
 rl: dpo
@@ -267,6 +275,7 @@ def test_axolotl_names_columns_by_data_set(of: Any, tmp_path: Path) -> None:
     (tmp_path / "pairs.yaml").write_text(AXOLOTL_PAIRS)
     done = convert_file(tmp_path / "pairs.yaml")
     names = [source.get("columns") for source in done.config["data"]["train"]]
+    assert note(done, "datasets").kind == "converted"  # texts without a format stand as they are
     assert names == [
         {"prompt": "messages"},
         {"prompt": "dialog", "chosen": "good", "rejected": "bad"},
