@@ -46,7 +46,7 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
-    """Call `tell` with the number of the first SIGINT or SIGTERM in the block, from a thread.
+    """Call `tell` with the first SIGINT or SIGTERM of the block, from a thread.
 
     The main thread may be inside a backward pass of many seconds. Only for the main thread.
     """

@@ -147,12 +147,6 @@ def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
         (None, signal.SIGINT, 1, "finishing step 2; again stops now, without a checkpoint"),
         (1, signal.SIGINT, 1, "finishing step 2; again stops now, from checkpoint 1"),
         (None, signal.SIGTERM, 1, "finishing step 2, after SIGTERM"),
-        (
-            None,
-            signal.SIGINT,
-            2,
-            "SIGINT after step 1; the same command goes on from the start, for there is no checkpoint",
-        ),
         (1, signal.SIGINT, 2, "stopped by SIGINT after step 1; the same command goes on from there"),
     ],
 )

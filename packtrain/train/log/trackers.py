@@ -27,7 +27,7 @@ from packtrain.wording import first_line
 BEGIN_S, EVENT_S = 30.0, 10.0
 _INTEGRATIONS = {"comet": "comet_ml"}
 """What transformers calls a tracker, where that is not its name."""
-_OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_START_MODE=offline)"}
+_OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_START_ONLINE=false)"}
 _STUCK: list[str] = []
 """The names of trackers of this process that do not answer."""
 _Call = tuple[Callable[[], Any], "Future[None]"]
