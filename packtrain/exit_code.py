@@ -56,9 +56,11 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
 
     def wait() -> None:
         with open(read, "rb", buffering=0) as pipe:
-            while received := pipe.read(1):
-                if received[0] in ENDING:
-                    return tell(received[0])
+            numbers = (received[0] for received in iter(lambda: pipe.read(1), b""))
+            if first := next(filter(ENDING.__contains__, numbers), 0):
+                tell(first)
+            for _ in numbers:  # Python complains where nobody reads
+                pass
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
     try:
