@@ -46,7 +46,7 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
-    """Call `tell` with the number of the first SIGINT or SIGTERM in the block, from a thread.
+    """Call `tell` with the first SIGINT or SIGTERM of the block, from a thread.
 
     The main thread may be inside a backward pass of many seconds. Only for the main thread.
     """
@@ -56,9 +56,11 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
 
     def wait() -> None:
         with open(read, "rb", buffering=0) as pipe:
-            while received := pipe.read(1):
-                if received[0] in ENDING:
-                    return tell(received[0])
+            numbers = (received[0] for received in iter(lambda: pipe.read(1), b""))
+            if first := next(filter(ENDING.__contains__, numbers), 0):
+                tell(first)
+            for _ in numbers:  # Python complains where nobody reads
+                pass
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
     try:

@@ -61,7 +61,7 @@ def redirect_output(file: Path) -> None:
 
 
 def _point_outputs_at(*descriptors: int) -> None:
-    """Replace stdout and stderr by these descriptors, or both by the same one, and close them."""
+    """Replace stdout and stderr by two descriptors, or by one, and close these."""
     with suppress(OSError, ValueError):  # a reader who is gone
         sys.stdout.flush()
         sys.stderr.flush()

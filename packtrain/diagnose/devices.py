@@ -102,10 +102,7 @@ def accelerators(gpus: list[str]) -> list[str]:
 
     if gpus or torch.backends.mps.is_available():
         return gpus or ["MPS"]
-    if torch.xpu.is_available():
-        return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
-    neuron: Any = torch.accelerator.is_available() and getattr(torch, "neuron", None)
-    return [neuron.get_device_properties(index).name for index in range(neuron.device_count())] if neuron else []
+    return [torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())]
 
 
 def accelerate_config() -> dict[str, Any] | None:

@@ -33,6 +33,11 @@ from packtrain.wording import size
 
 TORCH_S, DRIVER_S, FOLDER_S = 8.0, 5.0, 5.0
 """Seconds for the answers, from the start on."""
+_TRL_BLOCK = (
+    *(("TRL", "trl"), ("PyTorch", "torch"), ("Transformers", "transformers"), ("Accelerate", "accelerate")),
+    *(("Datasets", "datasets"), ("HF Hub", "huggingface_hub"), ("bitsandbytes", "bitsandbytes")),
+    *(("DeepSpeed", "deepspeed"), ("Liger-Kernel", "liger-kernel"), ("PEFT", "peft"), ("vLLM", "vllm")),
+)
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -117,26 +122,13 @@ def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor
 def trl_block(facts: Facts) -> str:
     """Lines of `trl env`, without the seconds in which it imports its libraries."""
     torch, host = facts.torch, facts.host
-    version = {name: number or "not installed" for name, number in host.packages.items()}
+    lines = [f"- Platform: {host.platform}", f"- Python version: {host.python}"]
+    lines += [f"- {name} version: {host.packages[package] or 'not installed'}" for name, package in _TRL_BLOCK]
     config = "".join(f"\n  - {name}: {value}" for name, value in (torch.accelerate or {}).items())
-    lines = {
-        "Platform": host.platform,
-        "Python version": host.python,
-        "TRL version": version["trl"],
-        "PyTorch version": version["torch"],
-        "accelerator(s)": ", ".join(torch.accelerators) or (torch.available is None and torch.error) or "cpu",
-        "Transformers version": version["transformers"],
-        "Accelerate version": version["accelerate"],
-        "Accelerate config": config or "not found",
-        "Datasets version": version["datasets"],
-        "HF Hub version": version["huggingface_hub"],
-        "bitsandbytes version": version["bitsandbytes"],
-        "DeepSpeed version": version["deepspeed"],
-        "Liger-Kernel version": version["liger-kernel"],
-        "PEFT version": version["peft"],
-        "vLLM version": version["vllm"],
-    }
-    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
+    lines.insert(6, f"- Accelerate config: {config or 'not found'}")
+    devices = ", ".join(torch.accelerators) or (torch.available is None and torch.error) or "cpu"
+    lines.insert(4, f"- accelerator(s): {devices}")
+    return "\n".join(lines)
 
 
 def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:

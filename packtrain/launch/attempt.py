@@ -100,7 +100,7 @@ def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
 
 
 def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resume: str) -> None:
-    """Raise UserError where the folder refuses the run: it holds files of others, or checkpoints of another course."""
+    """Raise UserError for files of others in the folder, or checkpoints of another course."""
     check_config(asdict(config), folder, resume)
     folder.check_ours(inputs(config, given))
 

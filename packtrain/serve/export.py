@@ -53,7 +53,7 @@ def export(
 
 
 def _holds(file: Path, folder: Path) -> bool:
-    """Whether the file of an earlier export has the model of the folder, which nobody has changed since."""
+    """Whether the file of an earlier export is newer than the model in the folder."""
     return file.is_file() and file.stat().st_mtime >= max(inner.stat().st_mtime for inner in folder.iterdir())
 
 

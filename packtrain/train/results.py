@@ -267,7 +267,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 
 
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
-    """Commands to paste after the run; `scores` says that this is a reward model, `held_out` that there is data.eval."""
+    """Commands to paste after the run; `scores`: of a reward model, `held_out`: there is data.eval."""
     program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
     ways = {
         "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",

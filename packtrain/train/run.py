@@ -198,7 +198,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
 
 
 def _while_stopping(trainer: StepTrainer, number: int) -> str:
-    """What happens after the first signal."""
+    """Say what happens after the first signal."""
     step, newest = trainer.state.global_step + 1, trainer.writer.outcome.newest
     what = f"finishing step {step}" if step <= trainer.state.max_steps else "finishing the run"
     again = f"again stops now, {f'from checkpoint {newest}' if newest else 'without a checkpoint'}"

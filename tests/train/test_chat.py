@@ -121,7 +121,8 @@ def interrupted(text: str, *given: Any) -> None:
         self.model.generate = partial(begun, self.model)
         return answer(self, *of)
 
-    chat.Speaker.answer = pressed
+    speaker: Any = chat.Speaker
+    speaker.answer = pressed
     counting(typed, text, *given)
 
 

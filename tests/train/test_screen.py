@@ -1,4 +1,4 @@
-"""A run on a narrow terminal: lines wrap at words, and the line of progress keeps the figures that matter; trackers ask nothing."""
+"""A run on a narrow terminal wraps at words and keeps the figures that matter; trackers ask nothing."""
 
 from __future__ import annotations
 

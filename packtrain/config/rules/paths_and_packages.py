@@ -178,13 +178,16 @@ def _there(path: str) -> bool:
 
 
 def is_local(path: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing; no owner has runs of packtrain beside it."""
+    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing.
+
+    A misspelt run folder is local, too: no owner on the hub has runs of packtrain beside it.
+    """
     rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
     return rooted or path.lower().endswith(suffixes) or any(_is_run(place) for place in _near(Path(path)))
 
 
 def model_of(path: str) -> str:
-    """The model for which `path` stands: final/ of a run folder, else `path` itself.
+    """Return final/ of a run folder, else `path` itself.
 
     Raises UserError for a run that has not ended, and for other folders without a model.
     """
@@ -219,6 +222,6 @@ def nearest(path: str) -> str:
 
 
 def _near(wanted: Path) -> list[Path]:
-    """Entries of the same folder with a name like that of a path that is not there."""
+    """Entries beside a missing path with a similar name."""
     entries = [] if wanted.exists() else glob.glob(f"{glob.escape(str(wanted.parent))}/*")
     return [wanted.parent / name for name in near(wanted.name, map(os.path.basename, entries))]

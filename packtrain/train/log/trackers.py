@@ -27,6 +27,7 @@ from packtrain.wording import first_line
 BEGIN_S, EVENT_S = 30.0, 10.0
 _INTEGRATIONS = {"comet": "comet_ml"}
 """What transformers calls a tracker, where that is not its name."""
+_OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_START_ONLINE=false)"}
 _STUCK: list[str] = []
 """The names of trackers of this process that do not answer."""
 _Call = tuple[Callable[[], Any], "Future[None]"]
@@ -73,7 +74,8 @@ class Tracker:
                 why = f"no answer within {limit_s:g} s"
                 _STUCK.append(self._name)
             then = "the training goes on, and metrics.jsonl has its figures"
-            self._say(f"{self._name} is left out from here on: {why}; {then}")
+            offline = _OFFLINE.get(self._name, "") if "API key" in why else ""
+            self._say(f"{self._name} is left out from here on: {why}{offline}; {then}")
 
     def _work(self) -> None:
         while True:

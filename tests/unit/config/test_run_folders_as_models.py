@@ -1,4 +1,4 @@
-"""A run folder in the place of a model stands for its final/, in every verb; one that has none is refused before anything is loaded."""
+"""A run folder in the place of a model stands for its final/, or is refused before anything is loaded."""
 
 from __future__ import annotations
 
