@@ -256,7 +256,7 @@ def taking_turns(contestants: dict[str, Attend], tensors: Tensors, repeat: int) 
 
 
 def timed(work: Callable[[], object], tensor: torch.Tensor) -> Callable[[], float]:
-    """Runs `work`; what gives its seconds, on the device of `tensor` once that is done with it."""
+    """Run `work`; return a function that gives its seconds, once the device of `tensor` is done."""
     if not tensor.is_cuda:
         started = time.perf_counter()
         work()

@@ -1,4 +1,4 @@
-"""What one GPU tells about packtrain in nine minutes: where the time of a step goes, variant by variant.
+"""Measure on one GPU, in nine minutes, where the time of a training step goes.
 
     python benchmarks/gpu.py                       # all parts in the order of their worth, nine minutes
     python benchmarks/gpu.py --only "LoRA 8B" 8B   # some of them
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch then asks the driver how many GPUs there are, and opens none
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # FlashAttention 4 compiles once, not in each part
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_wheels
@@ -46,7 +47,7 @@ WARM = (
     *("packtrain.cli", "packtrain.train.run", "packtrain.train.objectives.dpo", "packtrain.model.kernels"),
     *("packtrain.attention.flash", "attention", "gpu_ladder", "pytest"),
 )
-"""What parts import, before the first one is forked."""
+"""Modules that parts import, imported before the first fork."""
 SLOWER = 6
 """Times that a part of --tiny may take longer: a CPU that others use."""
 PARTS: dict[str, tuple[int, str]] = {
@@ -63,7 +64,7 @@ PARTS: dict[str, tuple[int, str]] = {
     "product": (80, "packtrain sft of 1.5B, ten steps: within 3 % of the ladder?"),
     "compiled": (90, "1.5B with its layers compiled"),
 }
-"""Name → limit in seconds, and what it answers. The order is that of worth."""
+"""Name → limit in seconds, and the question; the most telling first."""
 
 
 def main() -> int:
@@ -124,13 +125,16 @@ def import_everything() -> None:
 
 
 def run(name: str, file: Path, until: float, *, tiny: bool) -> bool:
-    """One part in a fork of this process, ended at its limit; whether it went well. Its failure is a line as well."""
+    """Run one part in a fork of this process; return whether it went well.
+
+    It is ended at its limit. A failure is a line as well.
+    """
     most = PARTS[name][0] * (SLOWER if tiny else 1)
     left, started = until - time.monotonic(), time.monotonic()
     if left < 5:
         note(file, name, "", failed="not run: no time was left")
         return False
-    child = multiprocessing.get_context("fork").Process(target=work, args=(name, file, tiny))
+    child = multiprocessing.get_context(way_to_start()).Process(target=work, args=(name, file, tiny))
     child.start()
     try:
         child.join(min(most, left))
@@ -145,6 +149,13 @@ def run(name: str, file: Path, until: float, *, tiny: bool) -> bool:
         note(file, name, "", failed=f"its process ended with {child.exitcode}")
     print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
     return not late and child.exitcode == 0
+
+
+def way_to_start() -> str:
+    """Return "fork", or "spawn", which imports anew, where an import has opened the GPU: no fork could use it."""
+    torch = sys.modules.get("torch")
+    opened = torch is not None and getattr(torch.cuda, "_initialized", False) and "STANDIN_GPUS" not in os.environ
+    return "spawn" if opened else "fork"
 
 
 def work(name: str, file: Path, tiny: bool) -> None:
@@ -182,7 +193,7 @@ def listed() -> list[str]:
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """What such a file has; half a line at its end is left away."""
+    """Return the lines of such a file, without half a line at its end."""
     found = []
     for line in file.read_text().splitlines():
         with suppress(ValueError):
@@ -191,7 +202,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """A table in Markdown for each part; a column for each figure that any of its lines has."""
+    """Return a table in Markdown for each part, with a column for each figure."""
     shown = []
     for part in dict.fromkeys(line["part"] for line in lines):
         own = [line for line in lines if line["part"] == part]

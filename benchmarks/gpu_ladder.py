@@ -1,6 +1,6 @@
-"""The parts of benchmarks/gpu.py: each is a function of `note`, which writes a line, and `tiny`.
+"""The parts of benchmarks/gpu.py.
 
-A Ladder is a model on the device with full rows. Its variants are context managers that change it in place and undo that.
+Each is a function of `note`, which writes a line, and `tiny`. A Ladder is a model on the device with full rows. Its variants are context managers that change it in place and undo that.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Lacking(Exception):
 
 
 class Ladder:
-    """A model on the device, its full rows, and how long a micro-batch of them takes."""
+    """A model on the device, with full rows to time it on."""
 
     def __init__(self, note: Note, kind: str, tiny: bool, *, lora: bool = False, dtype: torch.dtype = torch.bfloat16):
         settle_kernels()
@@ -90,7 +90,7 @@ class Ladder:
         self.rows = [self.row(longest, seed) for seed in range(2)]
 
     def row(self, longest: int, seed: int) -> dict[str, Any]:
-        """A full row of documents of a quarter of `longest` tokens to all of it; the last one fills it."""
+        """A full row of documents of `longest` / 4 to `longest` tokens."""
         random, lengths, tokens = np.random.default_rng(seed), [], 256 if self.tiny else ROW
         while (left := tokens - sum(lengths)) > 0:
             lengths.append(min(left, int(random.integers(longest // 4, longest + 1))))
@@ -153,7 +153,7 @@ class Ladder:
 
 
 def attempt(note: Note, variant: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Writes the figures of `work`, or why there are none: the next variant is tried all the same."""
+    """Write the figures of `work`, or the reason why there are none, and go on."""
     try:
         note(variant, **work())
     except Lacking as reason:
@@ -177,7 +177,7 @@ def drawn(kind: str, tiny: bool, dtype: torch.dtype) -> Any:
 
 
 def clocked(work: Callable[[], Any], on: torch.device) -> tuple[Any, Callable[[], float]]:
-    """What `work` returns, and what tells its seconds: on a GPU by events, once all is done."""
+    """Run `work`; return its result, and a function that tells its seconds (on a GPU by events)."""
     found: list[Any] = []
     seconds = attention.timed(lambda: found.append(work()), torch.empty(0, device=on))
     return found[0], lambda: synchronised(seconds)
@@ -308,7 +308,7 @@ def ceilings(note: Note, tiny: bool) -> None:
 
 
 def kernels(note: Note, tiny: bool) -> None:
-    """Attention of full rows, by every kernel; and what cuDNN takes for a length that it has not seen."""
+    """Attention of full rows by every kernel, and cuDNN's plan for a new length."""
     settle_kernels()
     at, row = device(), 256 if tiny else ROW
     dtype = torch.bfloat16 if at.type == "cuda" else torch.float32
@@ -347,7 +347,7 @@ def kernels(note: Note, tiny: bool) -> None:
 
 
 def pieces(note: Note, tiny: bool) -> None:
-    """The head by its chunk; what an update takes for a billion weights."""
+    """The head by its chunk, and an update of a billion weights."""
     from packtrain.train.optim.dither import Dither, dithered
     from packtrain.train.optim.float32_step import stepping_in_float32
 
@@ -502,7 +502,7 @@ def preferences(note: Note, tiny: bool) -> None:
 
 
 def profiled(note: Note, tiny: bool) -> None:
-    """The kernels of one micro-batch, by torch's raw events: CUDA's alone, so that little is recorded."""
+    """The kernels of one micro-batch, by torch's raw events."""
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     ladder = Ladder(note, "1.5B", tiny)
