@@ -10,7 +10,8 @@ drawn evenly on a log scale from 64 to 8,192, `groups` are prompts of a 16th of 
 length share (repeated in `padded sdpa`). Tokens are real ones, padding not counted; the share of peak counts the
 scores that documents need (half a square each, 2 products forward and 5 backward), so that wasted work lowers it.
 
-Contestants take turns, so that a busy moment hits all of them; times are medians. Nothing else should run on the machine.
+Contestants take turns, so that a busy moment hits all of them; times are medians, on a GPU by its own events, around calls that are
+queued while the one before still runs. The gradient of the output is drawn once. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -211,6 +212,7 @@ def by_padding(segments: Segments, device: torch.device) -> Attend:
         padded = laid_out[id(q)]
         return scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
 
+    attend.inputs = laid_out  # type: ignore[attr-defined]
     return attend
 
 
@@ -227,24 +229,43 @@ def drawn(row: int, heads: int, kv_heads: int, width: int, device: torch.device,
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
+GRADIENTS: dict[tuple[Any, ...], torch.Tensor] = {}
+"""The gradient of an output, by its shape, format and device."""
+
+
 def once(attend: Attend, tensors: Tensors) -> None:
-    """Forward and backward."""
+    """Forward and backward; gradients are added to nothing."""
     output = attend(*tensors)
-    torch.autograd.backward(output, torch.ones_like(output))
+    key = output.shape, output.dtype, output.device
+    if key not in GRADIENTS:
+        GRADIENTS[key] = torch.randn_like(output)
+    inputs = getattr(attend, "inputs", {}).get(id(tensors[0]), tensors)
+    torch.autograd.grad(output, inputs, GRADIENTS[key])
 
 
 def taking_turns(contestants: dict[str, Attend], tensors: Tensors, repeat: int) -> dict[str, float]:
     """Median seconds of each; they take turns, after one round that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, list[Callable[[], float]]] = {name: [] for name in contestants}
     for turn in range(repeat + 1):
         for name, attend in contestants.items():
-            synchronise(tensors[0])
-            started = time.perf_counter()
-            once(attend, tensors)
-            synchronise(tensors[0])
+            seconds = timed(lambda attend=attend: once(attend, tensors), tensors[0])
             if turn:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(many) for name, many in times.items()}
+                times[name].append(seconds)
+    synchronise(tensors[0])
+    return {name: statistics.median(one() for one in many) for name, many in times.items()}
+
+
+def timed(work: Callable[[], object], tensor: torch.Tensor) -> Callable[[], float]:
+    """Run `work`; return a function that gives its seconds, once the device of `tensor` is done."""
+    if not tensor.is_cuda:
+        started = time.perf_counter()
+        work()
+        return partial(float, time.perf_counter() - started)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    return lambda: begin.elapsed_time(end) / 1e3
 
 
 def synchronise(tensor: torch.Tensor) -> None:

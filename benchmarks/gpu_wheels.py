@@ -102,15 +102,16 @@ def shrink(folder: Path) -> float:
     return sum(wheel.stat().st_size for wheel in folder.glob("*.whl")) / 2**20
 
 
-def put_on_path(folder: Path | None) -> list[str]:
+def put_on_path(folder: Path | None, keep: Path | None = None) -> list[str]:
     """Has this process and those that it starts import packtrain from this checkout, and packages from the wheels of `folder`.
 
-    Returns the names of wheels for another Python or machine, which are ignored.
+    They are unpacked into a temporary folder, or into `keep`, where an earlier call may have put others. Returns the names of wheels for
+    another Python or machine, which are ignored.
     """
     paths, ignored = [str(ROOT), str(LIST.parent)], []
-    if folder is not None:
-        unpacked = Path(tempfile.mkdtemp(prefix="packtrain-wheels-"), "site-packages")
-        for wheel in sorted(folder.glob("*.whl")):
+    if folder is not None or keep is not None:
+        unpacked = Path(keep.absolute() if keep else tempfile.mkdtemp(prefix="packtrain-wheels-"), "site-packages")
+        for wheel in sorted(folder.glob("*.whl")) if folder else ():
             if not _fits(wheel):
                 ignored.append(wheel.name)
                 continue

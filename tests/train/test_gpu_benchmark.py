@@ -2,132 +2,113 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from torch.autograd import DeviceType
 
 from benchmarks import gpu
 from tests.standin import gpus as standin
 
 # benchmarks/gpu.py puts its folder on the path
-import gpu_profile  # isort: skip
+import gpu_ladder  # isort: skip
 import gpu_wheels  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = ["sft 1.5B, profile", "GRPO"]
-LACKING = "liger_kernel is not installed"
-"""Why parts may not have run: Liger's kernels are no dependency."""
+LACKING = ("liger-kernel is not installed", "they need a GPU")
+"""Why variants may be skipped."""
 
 
-def measured(folder: Path, gpus: int, *only: str) -> tuple[dict[str, Any], str]:
-    """What `gpu.py --tiny` has measured on so many stand-in GPUs (0: on the CPU), and the section that it wrote."""
-    output = folder / "RESULTS.md"
-    output.write_text("# Results\n\n## Before\n\nkept\n\n## On GPUs\n\nold\n\n## After\n\nkept, too\n")
+def measured(folder: Path, gpus: int, *only: str) -> dict[str, dict[str, Any]]:
+    """What `gpu.py --tiny` has measured on so many stand-in GPUs (0: on the CPU), by part and variant."""
     try:
         given = standin.variables(gpus) if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     except FileNotFoundError as error:
         pytest.skip(str(error))
     environment = {**os.environ, **given, "OMP_NUM_THREADS": "1"}
     environment.pop("DS_ACCELERATOR", None)
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--minutes", "60", "--output", str(output)]
-    command += ["--logs", str(folder / "logs"), *(["--only", *only] if only else [])]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode in (0, 1), run.stdout + run.stderr
-    found = json.loads((folder / "logs" / "results.json").read_text())
-    unexplained = {name: why for name, why in found["failed"].items() if LACKING not in why}
-    assert not unexplained, run.stdout + run.stderr
-    text = output.read_text()
-    assert text.startswith("# Results\n\n## Before\n\nkept\n\n## On GPUs\n")
-    assert text.endswith("\n\n## After\n\nkept, too\n") and "old" not in text
-    return found["results"], text.split("## On GPUs")[1].split("## After")[0]
-
-
-@pytest.mark.exhaustive
-def test_a_sample_of_the_run_goes_through_the_code_for_gpus(tmp_path: Path) -> None:
-    results, section = measured(tmp_path, 1, *SAMPLE)
-    assert "stand-in" in results["versions"]["devices"][0] and "of 80 GiB" in section and "Nothing failed." in section
-    profiled, grpo = (results[part.name] for part in gpu.parts_of(1, tiny=True) if part.name.startswith(tuple(SAMPLE)))
-    assert profiled["attention"].startswith("flash") and profiled["mfu"] > 0
-    assert 0 < profiled["peak"] < 1 and 0 < profiled["planned"] < 1  # GiB, of tensors on the device
-    shares = profiled["profile"]["shares"]
-    assert sum(shares.values()) == pytest.approx(1) and min(shares[kind] for kind in ("products", "head")) > 0
-    assert grpo["attention"] == "flash" and grpo["attached"]["peak"] > 0
-    assert grpo["attached"]["loss"] == pytest.approx(grpo["padded"]["loss"], abs=1e-3)
-    assert grpo["attached"]["norm"] == pytest.approx(grpo["padded"]["norm"], rel=1e-2)
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--minutes", "60", "--json", str(folder / "lines.jsonl")]
+    run = subprocess.run(
+        [*command, *(["--only", *only] if only else [])], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found: dict[str, dict[str, Any]] = {}
+    for line in gpu.lines_of(folder / "lines.jsonl"):
+        found.setdefault(line["part"], {})[line["variant"]] = line
+    assert found.keys() == {*(only or gpu.PARTS)}
+    return found
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gpus", [0, 1], ids=["cpu", "stand-in"])
 def test_every_part_runs_with_tiny_models(tmp_path: Path, gpus: int) -> None:
-    results, section = measured(tmp_path, gpus)
-    assert "tests/gpu, models: " in section and "sdpa, dense block mask" in section and "Quickstart: 3 steps" in section
-    parts = gpu.parts_of(gpus, tiny=True)
-    assert {part.name for part in parts if "Liger" not in part.name} <= {*results}
-    for task in ("sft 1.5B", "sft 0.6B", "dpo 0.6B", "LoRA 8B"):  # all of them train on the same, TRL too
-        own = [one["losses"][1] for name, one in results.items() if name.startswith(task) and "profile" not in name]
-        assert len(own) >= 3 and max(own) - min(own) <= 2e-3  # rounding of bfloat16
+    found = measured(tmp_path, gpus, *([] if gpus else [name for name in gpu.PARTS if name != "tests"]))
+    for part in ("1.5B", "LoRA 8B", "8B"):  # variants of one model train the same
+        losses = [line["loss"] for line in found[part].values() if "skipped" not in line]
+        assert len(losses) >= 1 and max(losses) - min(losses) < 2e-2
+        assert all("skipped" not in line or line["skipped"].startswith(LACKING) for line in found[part].values())
+    layouts = [line["loss"] for line in found["dpo 0.6B"].values()]
+    assert len(layouts) == 4 and layouts == pytest.approx([0.6931] * 4, abs=1e-3)
+    assert set(found["product"]) == {"first three steps", "the others"}
+    if gpus:
+        assert found["1.5B"]["as it comes"]["mfu"] > 0 and 0 < found["1.5B"]["as it comes"]["peak_gib"] < 1
 
 
-def test_a_profile_of_kernels_is_split_by_kind_and_by_who_launched_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's profiler gives it: kernels as events of the device, and below the operators of the CPU that launched them."""
-    event = partial(SimpleNamespace, kernels=[], cpu_parent=None, is_user_annotation=False)
-
-    def kernel(name: str, start: float, end: float, **more: Any) -> SimpleNamespace:
-        return event(name=name, device_type=DeviceType.CUDA, time_range=SimpleNamespace(start=start, end=end), **more)
-
-    head = event(name="ChunkedLogProbFunctionBackward", device_type=DeviceType.CPU)
-    product = SimpleNamespace(name="nvjet_tst_gemm", duration=10.0)
-    launched = event(name="aten::mm", device_type=DeviceType.CPU, cpu_parent=head, kernels=[product])
-    events = [
-        *(head, launched),
-        *(kernel("nvjet_tst_gemm", 0, 30), kernel("nvjet_tst_gemm", 30, 40), kernel("void flash_fwd_kernel", 40, 60)),
-        *(
-            kernel("Memcpy HtoD", 50, 70),
-            kernel("silu", 80, 90),
-            kernel("Optimizer.step", 0, 90, is_user_annotation=True),
-        ),
-    ]
-    monkeypatch.setattr(gpu_profile.time, "perf_counter", lambda: 100e-6)
-    profile = gpu_profile.stop((SimpleNamespace(stop=lambda: None, events=lambda: events), 0.0))
-    shares = profile["shares"]
-    assert profile["of"] == "kernels" and profile["longest"][0][:2] == ["nvjet_tst_gemm", "products"]
-    assert sum(shares.values()) == pytest.approx(1) and shares["waiting"] == pytest.approx(0.2)
-    assert shares["products"] == pytest.approx(3 * shares["head"]) and shares["attention"] == shares["copies"]
-    assert shares["elementwise"] == pytest.approx(shares["head"]) and shares["head"] == pytest.approx(0.8 * 10 / 90)
+def test_parts_and_their_functions_are_the_same() -> None:
+    assert gpu.PARTS.keys() == gpu_ladder.PARTS.keys()
+    assert all(name in "\n".join(gpu.listed()) for name in gpu.PARTS)
+    assert gpu_ladder.shares(gpu_ladder.Counter({"nvjet_gemm": 3.0, "flash_fwd": 1.0})) == {
+        "products": 0.75,
+        "attention": 0.25,
+    }
 
 
-@pytest.mark.usefixtures("nothing_imported")
-def test_what_was_measured_is_written_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
-    parts = [gpu.Part("first", good), gpu.Part("second", refused), gpu.Part("third", good)]
-    results: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    written: list[str] = []
+def good(note: Any, tiny: bool) -> None:
+    note("a", ms=1.5)
+    note("b", skipped="for want of something")
 
-    def write() -> None:
-        gpu.replace_section(tmp_path / "out.md", gpu.section(results, failed, parts, ""))
-        written.append((tmp_path / "out.md").read_text())
 
-    gpu.measure(parts, tmp_path, time.monotonic() + 600, results, failed, write, tiny=True)
-    assert ["Not reached" in text for text in written] == [True, True, True, False]
-    assert written[1].endswith("Not reached: second; third.\n") and "- second: model.path: there is none" in written[2]
-    assert set(results) == {"versions", "first", "third"} and [*tmp_path.glob(".*")] == []
+def refused(note: Any, tiny: bool) -> None:
+    note("a", ms=2.5)
+    raise ValueError("there is none")
+
+
+def dying(note: Any, tiny: bool) -> None:
+    note("a", ms=3.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(note: Any, tiny: bool) -> None:
+    note("a", ms=4.5)
+    time.sleep(1000)
+
+
+def test_a_part_that_is_cut_off_leaves_its_lines_and_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, until = tmp_path / "lines.jsonl", time.monotonic() + 60
+    parts = {one.__name__: one for one in (good, refused, dying, endless)}
+    monkeypatch.setattr(gpu_ladder, "PARTS", parts)
+    monkeypatch.setattr(gpu, "PARTS", {name: (1 if name == "endless" else 30, "") for name in parts})
+    assert [gpu.run(name, file, until, tiny=False) for name in parts] == [True, False, False, False]
+    assert not gpu.run("good", file, time.monotonic(), tiny=False)
+    found = gpu.lines_of(file)
+    assert [line["ms"] for line in found if "ms" in line] == [1.5, 2.5, 3.5, 4.5]
+    said = [line["failed"] for line in found if "failed" in line]
+    assert said[0] == "ValueError: there is none" and "ended with -9" in said[1]
+    assert "limit of 1 s" in said[2] and "no time was left" in said[3]
+    with file.open("a") as half:
+        half.write('{"part": "good", "vari')
+    shown = "\n".join(gpu.table(gpu.lines_of(file)))
+    assert "| a | 1.5 |  |" in shown and "- endless : stopped at its limit" in shown
 
 
 def test_the_list_of_wheels_is_what_packtrain_needs_but_what_torch_brings() -> None:
@@ -167,58 +148,12 @@ def test_wheels_are_shrunk_and_found_by_a_process_that_starts(tmp_path: Path, mo
     place = Path(sys.path[0])
     assert place.name == "site-packages" and not (place / "pandas" / "tests").exists()
     subprocess.run([sys.executable, "-c", "import not_there_at_all, gpu_wheels, packtrain"], check=True, cwd=tmp_path)
+    # a second call finds what the first has unpacked, beside its own
+    kept = tmp_path / "kept"
+    gpu_wheels.put_on_path(folder, kept)
+    subprocess.run([sys.executable, "-c", "import not_there_at_all"], check=True, cwd=tmp_path)
+    gpu_wheels.put_on_path(None, kept)
+    assert Path(sys.path[0]) == kept / "site-packages" and (kept / "site-packages/not_there_at_all.py").exists()
     monkeypatch.setattr(gpu_wheels, "missing", lambda **_: ["pyarrow", "antlr4-python3-runtime"])
     said = gpu_wheels.advice([])
     assert "pip download" in said and "pyarrow==" in said and "pip wheel --no-deps -w wheels antlr4" in said
-
-
-def good(folder: Path, *, tiny: bool) -> dict[str, Any]:
-    return {"tiny": tiny, "rank": os.environ.get("RANK")}
-
-
-def refused(folder: Path, *, tiny: bool) -> None:
-    print("error:\n  model.path: there is none\n    → Set it.", flush=True)
-    sys.exit(2)
-
-
-def dying(folder: Path, *, tiny: bool) -> None:
-    print("Segmentation fault", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def endless(folder: Path, *, tiny: bool) -> None:
-    time.sleep(1000)
-
-
-@pytest.fixture
-def nothing_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By parts, which need nothing here."""
-    monkeypatch.setattr(gpu, "WARM", ("json", "not_there_at_all"))
-
-
-@pytest.mark.usefixtures("nothing_imported")
-def test_what_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
-    context, until = multiprocessing.get_context("fork"), time.monotonic() + 60
-
-    def run(part: gpu.Part, until: float = until) -> Any:
-        return gpu.run(part, tmp_path, tmp_path, context, until, nullcontext(), tiny=True)
-
-    said = {
-        refused: "there is none → Set it",
-        dying: "Segmentation",
-        endless: f"after {gpu.SLOWER} s",
-    }
-    for work, reason in said.items():
-        with pytest.raises(gpu.Failed, match=reason):
-            run(gpu.Part(work.__name__, work, limit_s=1 if work is endless else 20))
-    with pytest.raises(gpu.Failed, match="no time was left"):
-        run(gpu.Part("good", good), until=time.monotonic())
-    with pytest.raises(gpu.Failed, match="not_there is not installed"):
-        run(gpu.Part("good", good, needs="not_there"))
-    assert run(gpu.Part("good", good, processes=2)) == {"tiny": True, "rank": "0"}
-    failed = {"a part": "why"}
-    tests = {"passed": 1, "failed": [["tests/gpu/test_x.py::test_y", "assert 1 == 2"]], "skipped": {"reason": 2}}
-    section = gpu.section({"tests/gpu, kernels": tests}, failed, [], "")
-    assert section.endswith(
-        "What failed, or could not run:\n\n- a part: why\n- tests/gpu/test_x.py::test_y: assert 1 == 2"
-    )

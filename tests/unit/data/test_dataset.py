@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from data_tokenizers import tokenizer_of
 
-from packtrain.config.schema import Data
+from packtrain.config.schema import Batch, Data, Packing
 from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
+from packtrain.packing.schedule import make_schedule
+from packtrain.train.loader import PairSteps
 
 TOKENIZER = tokenizer_of("smollm")
 
@@ -67,6 +69,13 @@ def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_pat
         assert pairs.trained[at] == sum(side.loss_mask.sum() for side in sides)
         assert pairs.shared_lengths[at] == pair.prompt - 1 + sum(length - pair.prompt + 1 for length in lengths)
     assert pairs.lengths.dtype == pairs.shared_lengths.dtype == pairs.trained.dtype == pairs.prompts.dtype == np.int32
+
+
+def test_a_step_counts_the_targets_that_its_micro_batches_train(tmp_path):
+    pairs = ready(tmp_path, rows(30)).train
+    steps = PairSteps(pairs, make_schedule(pairs.lengths, Packing(), Batch(examples_per_step=4)), "shared", 0)
+    for step in (0, 3):
+        assert steps.documents_of(step)[2] == sum(batch.trained + batch.rejected for batch in steps[step]) > 0
 
 
 def test_a_prompt_of_fewer_than_two_tokens_has_nothing_to_share(tmp_path):
