@@ -14,6 +14,7 @@ from peft import PeftModel
 from running import Run, base_config, packtrain, train
 from safetensors.torch import load_file
 from tiny_served import save_model
+from tolerances import EPS, of_adam, of_sum
 from transformers import AutoModelForCausalLM
 
 from packtrain.errors import UserError
@@ -68,11 +69,11 @@ def test_two_processes_train_as_one(
 ) -> None:
     one = run_alone(folder, alone, name, options)
     two = train(folder, config_of(folder), *options, f"strategy={strategy}", name=f"{name}-{strategy}", processes=2)
-    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+    assert two.losses == pytest.approx(one.losses, rel=of_sum())
     expected = weights_of(one)
     assert weights_of(two).keys() == expected.keys()
     for name, weight in weights_of(two).items():
-        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        assert (weight - expected[name]).norm() <= of_adam(weight.numel()) * expected[name].norm(), name
 
 
 def test_merged_adapters_of_dora_say_what_the_adapted_model_says(folder: Path, alone: dict[str, Run]) -> None:
@@ -225,7 +226,8 @@ def test_the_average_is_that_of_the_weights_after_each_step(folder: Path, alone:
     found = weights_of(run, "final-ema")
     assert found.keys() == weights_of(run).keys()
     for name, value in found.items():
-        assert (value - average[name]).abs().max() <= 1e-6, name
+        # of each step two products and a sum, of numbers up to the largest
+        assert (value - average[name]).abs().max() <= 3 * 3 * EPS * max(1.0, value.abs().max().item()), name
         assert not torch.equal(value, weights_of(run)[name])
     AutoModelForCausalLM.from_pretrained(run.folder / "final-ema")
 
@@ -243,7 +245,7 @@ def test_the_average_is_the_same_on_two_processes_and_after_a_stop(
     resumed = train(folder, config_of(folder), *given, resume, name=f"{name}-resumed", processes=2)
     expected, found, after = (weights_of(run, "final-ema") for run in (one, two, resumed))
     for key, value in expected.items():
-        assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
+        assert (found[key] - value).norm() <= of_adam(value.numel()) * value.norm(), key
         assert torch.equal(after[key], found[key]), key
 
 

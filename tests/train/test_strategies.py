@@ -46,7 +46,7 @@ STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
-"""fsdp2 is started by torchrun itself, the others by forks that have what torchrun gives its processes."""
+"""The others are forks that have what torchrun gives its processes; tests/cluster/test_foreign_launches.py starts torchrun, too."""
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def runs(folder: Path) -> dict[str, Run]:
 def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
     if name in runs:
         return runs[name]
-    if name == "fsdp2":
-        runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
+    if name == "torchrun":
+        runs[name] = by_torchrun(folder, "strategy=fsdp2", name=name)
     else:
         begin = host_adam.run if name == "zero3_offload" else None
         runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2, begin=begin)
@@ -116,7 +116,9 @@ def assert_same_training(run: Run, expected: Run, *, file: str = "final/model.sa
         assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
 
 
-@pytest.mark.parametrize("name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2"])
+@pytest.mark.parametrize(
+    "name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
 def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: Path, alone: Run, name: str) -> None:
     run = run_of(runs, folder, name)
     assert_same_training(run, alone)
