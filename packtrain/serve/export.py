@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from packtrain.boundary import boundary
 from packtrain.config.schema import Model
+from packtrain.data.tokens.pretrained import tokenizer_of
 from packtrain.errors import UserError
 from packtrain.serve.gguf import convert, find_converter, give_to_ollama
 from packtrain.serve.trained import Trained, find_trained, load_trained
@@ -40,7 +41,7 @@ def export(
         raise UserError(what, where=named, fix="Export it to the hub: --to hub.")
     own, target = trained.run.root if trained.run else trained.folder, output or beside(trained, "gguf")
     if to == "ollama" and dtype is None and _holds(file := target / "model.gguf", trained.folder):
-        return give_to_ollama(trained.tokenizer, file, name or own.resolve().name.lower())
+        return give_to_ollama(str(tokenizer_of(trained.path)), file, name or own.resolve().name.lower())
     program = find_converter(converter)
     check_free_place(target)
     with ExitStack() as stack:
