@@ -217,13 +217,13 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     """All that comes before step 1: the trainer, and the checkpoint to go on from."""
     config, ranks, peers, log = run.config, run.ranks, run.peers, run.log
     console.warn_of_compiler(log, ranks.device)
-    checkpoint = _checkpoint_to_resume(run)
+    checkpoint, today = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
         log.warn(remark)
 
     prepared = run.prepared = begin(config, ranks, peers)
-    prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or date.today().isoformat()
+    prepared.day = (origin_in(checkpoint) if checkpoint else {}).get("data.day") or today
     prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
     data, tokenizer = prepared.data, prepared.tokenizer
     remarks, ends = sample_answers(data.train, tokenizer, config.data.max_length)
@@ -454,18 +454,18 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     return Ranks(state.process_index, state.num_processes, device, config.strategy.name, copies), peers
 
 
-def _checkpoint_to_resume(run: Run) -> Path | None:
-    """The checkpoint to go on from; decided by the main process, for all."""
+def _checkpoint_to_resume(run: Run) -> tuple[Path | None, str]:
+    """Return the checkpoint to go on from, and the day. The main process decides for all."""
     resume, folder = run.config.trainer.resume, run.folder
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
-    answer = [find_resume(resume, folder.checkpoints) if run.ranks.main else None]
+    answer = [(find_resume(resume, folder.checkpoints), date.today().isoformat()) if run.ranks.main else None]
     _wait_for_all(run, "checkpoint")  # rank 0 reads whole checkpoints, for longer than a collective's time limit
     with waiting("rank 0 to find the checkpoint"):
-        checkpoint, remarks = cast(list, broadcast_object_list(answer))[0]
+        (checkpoint, remarks), today = cast(list, broadcast_object_list(answer))[0]
     for remark in remarks:
         run.log.warn(remark)
-    return checkpoint
+    return checkpoint, today
 
 
 def _wait_for_all(run: Run, stage: str) -> None:
