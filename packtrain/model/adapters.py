@@ -62,7 +62,7 @@ def _lora_config(peft: Peft, task: Any) -> Any:
     )
 
 
-def _odd_layers(model: nn.Module) -> list[str]:
+def odd_layers(model: nn.Module) -> list[str]:
     """Return the last names of linear layers that cannot have adapters, such as routers."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -97,7 +97,7 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), _odd_layers(model)
+    names, absent, odd = [name for name, _ in model.named_modules()], list[tuple[str, str]](), odd_layers(model)
     excluded, targets = peft.options.get("exclude_modules", []), peft.target_modules
     if targets == "all-linear" and odd:
         excluded = rf"{excluded}|(.*\.)?({'|'.join(odd)})" if isinstance(excluded, str) else [*{*excluded, *odd}]

@@ -45,13 +45,14 @@ ALL_REDUCE = """
     print("sum", total.item(), flush=True)
     dist.destroy_process_group()
 """
+# os.write: a signal inside print would have its text written twice
 STOPPABLE = """
     def stop(number, frame):
-        print("checkpoint", flush=True)
+        os.write(1, b"checkpoint\\n")
         raise SystemExit(128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
     while True: time.sleep(0.1)
 """
 # whoever is second to raise is not to be ended before that
@@ -135,10 +136,10 @@ AGAIN = """
     received = []
     def stop(number, frame):
         received.append(number)
-        print("finishing" if not received[1:] else "now", flush=True)
+        os.write(1, b"now\\n" if received[1:] else b"finishing\\n")
         if received[1:]: raise KeyboardInterrupt
     signal.signal(signal.SIGINT, stop)
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
     while True: time.sleep(0.1)
 """
 
@@ -147,7 +148,9 @@ def test_a_second_ctrl_c_reaches_every_worker_and_is_not_the_end_of_torchrun(tmp
     process, other = start(tmp_path, AGAIN, BY_TORCHRUN), tmp_path / "out/logs/rank-00001.log"
     assert process.stdout is not None
     for word in ("ready", "finishing"):
-        while process.stdout.readline() != f"{word}\n" or f"\n{word}\n" not in other.read_text():
+        while process.stdout.readline() != f"{word}\n":
+            assert process.poll() is None
+        while not other.exists() or f"\n{word}\n" not in other.read_text():
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

@@ -75,18 +75,18 @@ def noting_files() -> Iterator[None]:
             passed_over.extend([] if found or name is None else [name])
             return found
 
-    def noted(model: Any, state_dict: Any, files: list[str] | None, settings: Any, *more: Any) -> Any:
-        own, changes, nothing = model.state_dict(), settings.weight_mapping or [], torch.empty(0, device="meta")
+    def noted(model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **more: Any) -> Any:
+        own, changes, nothing = model.state_dict(), load_config.weight_mapping or [], torch.empty(0, device="meta")
         of_gguf = dict.fromkeys((*(state_dict or ()), *passed_over), ("", nothing))
-        held = of_gguf or _shapes(files or ())
-        loaded = read(model, state_dict, files, settings, *more)
+        held = of_gguf or _shapes(checkpoint_files or ())
+        loaded = read(model, state_dict, checkpoint_files, load_config, **more)
         renamings = [one for one in changes if isinstance(one, WeightRenaming)]
         conversions = [one for one in changes if isinstance(one, WeightConverter)]
         untaken = {}
         for name, at in held.items():
             renamed, _ = rename_source_key(name, renamings, conversions, model.base_model_prefix, own)
             untaken |= {} if {name, renamed} & own.keys() else {name: (*at, renamed)}
-        model.source = WeightFiles(files or [], len(held), untaken)
+        model.source = WeightFiles(checkpoint_files or [], len(held), untaken)
         return loaded
 
     mapped: Any = {"get_gguf_hf_weights_map": lambda *given, **named: Names(map_gguf(*given, **named))}

@@ -60,6 +60,7 @@ def _reached(base: Any, weights: dict[str, Any], tokens: int, autocast: torch.dt
         found.add(id(weight))
         weight.grad = None  # at once: the device may not hold all of them, and ZeRO-3 takes the weight away
 
+    buffers = [(buffer, buffer.clone()) for buffer in base.buffers()]
     hooks = [weight.register_post_accumulate_grad_hook(note) for weight in weights.values()]
     with outputs_of_tokens(base), evaluating(base, autocast), torch.compiler.set_stance("force_eager"):
         training_mode_without_dropout(base)  # gemma3n reads past a layer only then
@@ -67,6 +68,8 @@ def _reached(base: Any, weights: dict[str, Any], tokens: int, autocast: torch.dt
             batch["logits_to_keep"] = 1
         if (outputs := logits_of(base, batch)).requires_grad:
             outputs.sum().backward()
+    for buffer, before in buffers:  # some count the passes of a training
+        buffer.data.copy_(before)
     for weight, hook in zip(weights.values(), hooks, strict=True):
         hook.remove()
         if weight.grad is not None:  # a shard, whose gradient comes past the hook

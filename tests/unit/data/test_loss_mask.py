@@ -447,7 +447,7 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
         rows["prompt_completion", 3] = {"prompt": TURNS[:3], "completion": TURNS[3:]}
         for (kind, turn), row in rows.items():
             for variables in ({}, {"enable_thinking": False}):
-                [(ids, mask)], _ = prepared.encode_row({**row, "chat_template_kwargs": variables}, kind)
+                [(ids, mask)], _ = prepared.encode_row({**row, "chat_template_kwargs": variables}, kind, {}, {})
                 asked = tokenizer.apply_chat_template(
                     TURNS[:turn], add_generation_prompt=True, enable_thinking=False, tokenize=False
                 )
@@ -490,7 +490,7 @@ def test_arguments_are_text_for_a_template_that_takes_text(name):
     for arguments in ({"city": "Zürich"}, '{"city": "Zürich"}'):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
         row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result(), END]}
-        [(ids, mask)], _ = prepared.encode_row(row, "messages")
+        [(ids, mask)], _ = prepared.encode_row(row, "messages", {}, {})
         (text,), _ = render_jinja_template([given], chat_template=tokenizer.chat_template, bos_token="<BOS>")
         assert tokenizer.decode(ids.tolist()) == text
         said = tokenizer.decode(ids[mask].tolist())
@@ -509,11 +509,11 @@ def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them(tmp
     messages = [ASK, calls("Paris"), result(), END]
     for tools in (TOOLS, None):
         turns = messages if tools else [ASK, END]
-        [(ids, mask)], _ = prepared.encode_row({"messages": turns, "tools": tools}, "messages")
+        [(ids, mask)], _ = prepared.encode_row({"messages": turns, "tools": tools}, "messages", {}, {})
         assert ids.tolist() == loaded.apply_chat_template(turns, tools=tools, return_dict=False)
         assert loaded.decode(ids[mask].tolist()).endswith("It is sunny.<|im_end|>")
     pair = {"prompt": [ASK], "chosen": messages[1:], "rejected": [END], "tools": TOOLS}
-    [(ids, _), _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference")
+    [(ids, _), _], _ = replace(prepared, objective="dpo").encode_row(pair, "preference", {}, {})
     assert ids.tolist() == loaded.apply_chat_template(messages, tools=TOOLS, return_dict=False)
 
 
