@@ -20,6 +20,7 @@ from packtrain.wording import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 _MAX_GPUS = 1024  # of a machine
 
 
@@ -206,20 +207,21 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
     """Variables of the processes: their share of the cores, and one GPU if one process sees several.
 
     torch's allocator on GPUs is set to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
-    On a busy machine OpenMP threads that spin while they wait are many times slower than threads that sleep (`passive`); fewer
-    threads would help, too, but change the order of sums and so the results.
+    Threads of OpenMP spin 5 ms at a barrier before they sleep, also where a neighbour has the core that they wait for: 20 times slower. They
+    spin a three-hundredth of that here (benchmarks/busy_neighbour.py), and not at all on a busy machine. Fewer threads would help, too, but
+    change the order of sums and so the results. The user's own variables win.
     """
     asked = topology.variables
     added, own = {}, {}
     if surroundings.gpus and not set(_ALLOCATOR) & {*surroundings.env, *asked}:
         added[_ALLOCATOR[0]] = "expandable_segments:True"
+    if not surroundings.gpus and not _WAITING & {*surroundings.env, *asked}:
+        busy = surroundings.load > surroundings.cpus / 2
+        added |= {"OMP_WAIT_POLICY": "passive"} if busy else {"GOMP_SPINCOUNT": "1000"}
     if processes.joins:
         return {**added, **processes.env, **asked}
     if processes.num_processes > 1:
         added["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.gpus_per_node))
-    threads = {**added, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
-    if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
-        added["OMP_WAIT_POLICY"] = "passive"
     # transformers would spread one process over all of the GPUs (DataParallel)
     if processes.num_processes == 1 and surroundings.gpus > 1:
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()

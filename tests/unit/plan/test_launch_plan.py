@@ -109,14 +109,19 @@ def test_what_the_machine_cannot_give_is_refused(
 
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+SHORTLY = {"GOMP_SPINCOUNT": "1000"}  # what libgomp itself takes where threads outnumber cores
 
 
 @pytest.mark.parametrize(
     ("topology", "surroundings", "environment"),
     [
-        ({"gpus_per_node": 3}, {}, {"OMP_NUM_THREADS": "5"}),
-        ({"gpus_per_node": 3}, {"env": {"OMP_NUM_THREADS": "7"}}, {}),
-        ({}, {}, {}),
+        ({"gpus_per_node": 3}, {}, {"OMP_NUM_THREADS": "5", **SHORTLY}),
+        ({"gpus_per_node": 3}, {"env": {"OMP_NUM_THREADS": "7"}}, SHORTLY),
+        ({}, {}, SHORTLY),
+        ({}, {"env": {"OMP_WAIT_POLICY": "active"}}, {}),
+        ({}, {"cpus": 4, "load": 2.5, "env": {"GOMP_SPINCOUNT": "7"}}, {}),
+        ({"environment": {"KMP_BLOCKTIME": "1"}}, {}, {"KMP_BLOCKTIME": "1"}),
+        ({}, {"env": TORCHRUN}, SHORTLY),
         ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "0"}),
         (
             {"kind": "single"},
