@@ -6,6 +6,7 @@ request decides. If it is not answered, the libraries work offline, as with HF_H
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -77,7 +78,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     if source == QUICKSTART:
         from packtrain.data.sources.quickstart import tokenizer
 
-        return tokenizer()
+        return copy.deepcopy(tokenizer())  # a run gives it a template
     assert source is not None  # config/rules/ refuses it
     from transformers import AutoTokenizer
 
