@@ -165,11 +165,11 @@ def carry(model: Any, folder: Path) -> str:
         return "" if any(map(MTP.search, _shapes(saved))) else _forget(folder / "config.json")
     number = len(saved) + len(kept)
     files = [folder / f"model-{at:05}-of-{number:05}.safetensors" for at in range(1, number + 1)]
-    for file, old in zip(files, saved, strict=False):
-        old.rename(file)
     for file, (old, names) in zip(files[len(saved) :], kept.items(), strict=True):
         held = load_state_dict(old)
         save_file({name: held[name].clone().contiguous() for name in names}, file, metadata={"format": "pt"})
+    for file, old in zip(files, saved, strict=False):  # the last that may fail: before it `saved` are whole
+        old.rename(file)
     shapes = _shapes(files)
     sizes = {"total_parameters": sum(one.numel() for _, one in shapes.values())}
     sizes["total_size"] = sum(one.numel() * one.itemsize for _, one in shapes.values())
