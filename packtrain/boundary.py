@@ -112,7 +112,8 @@ def raised_in(error: BaseException) -> str:
 @contextmanager
 def holding(thing: Any, **values: Any) -> Iterator[None]:
     """Inside the block the attributes of `thing`, an object or a module, have these values."""
-    before = {name: getattr(thing, name, None) for name in values}
+    own = getattr(thing, "__dict__", {})  # where a class has its static methods as such
+    before = {name: own.get(name, getattr(thing, name, None)) for name in values}
     for name, value in values.items():
         setattr(thing, name, value)
     try:
