@@ -58,7 +58,7 @@ from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.optim.dither import Dither
 from packtrain.train.optim.final_weights import format_of
-from packtrain.train.optim.unreached import freeze_unreached
+from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
 from packtrain.train.preparation import (
     Prepared,
     begin,
@@ -288,6 +288,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
     settle_attention(prepared)
     split = settle_split(prepared)
     frozen, at_times = freeze_unreached(model, prepared.longest, prepared.precision.autocast)
+    reduce_unreached(model, ranks, at_times)
     steps = _training_steps(run)
     evaluation = {name: prepared.steps(part, evaluation=True) for name, part in data.sets.items()}
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))

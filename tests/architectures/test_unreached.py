@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from packtrain.config.schema import Peft
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
-from packtrain.train.optim.unreached import freeze_unreached
+from packtrain.model.spread import Ranks
+from packtrain.train.optim.unreached import freeze_unreached, reduce_unreached
 
 LONGEST = max(len(document.input_ids) for document in documents())
 NEITHER = ("reformer",)  # runs in eval mode alone, and is refused
@@ -115,3 +116,15 @@ def test_a_training_of_nothing_that_text_reaches_is_refused() -> None:
     adapted = add_adapters(model, Peft(kind="lora", target_modules=".*vision_tower.*fc1"), 0)
     with pytest.raises(UserError, match="gets a gradient from text"):
         freeze_unreached(adapted, 40, None)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero2", "fsdp2"]
+)  # a model that torch does not shard is as of an older torch
+def test_strategies_that_mix_gradients_of_idle_weights_are_refused(strategy: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(UserError, match="reach different weights"):
+        reduce_unreached(model, Ranks(0, 2, torch.device("cpu"), strategy), True)
+    reduce_unreached(model, Ranks(0, 2, torch.device("cpu"), strategy), False)
+    for ranks in (Ranks(0, 1, torch.device("cpu"), strategy), Ranks(0, 2, torch.device("cpu"), "zero3")):
+        reduce_unreached(model, ranks, True)

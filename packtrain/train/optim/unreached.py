@@ -17,7 +17,7 @@ from torch import nn
 from packtrain.errors import UserError
 from packtrain.model.heads.score import outputs_of_tokens
 from packtrain.model.load import base_model
-from packtrain.model.spread import elements
+from packtrain.model.spread import Ranks, elements
 from packtrain.packing.segments import Segments
 from packtrain.proof.comparison import evaluating
 from packtrain.proof.isolation import logits_of, random_ids, training_mode_without_dropout
@@ -49,6 +49,21 @@ def freeze_unreached(model: Any, longest: int, autocast: torch.dtype | None) -> 
     number = in_millions(sum(elements(weights[name]) for name in never))
     words = f"{number} parameters that get no gradient from text: {', '.join(sorted(patterns))}"
     return words if never else "", missed != never
+
+
+def reduce_unreached(model: Any, ranks: Ranks, at_times: bool) -> None:
+    """Have ranks reduce the same weights where batches reach some only `at_times`.
+
+    Otherwise gradients of different weights are added up, or a process ends. Raises UserError for a strategy that cannot.
+    """
+    base: Any = base_model(model)
+    if not at_times or ranks.world_size == 1:
+        return
+    if ranks.strategy == "fsdp2" and hasattr(base, "set_reduce_scatter_unused_params"):
+        base.set_reduce_scatter_unused_params(True)
+    elif ranks.strategy in ("fsdp2", "zero1", "zero2"):  # fsdp2: of an older torch
+        what = "it cannot train a model whose batches reach different weights, such as experts"
+        raise UserError(what, where=f"strategy.name ({ranks.strategy})", fix="take strategy=ddp, or zero3")
 
 
 def _reached(base: Any, weights: dict[str, Any], tokens: int, autocast: torch.dtype | None) -> set[str]:
