@@ -33,7 +33,8 @@ from packtrain.wording import first_line
 
 _STAYS = re.compile(
     r"\..*|(readme|adapter|optimizer|scheduler|trainer_state|rng_state|training_args|summary|metrics).*|"
-    r".*\.(safetensors|bin|pth?|ckpt|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|log|lock)",
+    r".*results\.json|.*\.(safetensors|bin|pth?|ckpt(\..*)?|gguf|h5|msgpack|onnx|npz|zip|index\.json|jsonl|parquet|arrow|"
+    r"ot|tflite|nemo|pkl|pdparams|csv|log|lock)",
     re.IGNORECASE,
 )
 """Files beside a model that do not go along: weights, states, figures of others, and what lies there by chance."""

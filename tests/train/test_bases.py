@@ -206,6 +206,10 @@ CAME = {
 STAYS = {
     "README.md": "",
     "model.onnx": "",
+    "rust_model.ot": "",
+    "64.tflite": "",
+    "model.ckpt.data-00000-of-00001": "",
+    "all_results.json": "{}",
     "optimizer.pt": "",
     "pytorch_model.bin.index.json": "",
     ".gitattributes": "",

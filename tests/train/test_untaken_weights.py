@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,13 @@ def test_weights_of_gguf_files_are_counted_and_refused_as_well(tmp_path: Path) -
     assert (source.total, sum(source.left.values()), source.kept) == (14, 2, {})
     with pytest.raises(UserError, match=r"1 of 13 weights .*blk\.\*\.attn_q\.bias"):
         load(gguf_file(tmp_path / "b.gguf", ("blk.0.attn_q.bias", (64,))))
+
+
+def test_a_base_that_is_gone_at_the_end_leaves_a_final_that_loads(tmp_path: Path, glm: Path) -> None:
+    shutil.copytree(glm, base := tmp_path / "base")
+    loaded: Any = load_model(Model(path=str(base)), Peft(), tokenizer(), seed=0)
+    loaded.save_pretrained(final := tmp_path / "final")
+    (base / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        carry(loaded, final)
+    AutoModelForCausalLM.from_pretrained(final)
