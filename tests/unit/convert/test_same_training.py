@@ -86,6 +86,12 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("s", "--dataset_shuffle false --train_dataloader_shuffle false", {"data.shuffle": False}),
     ("s", "--loss_scale last_round+ignore_empty_think", {"data.loss_on": "completion"}),
     ("s", "--rpo_alpha 0.1", {"objective.loss": ["sigmoid", "sft"]}),
+    ("s", """--columns '{"asked": "question", "good": "answer", "worse": "rejected_response", "sys": "system_prompt"}'""", {
+        "data.train": {
+            "path": "o/d",
+            "columns": {"instruction": "asked", "output": "good", "rejected": "worse", "system": "sys"},
+        }
+    }),
     ("s", """--columns '{"asked": "query", "said": "response"}'""", {
         "data.train": {"path": "o/d", "columns": {"instruction": "asked", "output": "said"}}
     }),
