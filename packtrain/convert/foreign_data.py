@@ -169,7 +169,7 @@ _SWIFT_NAMES = {
     **dict.fromkeys(("rejected_response", "rejected_messages"), "rejected"),
     "system_prompt": "system", "conversation": "conversations",
 }
-"""What --columns of ms-swift may name (ResponsePreprocessor), and our columns."""
+"""Names that --columns of ms-swift may give (its ResponsePreprocessor reads them), with our columns."""
 
 
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:

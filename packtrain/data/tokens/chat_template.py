@@ -56,7 +56,7 @@ class Template:
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
     for_tools: str = ""  # the text of rows with tools, if that is another one
-    day: date | None = None  # on which it reads the clock, where the format is no plain text
+    day: date | None = None  # at which it reads the clock, if its format is no plain text
 
     def on(self, day: date) -> Template:
         """The template with this day in place of the clock: all rows are alike."""
@@ -77,7 +77,7 @@ class Template:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """All words after a dot or in quotes, and </think>: the keys of messages that are read, and harmless others."""
+        """All words after a dot or in quotes, and </think>: keys that it reads, and harmless others."""
         found = re.findall(r"""\.(\w+)|['"](\w+)['"]|(</think>)""", self.text + self.for_tools)
         return frozenset(chain.from_iterable(found))
 
