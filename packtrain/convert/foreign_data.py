@@ -167,7 +167,8 @@ _SWIFT_NAMES = {
     **dict.fromkeys(("response", "answer", "answers", "answer_key", "target", "targets", "solution"), "output"),
     **dict.fromkeys(("text", "completion", "content"), "output"),
     **dict.fromkeys(("rejected_response", "rejected_messages"), "rejected"),
-    "system_prompt": "system", "conversation": "conversations",
+    "system_prompt": "system",
+    "conversation": "conversations",
 }
 """Names that --columns of ms-swift may give (its ResponsePreprocessor reads them), with our columns."""
 

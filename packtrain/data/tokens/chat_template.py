@@ -56,7 +56,7 @@ class Template:
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
     for_tools: str = ""  # the text of rows with tools, if that is another one
-    day: date | None = None  # at which it reads the clock, if its format is no plain text
+    day: date | None = None  # given where the format of its clock is computed
 
     def on(self, day: date) -> Template:
         """The template with this day in place of the clock: all rows are alike."""

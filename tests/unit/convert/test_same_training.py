@@ -107,7 +107,7 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("t", "dataset_streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle": False}),
     ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.streaming": True, "data.shuffle": False}),
     ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {"data.shuffle": False}),
-    # TRL: the masks of both keys hold together; that of a completion is on by itself where rows have one
+    # TRL: both masks hold together; a completion is masked by default
     ("t", "assistant_only_loss: true", {"data.loss_on": "auto"}),
     ("t", "assistant_only_loss: true\ncompletion_only_loss: true", {"data.loss_on": "auto"}),
     ("t", "completion_only_loss: false\nassistant_only_loss: true", {"data.loss_on": "assistant"}),
