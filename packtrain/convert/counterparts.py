@@ -262,6 +262,8 @@ def unfrozen(value: Any, theirs: Theirs) -> Outcome:
 
 def share(value: Any, theirs: Theirs) -> Outcome:
     """The part of the documents to hold out; a number of rows is none."""
+    if theirs.get("val_dataset"):
+        return Outcome(why="val_dataset is held out in its place", kind="not needed")
     if number(value) >= 1:
         return Outcome(why="a number of rows: data.eval takes a share, such as 0.02", kind="no counterpart")
     return Outcome({"data.eval": number(value)} if number(value) else {}, became="data.eval")

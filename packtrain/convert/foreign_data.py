@@ -162,11 +162,22 @@ def _has_fewer(file: Path, rows: int) -> bool:
     return False
 
 
+_SWIFT_NAMES = {
+    **dict.fromkeys(("query", "prompt", "question", "problem"), "instruction"),
+    **dict.fromkeys(("response", "answer", "answers", "answer_key", "target", "targets", "solution"), "output"),
+    **dict.fromkeys(("text", "completion", "content"), "output"),
+    **dict.fromkeys(("rejected_response", "rejected_messages"), "rejected"),
+    "system_prompt": "system",
+    "conversation": "conversations",
+}
+"""Names that --columns of ms-swift may give (its ResponsePreprocessor reads them), with our columns."""
+
+
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
     """ID:SUBSET#ROWS, looked up on another hub by default; so many rows by chance, all repeatedly where there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
     named = {} if isinstance(value, list) else dict(theirs.get("columns") or {})
-    columns = {{"query": "instruction", "response": "output"}.get(ours, ours): name for name, ours in named.items()}
+    columns = {_SWIFT_NAMES.get(ours, ours): name for name, ours in named.items()}
     streams = not is_off(theirs.get("streaming") or 0) and _by_steps(theirs)
     for text in map(str, names(value)):
         if _PICTURES.search(text):

@@ -155,7 +155,7 @@ def _use_of(name: str, value: Any, absent: Container[str]) -> str:
     is_note, hinted = _classify(name)
     if is_note or not isinstance(value, (str, list, dict)):
         return NOTE
-    if not hinted and isinstance(value, str) and " " in value and not name.endswith(UNLISTED):
+    if not hinted and isinstance(value, str) and " " in value and not name.endswith(UNLISTED) and name not in COLUMNS:
         hinted = ("input",)
     return next((ours for ours in hinted if ours in absent), "")
 

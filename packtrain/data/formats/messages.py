@@ -122,7 +122,7 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):
             raise BadRow("empty", "the assistant's turn is empty", f"{where}.{what}")
-    unknown = (key for key in message.keys() - KNOWN - row.keys if message[key])
+    unknown = (key for key in message.keys() - KNOWN - row.keys if message[key] not in ("", [], {}))
     row.unknown.update(f"{where.partition('[')[0]}[].{key}" for key in unknown)
     return message
 
@@ -289,9 +289,10 @@ def with_thought(row: Row, messages: Messages) -> Messages:
     """The messages with the thought of a column in the last answer, if the template has a place for it."""
     last = messages[-1]
     free = last["role"] == "assistant" and "reasoning_content" not in last and "</think>" not in last["content"]
-    if not (free and row.keys & {*THOUGHTS, "think"}) or not row.optional("reasoning_content"):
+    if not (free and row.keys & {*THOUGHTS, "</think>"}) or not row.optional("reasoning_content"):
         return messages
-    return [*messages[:-1], {**last, "reasoning_content": row.text("reasoning_content", may_be_empty=True)}]
+    thought = row.text("reasoning_content", may_be_empty=True)
+    return [*messages[:-1], {**last, "reasoning_content": thought}] if thought.strip() else messages
 
 
 def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:

@@ -20,6 +20,7 @@ import re
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,14 @@ class Template:
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
     for_tools: str = ""  # the text of rows with tools, if that is another one
+    day: date | None = None  # given where the format of its clock is computed
 
     def on(self, day: date) -> Template:
         """The template with this day in place of the clock: all rows are alike."""
         at = partial(_CLOCK.sub, lambda look: repr(f"{day:{look[2]}}"))
-        return replace(self, text=at(self.text), marked=self.marked and at(self.marked), for_tools=at(self.for_tools))
+        text, for_tools = at(self.text), at(self.for_tools)
+        left = day if "strftime_now" in text + for_tools else None
+        return replace(self, text=text, marked=self.marked and at(self.marked), for_tools=for_tools, day=left)
 
     @property
     def with_tools(self) -> Template:
@@ -73,13 +77,15 @@ class Template:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """All words after a quote, a dot or </: the keys of messages that are read, and harmless others."""
-        return frozenset(re.findall(r"""(?:['".]|</)(\w+)""", self.text))
+        """All words after a dot or in quotes, and </think>: keys that it reads, and harmless others."""
+        found = re.findall(r"""\.(\w+)|['"](\w+)['"]|(</think>)""", self.text + self.for_tools)
+        return frozenset(chain.from_iterable(found))
 
     @property
     def content(self) -> str:
-        """Hash of the texts."""
-        return hashlib.blake2b(repr((self.text, self.marked, self.for_tools)).encode(), digest_size=16).hexdigest()
+        """Hash of the texts and the day."""
+        parts = (self.text, self.marked, self.for_tools, str(self.day))
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache

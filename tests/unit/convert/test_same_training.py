@@ -86,6 +86,12 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("s", "--dataset_shuffle false --train_dataloader_shuffle false", {"data.shuffle": False}),
     ("s", "--loss_scale last_round+ignore_empty_think", {"data.loss_on": "completion"}),
     ("s", "--rpo_alpha 0.1", {"objective.loss": ["sigmoid", "sft"]}),
+    ("s", """--columns '{"asked": "question", "good": "answer", "worse": "rejected_response", "sys": "system_prompt"}'""", {
+        "data.train": {
+            "path": "o/d",
+            "columns": {"instruction": "asked", "output": "good", "rejected": "worse", "system": "sys"},
+        }
+    }),
     ("s", """--columns '{"asked": "query", "said": "response"}'""", {
         "data.train": {"path": "o/d", "columns": {"instruction": "asked", "output": "said"}}
     }),
@@ -101,6 +107,14 @@ SAME: list[tuple[str, str, dict[str, Any]]] = [
     ("t", "dataset_streaming: true\nmax_steps: 5", {"data.streaming": True, "data.shuffle": False}),
     ("s", "--dataset_shuffle false --streaming true --max_steps 5", {"data.streaming": True, "data.shuffle": False}),
     ("a", "shuffle_merged_datasets: false\nstreaming: true\nmax_steps: 5", {"data.shuffle": False}),
+    # TRL: both masks hold together; a completion is masked by default
+    ("t", "assistant_only_loss: true", {"data.loss_on": "auto"}),
+    ("t", "assistant_only_loss: true\ncompletion_only_loss: true", {"data.loss_on": "auto"}),
+    ("t", "completion_only_loss: false\nassistant_only_loss: true", {"data.loss_on": "assistant"}),
+    ("t", "assistant_only_loss: false\ncompletion_only_loss: true", {"data.loss_on": "completion"}),
+    ("t", "completion_only_loss: false", {"data.loss_on": "all"}),
+    # ms-swift: DataArguments turns the share off where there is a val_dataset
+    ("s", "--val_dataset o/v --split_dataset_ratio 0.1", {"data.eval": {"path": "o/v"}}),
     ("t", "dataset_text_field: text", {"data.columns": "not set"}),  # which conversations need not have
     ("t", "dataset_text_field: story", {"data.columns": {"text": "story"}}),
     ("t", "max_length:", {"data.max_length": None}),

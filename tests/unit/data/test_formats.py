@@ -264,6 +264,11 @@ UNREAD: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "xlam": ({"query": "Hello", "answers": [{"name": "weather"}], "tools": [TOOL], "plan": "Ask it."}, {"plan": ""}),
     "tokenised": ({"input_ids": [5, 6], "train_mask": [0, 1]}, {"train_mask": "loss_mask"}),
     "keys of turns": ({"messages": [QUESTION, {**ANSWER, "cot": "Hm."}]}, {"messages[].cot": ""}),
+    "flags and keys of turns that the template only quotes": (
+        {"messages": [QUESTION, {**ANSWER, "supervised": False, "think": "Hm."}]},
+        {"messages[].supervised": "", "messages[].think": ""},
+    ),
+    "an answer that was rejected": (ALPACA | {"rejected": "It is not."}, {"rejected": ""}),
     "a thought without a place": ({"instruction": "Add.", "output": "3", "reasoning": "It is."}, {"reasoning": ""}),
 }
 
@@ -272,7 +277,7 @@ UNREAD: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_columns_that_nothing_reads_are_named_once_with_the_key_that_would(ready, tmp_path, row, wanted):
     notes = {"id": 3, "source_url": "http://a.b", "score": 0.5, "metadata": {"a": 1}, "__index_level_0__": 1}
     path, how = write(tmp_path / "x.jsonl", row, {**row, **notes, "empty": "", "null": None}), {}
-    if row.keys() >= {"query", "answers"}:
+    if row.keys() >= {"query", "answers"} or "messages[].think" in wanted:
         how = {"chat_template": "qwen3"}
     report = ready(path, **how).train.report
     assert report.unread == {path: wanted | dict.fromkeys(notes, "note")}
@@ -284,6 +289,12 @@ def test_columns_that_nothing_reads_are_named_once_with_the_key_that_would(ready
     for name, use in wanted.items():
         if use and isinstance(row[name], str) and use != "tools":
             assert name not in ready(path, columns={use: name}, **how).train.report.unread[path]
+
+
+def test_a_blank_thought_of_a_column_is_none(ready, tmp_path):
+    rows = ALPACA, ALPACA | {"reasoning": " \n "}
+    plain, blank = texts(ready(write(tmp_path / "x.jsonl", *rows), chat_template="qwen3"))
+    assert plain == blank
 
 
 def test_all_that_is_read_is_not_named(ready, tmp_path):

@@ -545,6 +545,8 @@ def test_all_rows_of_a_run_have_the_same_date_and_another_day_is_another_cache(t
         texts = rendered(day)
         assert len({*texts}) == 1 and f"system\n{shown}<|im_end|>" in texts[0]
     assert f"system\n{date.today():%d %b %Y}<|im_end|>" in rendered("")[0]
+    spelt = Template("{%- set how = '%d' %}{{ strftime_now(how) }}", None)
+    assert spelt.on(date(2026, 11, 28)).content != spelt.on(date(2026, 11, 29)).content  # for its own cache
     plain = choose_template(None, tokenizer_of("smollm"))
     assert plain is not None and plain == plain.on(date(2026, 11, 28))
 
