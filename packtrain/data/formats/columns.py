@@ -142,6 +142,18 @@ def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
     return all(name in ours or name.lower().endswith(("id", "idx", "index")) for name in names)
 
 
+def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]) -> list[tuple[str, RawRow]]:
+    """Give rows without an `instruction` a null one, as tables do, if another row of the chunk has one."""
+
+    def asks(row: RawRow) -> bool:
+        return isinstance(row, dict) and column_of("instruction", row, columns) in row
+
+    if not any(asks(row) for _, row in rows):
+        return rows
+    null = {columns.get("instruction", "instruction"): None}
+    return [(where, null | row if isinstance(row, dict) and not asks(row) else row) for where, row in rows]
+
+
 @lru_cache(4096)
 def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
     """Return whether the name speaks of a NOTE, and the columns of ours that it hints at."""

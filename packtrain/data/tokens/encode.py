@@ -10,7 +10,8 @@ tokenised separately and joined, since that is what the model sees at inference;
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt
 (`apart` where that is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer.
+with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer. Unlike TRL, an empty thought before
+answers without thoughts belongs to the prompt, as in sft.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 from packtrain.config.objective import TRAITS, ObjectiveKind
 from packtrain.config.schema import Data, Format
-from packtrain.data.formats.columns import Row, hash_content, hash_row, merge_uses
+from packtrain.data.formats.columns import Row, fill_in_questions, hash_content, hash_row, merge_uses
 from packtrain.data.formats.conversations import Conversation, Example, PromptCompletion, Tokens, read_row
 from packtrain.data.formats.preferences import Answered, common_prompt, read_margin, read_preference, read_unpaired
 from packtrain.data.sources.chunks import BadRow, Chunk, RawRow
@@ -65,7 +66,7 @@ class Encoder:
         problems: list[Problem] = []
         unread: dict[str, str] = {}
         columns = chunk.columns or self.data.columns
-        for where, row in chunk.rows():
+        for where, row in fill_in_questions([*chunk.rows()], columns) if format == "alpaca" else chunk.rows():
             content = hash_row(row, format, columns)
             try:
                 documents, flags = self.encode_row(row, format, columns, unread)

@@ -314,6 +314,16 @@ def test_a_system_turn_goes_before_the_column_which_is_named(ready, tmp_path):
     assert [*other.train.report.unread.values()] == [{"system_prompt": ""}]
 
 
+@pytest.mark.parametrize("columns", [{}, {"instruction": "q"}])
+def test_a_row_that_forgot_its_question_among_rows_that_have_one_is_refused(ready, tmp_path, columns):
+    name = columns.get("instruction", "question")
+    path = write(tmp_path / "x.jsonl", {name: "Add.", "response": "3"}, {"response": "4"})
+    with pytest.raises(UserError, match=r"x\.jsonl:2, "):
+        ready(path, columns=columns)
+    assert len(texts(ready(path, columns=columns, bad_rows="skip"))) == 1
+    ready(write(tmp_path / "alone.jsonl", {"response": "3"}, {"response": "4"}))
+
+
 def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
     with pytest.raises(UserError, match="fit no known format"):
         ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
