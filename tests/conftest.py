@@ -7,9 +7,11 @@ import subprocess
 import sys
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
@@ -25,6 +27,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
     config.addinivalue_line("markers", "exhaustive: more of what others sample; only run by -m exhaustive")
+
+
+class ByServer(LoadFileScheduling):
+    """Give each file to one worker, and all files on stand-in GPUs to the same one: they share a process that has imported everything."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/standin" if nodeid.startswith("tests/standin/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

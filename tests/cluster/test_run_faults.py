@@ -133,12 +133,17 @@ def leading_nowhere(hosts: TwoHosts) -> None:
 def ended(
     made: TwoHosts, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Ended, Ended]]:
-    """All to their end, at once: most of their time is waiting."""
-    faults, group = [*SAID, *GO_ON], ""
+    """All that are asked for to their end, at once: most of their time is waiting."""
+    cases = [
+        item.callspec.params.values()
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+    ]
+    faults, group = [fault for fault in (*SAID, *GO_ON) if any(fault in case for case in cases)], ""
     try:
         group = str(request.getfixturevalue("group"))
     except pytest.skip.Exception:
-        faults.remove("memory")
+        faults = [fault for fault in faults if fault != "memory"]
     leading_nowhere(made)
     folders = {fault: prepared(tmp_path_factory.mktemp(fault), number) for number, fault in enumerate(faults)}
 
@@ -155,7 +160,7 @@ def ended(
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(one, marks=pytest.mark.exhaustive) if one == "loopback" else one for one in SAID]
+    "fault", [pytest.param(one, marks=pytest.mark.exhaustive) if one in ("loopback", "loader") else one for one in SAID]
 )
 def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     fault: str, ended: dict[str, tuple[Path, Ended, Ended]]

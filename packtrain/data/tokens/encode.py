@@ -10,8 +10,8 @@ tokenised separately and joined, since that is what the model sees at inference;
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
 each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt
 (`apart` where that is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer. Unlike TRL, an empty thought before
-answers without thoughts belongs to the prompt, as in sft.
+with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer. So an empty thought before an answer is a
+target here, as it is in TRL, while sft counts it as the prompt's.
 """
 
 from __future__ import annotations

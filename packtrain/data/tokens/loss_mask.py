@@ -70,7 +70,8 @@ class ChatEncoder:
             wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
         wanted = [turn for turn in wanted if turn not in untrained]
         thinks = any(_find_thought(conversation.messages[turn]) for turn in wanted)
-        conversation = conversation if thinks else _turn_thinking_off(conversation)
+        if not thinks and not THINKING_OFF.keys() & conversation.variables:
+            conversation = replace(conversation, variables={**conversation.variables, **THINKING_OFF})
         given, conversation = conversation, self._rewrite(conversation)
         text, marks = self._render(conversation)
         self._check_tools(given, text)
@@ -100,8 +101,6 @@ class ChatEncoder:
 
         All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
-        if not any(_find_thought(turn) for side in answered for turn in side.messages[side.answer_from or 0 :]):
-            answered = (*map(_turn_thinking_off, answered),)
         first = answered[0]
         asked = self._rewrite(replace(first, messages=first.prompt))
         texts = [self._render(asked, generation_prompt=True)[0]]
@@ -336,13 +335,6 @@ def _find_thought(message: dict[str, Any]) -> str:
     """What an assistant thinks, empty where it does not."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
-
-
-def _turn_thinking_off(conversation: Conversation) -> Conversation:
-    """Tell the template that thinking is off, unless the row has a switch of its own."""
-    if THINKING_OFF.keys() & conversation.variables:
-        return conversation
-    return replace(conversation, variables={**conversation.variables, **THINKING_OFF})
 
 
 def _find_crossed_borders(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:

@@ -459,24 +459,6 @@ def test_the_empty_thought_belongs_to_the_prompt_as_the_template_asks_with_think
                 assert tokenizer.decode(ids[mask].tolist()) == f"{lead}{TURNS[turn]['content']}{end}", name
 
 
-@pytest.mark.parametrize(
-    "objective, kind", [("dpo", "preference"), ("reward", "preference"), ("kto", "prompt_completion")]
-)
-def test_the_empty_thought_belongs_to_the_prompt_of_pairs_and_labelled_answers(objective, kind):
-    row: Any = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": TURNS[3:]}
-    row |= {"completion": row["chosen"], "label": True} if objective == "kto" else {}
-    for name in THINKERS:
-        tokenizer = tokenizer_for(shipped(name))
-        prepared = Encoder(plain_tokenizer(tokenizer), choose_template(None, tokenizer), Data(train="rows"), objective)
-        documents, _ = prepared.encode_row(row, kind, {}, {})
-        for (ids, mask), answer in zip(documents, (TURNS[1], TURNS[3]), strict=False):
-            assert tokenizer.decode(ids[mask].tolist()).lstrip().startswith(answer["content"]), name
-    thinking = {**row, "chosen": [{**TURNS[1], "reasoning_content": "Hm."}]}
-    if objective != "kto":
-        documents, _ = prepared.encode_row(thinking, kind, {}, {})
-        assert "Hm." in tokenizer.decode(documents[0][0][documents[0][1]].tolist())
-
-
 def test_a_template_that_leaves_the_empty_thought_out_of_answers_is_asked_with_thinking_on_or_refused():
     assert trained("smollm", Conversation(TURNS[:2]), Template(LEFT_OUT, None)) == [f"{FIRST}<|im_end|>"]
     with pytest.raises(BadRow, match=UNVERIFIED):
