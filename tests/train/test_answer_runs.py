@@ -20,9 +20,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from packtrain.config.schema import Model
 from packtrain.errors import CheckFailed, UserError
+from packtrain.objectives.logged_figures import MARGINS
 from packtrain.run_folder import RunFolder
 from packtrain.train.objectives import dpo, reward
-from packtrain.train.objectives.kto import MARGINS, METRIC_UNITS
+from packtrain.train.objectives.kto import FIGURES as KTO_FIGURES
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
 
@@ -30,10 +31,10 @@ LN2 = 0.6931472
 PAIRS = {"train_rows": preferences(22, 0), "eval_rows": preferences(5, 1), "small": "batch.tokens_per_device=190"}
 ANSWERS = {"train_rows": labelled(23, 0), "eval_rows": labelled(6, 1), "small": "batch.tokens_per_device=110"}
 KINDS: dict[str, dict[str, Any]] = {
-    "dpo": {"figures": dpo.METRIC_UNITS, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
+    "dpo": {"figures": dpo.FIGURES, "examples": [7, 7, 7, 1, 7, 7], **PAIRS},
     # of one kind in the second pass, too
     "kto": {
-        "figures": (*METRIC_UNITS, MARGINS),
+        "figures": (*KTO_FIGURES, MARGINS),
         "examples": [7, 7, 7, 2] * 2,
         "options": {"undesirable_weight": 1.5},
         **ANSWERS,

@@ -34,7 +34,7 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.collate import RowLayout, collate_pairs
 from packtrain.plan.known_model import ReferenceChoice
 from packtrain.train.loader import PairSteps
-from packtrain.train.objectives.dpo import DPO, METRIC_UNITS
+from packtrain.train.objectives.dpo import DPO, FIGURES
 
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
     expected = of_trl(folder, **objective)
-    assert set(expected[2]) - {"num_tokens"} == set(METRIC_UNITS)
+    assert set(expected[2]) - {"num_tokens"} == set(FIGURES)
     splits = SPLITS[:1] if set(objective["loss_type"]) & set(SORTING_LOSSES) else SPLITS
     for layout in LAYOUTS:
         trainer = ours(folder, layout, **objective)
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_pa
     steps, loss = cast(PairSteps, trainer.steps), cast(Any, trainer.loss)
     apart, numbers = set(), range(len(PAIRS))
     for name in known_to_trl():
-        loss.trl.loss_types = [name]
+        loss.weights = {name: 1.0}
         one_by_one = np.mean([loss.standalone_loss(steps.collate([number])) for number in numbers])
         if loss.standalone_loss(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
             apart.add(name)

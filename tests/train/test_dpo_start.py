@@ -19,6 +19,7 @@ from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Peft
 from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_adapters
+from packtrain.objectives import losses
 from packtrain.packing.collate import RowLayout
 from packtrain.packing.segments import Segments
 from packtrain.train.loader import PairSteps
@@ -51,10 +52,11 @@ def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[
         start_loss(ours(tmp_path, "shared", reference=another(), **objective))
 
 
-def test_the_sigmoid_loss_is_held_to_ln_2_and_not_to_what_the_code_under_test_gives(tmp_path: Path) -> None:
+def test_the_sigmoid_loss_is_held_to_ln_2_and_not_to_what_the_code_under_test_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = ours(tmp_path, "flat", reference=policy(), loss_type=["sigmoid"])
-    compute_with_trl = trainer.loss.compute_with_trl
-    trainer.loss.compute_with_trl = lambda *given: 2 * compute_with_trl(*given)
+    monkeypatch.setitem(losses.PAIR_LOSSES, "sigmoid", losses.PairLoss(lambda *given: 2 * losses.sigmoid(*given)))
     with pytest.raises(CheckFailed, match=r"the first loss is 1\.386294, but 0\.6931472"):
         start_loss(trainer)
 
@@ -107,7 +109,7 @@ def start(folder: Path, model: Any, reference: Any, spoil: Callable[[Any], Any] 
 
 
 def drop_by_a_hook(trainer: Any) -> None:
-    layer = trainer.loss.trl.ref_model.model.layers[0]
+    layer = trainer.loss.reference.model.layers[0]
     layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
 
 
@@ -146,7 +148,7 @@ def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
     monkeypatch.setattr(first_loss, "CHECKED_LOGITS", most)
     given: dict[str, Any] = {"reference": None if precomputed else policy(), "loss_type": ["sigmoid"]}
     trainer = ours(tmp_path, layout, precompute_ref_log_probs=precomputed, **given)
-    for model in filter(None, (trainer.model, trainer.loss.trl.ref_model)):
+    for model in filter(None, (trainer.model, trainer.loss.reference)):
         model.lm_head.register_forward_hook(lambda *call: made.append(call[-1].numel()))
     check_forward(trainer, "sdpa")
     assert made and max(made) <= most

@@ -16,7 +16,8 @@ from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.objective import UnpairedLoss
-from packtrain.train.objectives.kto import MARGINS, METRIC_UNITS
+from packtrain.objectives.logged_figures import MARGINS
+from packtrain.train.objectives.kto import FIGURES
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": "kto"},
@@ -44,7 +45,7 @@ def test_the_config_knows_every_loss_of_the_installed_trl() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: "-".join(map(str, one.values())))
 def test_loss_gradient_and_figures_equal_trl_padding(objective: dict[str, Any], tmp_path: Path) -> None:
     expected = of_trl(tmp_path, **objective)
-    assert set(expected[2]) - {"num_tokens"} == {*METRIC_UNITS, MARGINS}
+    assert set(expected[2]) - {"num_tokens"} == {*FIGURES, MARGINS}
     assert (expected[2]["kl"] > 0.1) == (objective["loss_type"] == "kto")
     for layout in LAYOUTS:
         for parts in SPLITS:

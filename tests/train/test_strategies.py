@@ -30,7 +30,7 @@ from packtrain.model.spread import Ranks
 from packtrain.plan.memory import GIB, Memory
 from packtrain.train import run as training
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.dpo import METRIC_UNITS
+from packtrain.train.objectives.dpo import FIGURES
 from packtrain.train.preflight import choose_on_all_ranks
 from tests.train import forked, host_adam
 
@@ -248,7 +248,7 @@ def test_preferences_train_the_same_on_two_processes_of_which_one_has_no_pair(
     run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=2)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
-        for figure in METRIC_UNITS:
+        for figure in FIGURES:
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
 
 

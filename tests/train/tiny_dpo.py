@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by
+from packtrain.config.objective import Objective, ObjectiveKind
 from packtrain.config.schema import Batch, Model, Packing
 from packtrain.data.dataset import PairDataset, Preference
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -98,16 +99,32 @@ def ours(
 ) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
     steps, settings = steps or steps_of(layout), arguments(folder, **given)
-    return trainer_of(DPOLoss, folder, settings, steps, model=model, reference=reference)
+    objective = objective_of("dpo", **given)
+    return trainer_of(DPOLoss, folder, settings, steps, objective, model=model, reference=reference)
 
 
-def trainer_of(kind: type[Any], folder: Path, settings: Any, steps: Steps, *, model: Any, reference: Any) -> Any:
+def objective_of(
+    kind: ObjectiveKind,
+    *,
+    loss_type: Any = None,
+    beta: float = 0.1,
+    precompute_ref_log_probs: bool = False,
+    **options: Any,
+) -> Objective:
+    """Our config of these arguments of TRL."""
+    reference = "precomputed" if precompute_ref_log_probs else "auto"
+    return Objective(kind=kind, loss=loss_type, options=options, beta=beta, reference=reference)
+
+
+def trainer_of(
+    kind: type[Any], folder: Path, settings: Any, steps: Steps, objective: Objective, *, model: Any, reference: Any
+) -> Any:
     """A trainer by a loss of that kind over `steps`, on models that attend by Segments unless they are padded."""
     of_loop = LoopSettings(steps, {}, StopRequest(), folder, {})
     held_to = another() if reference == OTHER else reference
-    trainer = StepTrainer(kind(model or policy(), settings, TOKENIZER, of_loop, held_to), of_loop)
+    trainer = StepTrainer(kind(model or policy(), settings, TOKENIZER, of_loop, objective, held_to), of_loop)
     if steps.layout != "padding":
-        for one in filter(None, (trainer.model, trainer.loss.trl.ref_model)):
+        for one in filter(None, (trainer.model, trainer.loss.reference)):
             attend_by(base_model(one), "segmented")
     return trainer
 

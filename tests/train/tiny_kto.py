@@ -96,4 +96,5 @@ def ours(
 ) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
     steps, settings = steps or steps_of(layout), arguments(folder, **given)
-    return tiny_dpo.trainer_of(KTOLoss, folder, settings, steps, model=model, reference=reference)
+    objective = tiny_dpo.objective_of("kto", **given)
+    return tiny_dpo.trainer_of(KTOLoss, folder, settings, steps, objective, model=model, reference=reference)

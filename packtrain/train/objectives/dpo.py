@@ -1,44 +1,33 @@
-"""Direct preference optimisation: the loss of TRL's DPOTrainer, unmodified, over the pairs of a whole step, and the objective."""
+"""Direct preference optimisation: the losses of pairs over a whole step, and the objective."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from trl import DPOConfig, DPOTrainer
 
+from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.errors import UserError
 from packtrain.model.spread import Ranks
+from packtrain.objectives.answers import PairLogps, Sum, Targets, sum_answers
+from packtrain.objectives.logged_figures import MARGINS, TokenFigures, pair_figures
+from packtrain.objectives.losses import PairCounts, PairOptions, make_pairs, pair_loss
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import Logps, ReferenceLoss, WeightedMetrics
+from packtrain.train.objectives.loss import Logps, ReferenceLoss
 from packtrain.train.objectives.training_objective import PairObjective, ReferenceObjective
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
-CHOSEN_TOKEN_LOSSES = ("sft",)
-"""Losses that are a mean over the trained tokens of the chosen answers."""
-PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
-METRIC_UNITS = {
-    "entropy": ANSWERS,
-    "logits/chosen": CHOSEN,
-    "logits/rejected": REJECTED,
-    "mean_token_accuracy": CHOSEN,
-    "rewards/chosen": PAIRS,
-    "rewards/rejected": PAIRS,
-    "rewards/accuracies": PAIRS,
-    "rewards/margins": PAIRS,
-    "logps/chosen": PAIRS,
-    "logps/rejected": PAIRS,
-}
-"""The metrics that TRL logs, and the unit that each is a mean over."""
+FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
+FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
 
 
 class DPOLoss(ReferenceLoss):
@@ -46,54 +35,68 @@ class DPOLoss(ReferenceLoss):
 
     answers = ("the chosen answer of pair", "the rejected answer of pair")
     reference_names = ("ref_chosen_logps", "ref_rejected_logps")
-    new_metrics = partial(WeightedMetrics, METRIC_UNITS)
+    figures = FIGURES
 
-    def __init__(self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
+    def __init__(
+        self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, objective: Objective, reference: Any
+    ) -> None:
         trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
+        option = objective.option
+        self.options = PairOptions(
+            beta=objective.beta,
+            label_smoothing=option("label_smoothing"),
+            f_divergence_type=option("f_divergence_type"),
+            f_alpha_divergence_coef=option("f_alpha_divergence_coef"),
+            ld_alpha=option("ld_alpha"),
+            use_weighting=option("use_weighting"),
+            discopop_tau=option("discopop_tau"),
+        )
+        given = option("loss_weights") or [1.0] * len(objective.losses)
+        self.weights: dict[str, float] = {}
+        for name, weight in zip(objective.losses, given, strict=True):
+            self.weights[name] = self.weights.get(name, 0.0) + weight
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
-        super().__init__(trl, settings, (*outputs, "log_sum_sq_probs") if trl.use_weighting else outputs)
-        self._weights = list(trl.loss_weights)
+        outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
+        super().__init__(trl, settings, objective, outputs)
 
-    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the pairs of the step; `sft` is a mean over its trained tokens."""
-        inputs = self.inputs(batch)
-        if not batch.examples:
-            return self.zero(model, inputs)
-        pairs = batch.examples / counts[3]
-        tokens = batch.trained / counts[0].clamp(min=1)
-        # TRL averages each loss over this micro-batch; weight it by its share of the step's pairs or tokens
-        self.trl.loss_weights = [
-            weight * (tokens if name in CHOSEN_TOKEN_LOSSES else pairs)
-            for name, weight in zip(self.trl.loss_types, self._weights, strict=True)
-        ]
-        loss = self.compute_with_trl(model, inputs)
-        chosen, rejected = batch.trained, batch.rejected
-        self.add_metrics(batch, {PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
-        return loss
+    def measure(
+        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """See ExampleLoss; the loss `sft` is a mean over the chosen tokens of the step, all others over its pairs."""
+        reference = PairLogps(*self.compared_with(inputs))  # first: later it would run beside held activations
+        outputs = self.score_tokens(model, inputs)
+        pairs = make_pairs(*self._targets(outputs, inputs), reference, self.options)
+        step = PairCounts(pairs=counts[3], chosen_tokens=counts[0])
+        named = {name: self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits", "is_top1")}
+        chosen, rejected = (TokenFigures(**own) for own in _sides(mask=_mask(inputs), **named))
+        return pair_loss(pairs, self.weights, self.options, step), pair_figures(pairs, self.beta, chosen, rejected)
 
-    def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Has TRL average over the micro-batch."""
-        self.trl.loss_weights = self._weights
+    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+        """See ReferenceLoss."""
+        return sum_answers(*self._targets(outputs, inputs), self.options.ld_alpha)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """ln 2 for the plain sigmoid loss, None for all others."""
-        plain = self._weights == [1.0] and not self.trl.use_weighting
-        return math.log(2) if self.trl.loss_types == ["sigmoid"] and plain else None
+        return math.log(2) if self.weights == {"sigmoid": 1.0} and not self.options.use_weighting else None
 
-    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """Log-probabilities, computed by TRL."""
-        reference, self.trl.ref_model = self.trl.ref_model, model  # else TRL turns adapters off
-        try:
-            return self.trl.compute_ref_log_probs(model, inputs)
-        finally:
-            self.trl.ref_model = reference
+    def _targets(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Targets, Targets]:
+        """Return the targets of the chosen and of the rejected answers."""
+        named = {"log_probs": self.targets_of(outputs, inputs), "mask": _mask(inputs)}
+        if getattr(outputs, "log_sum_sq_probs", None) is not None:
+            named["log_sum_sq_probs"] = self.targets_of(outputs, inputs, "log_sum_sq_probs")
+        chosen, rejected = _sides(**named)
+        return Targets(**chosen), Targets(**rejected)
 
-    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See ReferenceLoss; computed by TRL."""
-        if self.reference_names[0] in inputs:
-            return inputs
-        model = self.model if self.trl.ref_model is None else self.trl.ref_model
-        return inputs | dict(zip(self.reference_names, self.trl.compute_ref_log_probs(model, inputs), strict=True))
+
+def _mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """Return bool [rows, slots - 1]: true where a token of an answer is predicted."""
+    return inputs["completion_mask"][:, 1:].bool()
+
+
+def _sides(**of_rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Split tensors of rows into those of chosen and of rejected answers."""
+    halves = {name: value.chunk(2) for name, value in of_rows.items()}
+    return {name: chosen for name, (chosen, _) in halves.items()}, {name: other for name, (_, other) in halves.items()}
 
 
 class DPO(PairObjective, ReferenceObjective):

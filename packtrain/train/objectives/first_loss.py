@@ -135,7 +135,7 @@ def _rounding(loss: ReferenceLoss, batch: MicroBatch, largest: float) -> float:
     rounding += 4 * (once - again).abs().max().item()
     tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
     allowance = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
-    if loss.trl.ref_model is not None and any("lora_B" in name for name, _ in loss.model.named_parameters()):
+    if loss.reference is not None and any("lora_B" in name for name, _ in loss.model.named_parameters()):
         return rounding + allowance
     return rounding + (allowance / 100 if _precomputed(batch) else 0)
 

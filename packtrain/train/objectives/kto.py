@@ -1,53 +1,41 @@
-"""Kahneman-Tversky optimisation: the loss of TRL's KTOTrainer, unmodified, over the answers of a whole step, and the objective.
+"""Kahneman-Tversky optimisation: the losses of answers with labels over a whole step, and the objective.
 
-The KL estimate of the loss `kto` is that of the global step as well: it is computed before the first micro-batch, over mismatched pairs
-of prompt and completion (loader.py) and without gradients, and TRL's code is given it in place of its own. An evaluation is one
-step over the whole set.
+The loss `kto` needs an estimate of the KL divergence over the global step. It is computed before the first micro-batch, without
+gradients, over mismatched pairs of prompt and completion (loader.py). An evaluation is one step over the whole set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from trl import KTOConfig, KTOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
+from packtrain.config.objective import Objective
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.errors import UserError
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import IGNORE
+from packtrain.objectives.answers import LabelledAnswers, Sum
+from packtrain.objectives.logged_figures import unpaired_figures, unpaired_margins
+from packtrain.objectives.losses import UNPAIRED_LOSSES, UnpairedOptions, estimate_kl
 from packtrain.packing.schedule import Schedule
 from packtrain.train.loader import MicroBatch, UnpairedSteps
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss, WeightedMetrics
+from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
 from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}
-ANSWERS, CHOSEN, REJECTED, TARGETS, CHOSEN_TARGETS, REJECTED_TARGETS = range(6)
-METRIC_UNITS = {
-    "kl": ANSWERS,
-    "entropy": TARGETS,
-    "logits/chosen": CHOSEN_TARGETS,
-    "logits/rejected": REJECTED_TARGETS,
-    "rewards/chosen": CHOSEN,
-    "rewards/rejected": REJECTED,
-    "logps/chosen": CHOSEN,
-    "logps/rejected": REJECTED,
-}
-"""The metrics that TRL logs, and the unit that each is a mean over; chosen answers are the desirable ones."""
-MARGINS = "rewards/margins"
+FIGURES = ("kl", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected")
+FIGURES += ("logps/chosen", "logps/rejected")
 
 
 class KTOLoss(ReferenceLoss):
@@ -56,15 +44,18 @@ class KTOLoss(ReferenceLoss):
     example_unit = "answers"
     answers = ("answer",)
     reference_names = ("ref_logps",)
-    new_metrics = partial(WeightedMetrics, METRIC_UNITS, derived=(MARGINS,))
+    figures = FIGURES
 
-    def __init__(self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, reference: Any) -> None:
+    def __init__(
+        self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, objective: Objective, reference: Any
+    ) -> None:
         trl = hold_trainer(KTOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
-        super().__init__(trl, settings, ("log_probs", "entropy", "mean_logits"))
-        self._kl = torch.zeros(1, device=self.device)
-        self.estimates: bool = trl.calculate_KL
-        # the mean of TRL's `KL_logps - ref_KL_logps`, which TRL clamps, is the estimate
-        trl._compute_kl_logps = lambda *_: self._kl if self.estimates else None
+        super().__init__(trl, settings, objective, ("log_probs", "entropy", "mean_logits"))
+        weights = {name: objective.option(name) for name in ("desirable_weight", "undesirable_weight")}
+        self.options = UnpairedOptions(beta=objective.beta, **weights)
+        (name,) = objective.losses
+        self._values, self.estimates = UNPAIRED_LOSSES[name], name == "kto"
+        self._kl = torch.zeros((), device=self.device)
         # mismatched pairs are as long as the answers: one more pass by the model, one by the reference
         if self.estimates:
             self.extra_forwards = 1 + 2 * self.extra_forwards
@@ -85,66 +76,36 @@ class KTOLoss(ReferenceLoss):
         if estimated:
             self.open_step([batch])
 
-    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """See Loss; labels stay on the host, so that TRL finds the desirable answers there (deferred_reads.py)."""
-        return super().inputs(batch) | {"label": batch.inputs["label"]}
+    def measure(
+        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """See ExampleLoss; the loss is a mean over the answers of the step."""
+        (reference,) = self.compared_with(inputs)  # first: later it would run beside held activations
+        outputs = self.score_tokens(model, inputs)
+        (logps,) = self.logps_of(outputs, inputs)
+        answers = LabelledAnswers(logps, reference, inputs["label"].bool())
+        loss = self._values(answers, self._kl, self.options).sum() / counts[3].clamp(min=1)
+        named = {name: self.targets_of(outputs, inputs, name) for name in ("entropy", "mean_logits")}
+        mask = inputs["completion_mask"][:, 1:].bool()
+        return loss, unpaired_figures(answers, self._kl, self.beta, mask=mask, **named)
 
-    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the answers of the step."""
-        inputs = self.inputs(batch)
-        if not batch.examples:
-            return self.zero(model, inputs)
-        loss = self.compute_with_trl(model, inputs)
-        chosen = int(batch.inputs["label"].sum())
-        self.add_metrics(
-            batch,
-            {
-                ANSWERS: batch.examples,
-                CHOSEN: chosen,
-                REJECTED: batch.examples - chosen,
-                TARGETS: batch.trained + batch.rejected,
-                CHOSEN_TARGETS: batch.trained,
-                REJECTED_TARGETS: batch.rejected,
-            },
-        )
-        return loss * (batch.examples / counts[3])
+    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+        """See ReferenceLoss."""
+        return (self.targets_of(outputs, inputs).sum(dim=1),)
 
     def zero_margin_loss(self, batch: MicroBatch) -> float:
         """Half of the mean weight of the answers."""
         desirable = batch.inputs["label"].double().mean().item()
-        return 0.5 * (desirable * self.trl.desirable_weight + (1 - desirable) * self.trl.undesirable_weight)
+        return 0.5 * (desirable * self.options.desirable_weight + (1 - desirable) * self.options.undesirable_weight)
 
     def pop_metrics(self) -> dict[str, Any]:
-        """TRL's metrics over the answers and tokens of all processes since the last call."""
-        metrics = super().pop_metrics()
-        sides = [metrics.get(f"rewards/{side}") for side in ("chosen", "rejected")]
-        if None not in sides:
-            metrics[MARGINS] = cast(float, sides[0]) - cast(float, sides[1])
-        return metrics
-
-    @torch.no_grad()
-    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """Log-probabilities, summed as TRL sums them."""
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        options = cast(Any, self.trl.args.gradient_checkpointing_kwargs)
-        with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
-            logps = model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs
-        return (logps[:, 1 - labels.shape[1] :].sum(-1),)
-
-    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See ReferenceLoss; adds zeros for TRL's own KL estimate, since `_kl` is the estimate."""
-        inputs = inputs | {"ref_KL_logps": torch.zeros_like(self._kl)}
-        if "ref_logps" in inputs:
-            return inputs
-        if self.trl.ref_model is not None:
-            return inputs | {"ref_logps": self.logps(self.trl.ref_model, inputs)[0]}
-        adapted: Any = self.accelerator.unwrap_model(self.model)
-        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
-            return inputs | {"ref_logps": self.logps(self.model, inputs)[0]}
+        """See Loss; the margin is a difference of two means."""
+        means = super().pop_metrics()
+        return means | unpaired_margins(means)
 
     @torch.no_grad()
     def _divergence(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """float32 [1]: the mean over mismatched pairs of all processes of log-probability by the model minus by the reference."""
+        """Estimate the divergence of the model from the reference over the mismatched pairs of all processes, float32 scalar."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
             if not (batch.examples or self.settings.sharded):  # sharded weights take as many calls on every rank
@@ -157,7 +118,7 @@ class KTOLoss(ReferenceLoss):
             )
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        return (total[:1] / total[1:]).float()
+        return estimate_kl(Sum(*total)).float()
 
 
 class KTO(ReferenceObjective):

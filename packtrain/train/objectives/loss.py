@@ -1,8 +1,7 @@
-"""The loss of an objective, by the TRL trainer that it holds (`Loss`); of examples it is weighted exactly (`ExampleLoss`),
-and may compare the model with a reference (`ReferenceLoss`).
+"""The loss of an objective (`Loss`), over the examples of a step (`ExampleLoss`), against a reference (`ReferenceLoss`).
 
-TRL computes the loss and its metrics for one padded batch. Here a micro-batch is such a batch (run as a row, model/forward.py), and
-losses are means over the examples or tokens of the global step; each metric is weighted by its own count.
+A micro-batch of answers is a padded batch that runs as a row (model/forward.py). The formulas are in packtrain/objectives. Losses are
+means over the examples or tokens of the global step, and each logged figure is a mean over its own units.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
+from packtrain.config.objective import Objective
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import IGNORE, on_device, to_device
+from packtrain.objectives.answers import Sum
+from packtrain.packing.collate import IGNORE, on_device
 from packtrain.train.loader import MicroBatch
-from packtrain.train.objectives.deferred_reads import compute_deferred
 from packtrain.train.patches import without_gathering
 from packtrain.train.settings import LoopSettings
 
@@ -31,7 +33,7 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 
 
 class Loss:
-    """The loss of a micro-batch by `trl`, a TRL trainer that is kept only to compute losses.
+    """The loss of a micro-batch; `trl` is a TRL trainer, kept for its accelerator and its optimizer.
 
     A subclass defines `compute` and `evaluate`, and patches the forward of the model.
     """
@@ -90,39 +92,54 @@ class Loss:
 
 
 class ExampleLoss(Loss):
-    """A Loss that is a mean over the examples of a step: pairs, or answers with labels.
+    """A loss with its mean over the examples of a step: pairs, or answers with labels.
 
-    A subclass defines `part` and `new_metrics`.
+    A subclass defines `measure` and `zero`, and the names of its figures.
     """
 
     example_unit = "pairs"
-    """What examples are called in the metrics of an evaluation."""
-    new_metrics: Callable[[], WeightedMetrics]
-    """Makes the empty sums of TRL's metrics."""
+    """Name of the examples in the metrics of an evaluation."""
+    figures: tuple[str, ...]
+    """Names of the logged figures, in the order of a logged line."""
 
     def __init__(self, trl: Any, settings: LoopSettings) -> None:
         super().__init__(trl, settings)
         self._metrics = self.new_metrics()
 
-    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Scalar: the micro-batch's share of the mean loss over the examples of a step of these `counts`; adds its metrics."""
+    def new_metrics(self) -> MeanFigures:
+        """Return empty sums of the figures."""
+        return MeanFigures(self.figures)
+
+    def measure(
+        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Return the micro-batch's share of the loss of a step of these `counts`, and its figures."""
         raise NotImplementedError
+
+    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return a zero that reaches every parameter, for the filler of an empty micro-batch."""
+        raise NotImplementedError
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """Return the micro-batch's share of the loss of a step of these `counts`, and add up its figures."""
+        inputs = self.inputs(batch)
+        if not batch.examples:
+            return self.zero(model, inputs)
+        with self.accelerator.autocast():
+            loss, figures = self.measure(model, inputs, counts)
+        self._metrics.add(figures, counted=batch.part == 0)  # ranks that split a row all have its figures
+        return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
         """Called before the losses of an evaluation."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """See Loss; computed by TRL's own code."""
+        """See Loss."""
         # ranks that split a row all have its whole loss
         return self.part(model, batch, counts) * (self.accelerator.num_processes / batch.parts)
 
-    def add_metrics(self, batch: MicroBatch, unit_counts: Mapping[Any, int]) -> None:
-        """Adds TRL's metrics of a micro-batch, which has this number of each unit."""
-        unit_counts = unit_counts if batch.part == 0 else dict.fromkeys(unit_counts, 0)
-        self._metrics.add(self.trl._metrics["train" if self.model.training else "eval"], unit_counts)
-
     def pop_metrics(self) -> dict[str, Any]:
-        """TRL's metrics over the examples and tokens of all processes since the last call."""
+        """Return the figures of all processes since the last call."""
         return self._metrics.values(self.accelerator)
 
     def mark_metrics(self) -> Callable[[], None]:
@@ -167,10 +184,10 @@ class ExampleLoss(Loss):
 
 
 class ReferenceLoss(ExampleLoss):
-    """An ExampleLoss that compares the model with a reference: a separate model, or `model` with its adapters off (or replaced by
-    its adapters named `ref`), or log-probabilities that come with the batches.
+    """A loss of answers that compares the model with a reference.
 
-    A subclass defines `logps`, `with_reference` and `zero_margin_loss`.
+    The reference is a model of its own, or `model` with its adapters off (or with its adapters named `ref`), or log-probabilities that
+    come with the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
     """
 
     answers: tuple[str, ...]
@@ -178,36 +195,59 @@ class ReferenceLoss(ExampleLoss):
     reference_names: tuple[str, ...]
     """Names of the reference's log-probabilities in a batch."""
 
-    def __init__(self, trl: Any, settings: LoopSettings, outputs: tuple[str, ...]) -> None:
-        """`outputs` are those of TRL's fused head that its loss reads."""
+    def __init__(self, trl: Any, settings: LoopSettings, objective: Objective, outputs: tuple[str, ...]) -> None:
+        """`outputs` are the figures by token that the loss reads from the output head."""
         super().__init__(trl, settings)
-        base, reference = base_model(self.model), trl.ref_model and self.accelerator.unwrap_model(trl.ref_model)
+        base = base_model(self.model)
+        self.reference: Any = trl.ref_model
+        """The reference's own model; None where there is none."""
+        reference = trl.ref_model and self.accelerator.unwrap_model(trl.ref_model)
         patches: Any = {"autocast": self.autocast, "backend": settings.backend}
         patch_forward(base, answer_outputs=outputs, **patches)
         if reference is not None:
             if is_compiled(base):  # else it would round otherwise, and the first margins not be zero
                 compile_layers(reference)
             patch_forward(reference, answer_outputs=("log_probs",), **patches)
-        self.beta: float = trl.beta
-        self.extra_forwards = int(not trl.precompute_ref_logps)
-        trl.precompute_ref_logps = True  # TRL would run the reference later, while activations are held
+        self.beta = objective.beta
+        self.extra_forwards = int(objective.reference != "precomputed")
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
-        """Log-probabilities of the answers of a micro-batch by the trained model, as TRL sums them."""
+        """Log-probabilities of the answers of a micro-batch by the trained model."""
         return self.logps(self.model, self.inputs(batch))
 
     def reference_logps(self, batch: MicroBatch) -> Logps:
         """Log-probabilities by the reference; precomputed ones come with the batch."""
-        inputs = self.with_reference(self.inputs(batch))
-        return tuple(inputs[name] for name in self.reference_names)
+        return self.compared_with(self.inputs(batch))
 
+    def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
+        """Sum up the head's `outputs` by token to log-probabilities of answers."""
+        raise NotImplementedError
+
+    @torch.no_grad()
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
         """Log-probabilities by `model` as it is."""
-        raise NotImplementedError
+        options = self.trl.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
+            return self.logps_of(self.score_tokens(model, inputs), inputs)
 
-    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """`inputs` with the log-probabilities of the reference, if they do not come with them."""
-        raise NotImplementedError
+    def compared_with(self, inputs: dict[str, Any]) -> Logps:
+        """Log-probabilities of the reference, computed unless they come with the `inputs`."""
+        if self.reference_names[0] in inputs:
+            return tuple(inputs[name] for name in self.reference_names)
+        if self.reference is not None:
+            return self.logps(self.reference, inputs)
+        adapted: Any = self.accelerator.unwrap_model(self.model)
+        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
+            return self.logps(self.model, inputs)
+
+    def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Return the outputs of the model's head for each token of a padded batch, [rows, slots - 1]."""
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        return model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False)
+
+    def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
+        """Return the output of this name without the virtual tokens that prompt tuning puts in front, [rows, slots - 1]."""
+        return getattr(outputs, name)[:, 1 - inputs["input_ids"].shape[1] :]
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
         """The loss of a micro-batch at a zero margin, by its formula; None where no formula is known here."""
@@ -222,24 +262,12 @@ class ReferenceLoss(ExampleLoss):
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
         self.prepare_standalone(batch, estimated=reference is None)
-        try:
-            return self.compute_with_trl(self.model, inputs).item()
-        finally:
-            for metrics in self.trl._metrics.values():
-                metrics.clear()
-
-    def compute_with_trl(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """TRL's loss of a micro-batch."""
         with self.accelerator.autocast():
-            return compute_deferred(self.trl._compute_loss, model, self.with_reference(inputs), False)
+            return self.measure(self.model, inputs, torch.tensor(batch.counts, device=self.device))[0].item()
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
         """See Loss: minus the mean log-probability of the answers' tokens."""
-        inputs = self.inputs(batch)
-        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        log_probs = self.model(
-            **self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False
-        ).log_probs
+        log_probs = self.score_tokens(self.model, self.inputs(batch)).log_probs
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -248,16 +276,14 @@ class ReferenceLoss(ExampleLoss):
         return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """A zero that reaches every parameter, for the filler of an empty micro-batch.
+        """See ExampleLoss.
 
         With sharded weights the reference is called too, and first, since processes with examples call it.
         """
         if self.settings.sharded:
-            self.with_reference(inputs)
-        labels = torch.full_like(inputs["input_ids"], IGNORE)
-        return (
-            model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
-        )
+            self.compared_with(inputs)
+        untrained = {**inputs, "completion_mask": torch.zeros_like(inputs["completion_mask"])}
+        return self.score_tokens(model, untrained).log_probs.sum() * 0.0
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -269,29 +295,19 @@ def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-class WeightedMetrics:
-    """Sums of metrics, each weighted by the number of units that it is a mean over; `units` has the unit of each metric.
+class MeanFigures:
+    """Totals and weights of logged figures, float64 on the device.
 
-    They are float64 on the device, which is read when a line is logged.
+    They are read when a line is logged.
     """
 
-    def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
-        """`derived` metrics follow from others, and are ignored; tokens are counted by packtrain, exactly even after a resume."""
-        self.units, self._ignored = units, ("num_tokens", *derived)
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = (*names,)
         self._sums: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, list[torch.Tensor]], unit_counts: Mapping[Any, int]) -> None:
-        """Moves TRL's `metrics` of a micro-batch into the sums; `unit_counts` is how many of each unit it has."""
-        given = {name: metrics.pop(name)[-1] for name in self.units if name in metrics}
-        for name in self._ignored:
-            metrics.pop(name, None)
-        if metrics:
-            raise NotImplementedError(f"metrics of TRL that packtrain does not know: {sorted(metrics)}")
-        nothing = torch.zeros_like(next(iter(given.values())))
-        counts = [unit_counts[unit] if name in given else 0 for name, unit in self.units.items()]
-        values = [given[name] if count else nothing for name, count in zip(self.units, counts, strict=True)]
-        weights = to_device(torch.tensor(counts, dtype=torch.float64), nothing.device)
-        part = torch.stack([torch.stack(values) * weights, weights], dim=1)
+    def add(self, figures: Mapping[str, Sum], *, counted: bool) -> None:
+        """Add the figures of a micro-batch, unless another rank has `counted` the same row."""
+        part = torch.stack([torch.stack(figures[name]) for name in self.names]).double() * counted
         self._sums = part if self._sums is None else self._sums + part
 
     def add_sums(self, other: Any) -> None:
@@ -309,10 +325,10 @@ class WeightedMetrics:
         return take_back
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """Each metric that any process has; resets the sums."""
+        """Return the mean of each figure that any process has, and reset the sums."""
         sums, self._sums = self._sums, None
         if sums is None:
-            sums = torch.zeros(len(self.units), 2, dtype=torch.float64, device=accelerator.device)
+            sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=accelerator.device)
         with waiting("the metrics of all ranks"):
             totals = cast(torch.Tensor, accelerator.reduce(sums, reduction="sum")).tolist()
-        return {name: total / weight for name, (total, weight) in zip(self.units, totals, strict=True) if weight}
+        return {name: total / weight for name, (total, weight) in zip(self.names, totals, strict=True) if weight}

@@ -1,11 +1,10 @@
-"""Reward models: the loss of TRL's RewardTrainer, unmodified, over the pairs of a whole step, and the objective.
+"""Reward models: the Bradley-Terry loss over the pairs of a whole step, and the objective.
 
 The least and the greatest reward are those of all answers of the global step. The model's side is in model/heads/score.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -13,11 +12,15 @@ from accelerate import Accelerator
 from trl import RewardConfig, RewardTrainer
 
 from packtrain.attention.backends import attention_of
+from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.objectives.answers import Sum
+from packtrain.objectives.logged_figures import reward_extremes, reward_figures
+from packtrain.objectives.losses import bradley_terry
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals, tolerance_of
@@ -25,34 +28,31 @@ from packtrain.train.loader import MicroBatch, ScoredSteps
 from packtrain.train.log import console
 from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.deferred_reads import compute_deferred
-from packtrain.train.objectives.loss import ExampleLoss, WeightedMetrics
+from packtrain.train.objectives.loss import ExampleLoss, MeanFigures
 from packtrain.train.objectives.training_objective import PairObjective
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.settings import LoopSettings
 
 _COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
-MEANS = ("mean_reward", "accuracy", "margin")
-"""The metrics of TRL that are means over pairs."""
 LEAST, GREATEST = "min_reward", "max_reward"
-PAIRS = 0
+MEANS = ("mean_reward", "accuracy", "margin")
 METRIC_ORDER = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
 
 
-class RewardMetrics(WeightedMetrics):
+class RewardFigures(MeanFigures):
     """Means over pairs, and the least and the greatest reward of all answers."""
 
     def __init__(self) -> None:
-        super().__init__(dict.fromkeys(MEANS, PAIRS))
+        super().__init__(MEANS)
         self._ends: torch.Tensor | None = None
 
-    def add(self, metrics: dict[str, list[torch.Tensor]], unit_counts: Mapping[Any, int]) -> None:
-        """See WeightedMetrics."""
-        self._extend(torch.stack([-metrics.pop(LEAST)[-1], metrics.pop(GREATEST)[-1]]))
-        super().add(metrics, unit_counts)
+    def add_rewards(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
+        """Keep the least and the greatest reward of a micro-batch."""
+        ends = reward_extremes(chosen, rejected)
+        self._extend(torch.stack([-ends[LEAST], ends[GREATEST]]).double())
 
     def add_sums(self, other: Any) -> None:
-        """See WeightedMetrics."""
+        """See MeanFigures."""
         if other._ends is not None:
             self._extend(other._ends)
         super().add_sums(other)
@@ -61,7 +61,7 @@ class RewardMetrics(WeightedMetrics):
         self._ends = ends if self._ends is None else self._ends.maximum(ends)
 
     def values(self, accelerator: Accelerator) -> dict[str, float]:
-        """See WeightedMetrics."""
+        """See MeanFigures."""
         means, ends, self._ends = super().values(accelerator), self._ends, None
         if ends is None:
             ends = torch.full((2,), -torch.inf, dtype=torch.float64, device=accelerator.device)
@@ -74,21 +74,31 @@ class RewardMetrics(WeightedMetrics):
 class RewardLoss(ExampleLoss):
     """The loss of pairs on `model`, a sequence classifier with one label."""
 
-    new_metrics = RewardMetrics
+    figures = MEANS
 
-    def __init__(self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings) -> None:
+    def __init__(
+        self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
+    ) -> None:
         super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
         patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
+        self._center: float | None = objective.option("center_rewards_coefficient")
 
-    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the pairs of the step."""
-        inputs = self.inputs(batch)
-        if not batch.examples:  # a filler, of a process that has fewer micro-batches
-            return model(**inputs, use_cache=False).logits.sum() * 0.0
-        with self.accelerator.autocast():
-            loss = compute_deferred(self.trl.compute_loss, model, inputs)
-        self.add_metrics(batch, {PAIRS: batch.examples})
-        return loss * (batch.examples / counts[3])
+    def new_metrics(self) -> RewardFigures:
+        """See ExampleLoss."""
+        return RewardFigures()
+
+    def measure(
+        self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """See ExampleLoss; the loss is a mean over the pairs of the step."""
+        chosen, rejected = model(**inputs, use_cache=False).logits[:, 0].chunk(2)
+        values = bradley_terry(chosen, rejected, margin=inputs["margin"], center_rewards_coefficient=self._center)
+        cast(RewardFigures, self._metrics).add_rewards(chosen.detach(), rejected.detach())
+        return values.sum() / counts[3], reward_figures(chosen, rejected)
+
+    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """See ExampleLoss."""
+        return model(**inputs, use_cache=False).logits.sum() * 0.0
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> torch.Tensor:
@@ -109,7 +119,7 @@ class Reward(PairObjective):
     def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> RewardLoss:
         """The loss of pairs on `model`."""
         args = arguments_on_one_gpu(RewardConfig, **arguments, **self.objective.options)
-        return RewardLoss(model, args, tokenizer, settings)
+        return RewardLoss(model, args, tokenizer, settings, self.objective)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""

@@ -187,7 +187,7 @@ class ReferenceObjective(TrainingObjective):
             "router_aux_loss_coef": 0.0,
         }
         args = arguments_on_one_gpu(self.trl_arguments, **arguments, **options)
-        return type(self).loss_class(model, args, tokenizer, settings, self._reference_model)
+        return type(self).loss_class(model, args, tokenizer, settings, self.objective, self._reference_model)
 
     def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
         """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.
@@ -218,7 +218,7 @@ class ReferenceObjective(TrainingObjective):
             trainer.clock.enter("proof")
             return torch.stack(loss.policy_logps(batch), dim=1).squeeze(1)
 
-        formats, ld_alpha = (precision.weights, precision.autocast), getattr(loss.trl, "ld_alpha", None)
+        formats, ld_alpha = (precision.weights, precision.autocast), self.objective.options.get("ld_alpha")
         key = cache_key(
             self.objective.kind, steps.data.fingerprint, self.identity, formats, ld_alpha, rows, *depends_on
         )

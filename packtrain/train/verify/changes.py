@@ -102,7 +102,7 @@ def changes_of(
 
 def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]]) -> Change:
     """The change, made to the model and to its reference: which would else round otherwise, so that first margins were not zero."""
-    models = [trainer.model, *filter(None, [getattr(trainer.loss.trl, "ref_model", None)])]
+    models = [trainer.model, *filter(None, [getattr(trainer.loss, "reference", None)])]
 
     def make() -> Callable[[], object]:
         with ExitStack() as undo:

@@ -124,7 +124,7 @@ def compare_modes(
     """
     model, base = loss.model, base_model(loss.model)
     if isinstance(loss, ReferenceLoss):
-        loss.trl.ref_model = None
+        loss.reference = None
         padded = with_own_reference(loss, padded, off=_OFF)
         check_answer_forward(loss, padded.first_batch(0), own_attention(base))
     every = list(range(len(padded.data)))
@@ -296,7 +296,7 @@ def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, 
     With `precomputed` log-probabilities, those of the random examples are computed here.
     """
     with ExitStack() as stack:
-        for model in filter(None, (loss.model, loss.trl.ref_model)) if backend is not None else ():
+        for model in filter(None, (loss.model, getattr(loss, "reference", None))) if backend is not None else ():
             stack.enter_context(attending_by(base_model(model), cast(str, backend)))
         return measure_first_loss(loss, (with_own_reference(loss, steps) if precomputed else steps).first_batch(0))
 
