@@ -1,0 +1,1 @@
+"""Losses of the objectives, as functions of log-probabilities."""

@@ -1,0 +1,132 @@
+"""Losses and figures add up over micro-batches, and never wait for the device."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+from packtrain.config import objective
+from packtrain.objectives.answers import LabelledAnswers, PairLogps, Pairs, Sum, Targets, sum_answers
+from packtrain.objectives.logged_figures import (
+    TokenFigures,
+    pair_figures,
+    reward_extremes,
+    reward_figures,
+    token_figures,
+    unpaired_figures,
+    unpaired_margins,
+)
+from packtrain.objectives.losses import (
+    F_DIVERGENCES,
+    PAIR_LOSSES,
+    TOKEN_LOSSES,
+    UNPAIRED_LOSSES,
+    FDivergence,
+    PairCounts,
+    PairOptions,
+    UnpairedOptions,
+    bradley_terry,
+    estimate_kl,
+    make_pairs,
+    pair_loss,
+)
+
+SORTING = {name for name, loss in PAIR_LOSSES.items() if loss.sorts_step}
+SMOOTHED_WEIGHTED = PairOptions(label_smoothing=0.1, use_weighting=True, ld_alpha=0.5)
+
+
+def test_the_registries_are_the_losses_of_the_config_and_of_trl() -> None:
+    for kind, ours, config in (
+        (DPOTrainer, PAIR_LOSSES, objective.LossType),
+        (KTOTrainer, UNPAIRED_LOSSES, objective.UnpairedLoss),
+    ):
+        theirs = re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(kind._compute_loss))
+        assert set(ours) == set(theirs) == set(get_args(config))
+    assert set(TOKEN_LOSSES) == set(get_args(objective.TokenLoss))
+    assert set(objective.SORTING_LOSSES) == SORTING
+
+
+def test_the_options_have_the_names_and_defaults_of_trl(tmp_path: Path) -> None:
+    for options, arguments in ((PairOptions(), DPOConfig), (UnpairedOptions(), KTOConfig)):
+        theirs = arguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        assert asdict(options) == {one.name: getattr(theirs, one.name) for one in fields(options)}
+
+
+def made_up_pairs(count: int, options: PairOptions, device: str = "cpu") -> Pairs:
+    """Pairs with answers of 1 to 9 random targets."""
+    generator = torch.Generator().manual_seed(0)
+
+    def targets(mask: torch.Tensor) -> Targets:
+        log_probs, squares = -torch.rand(2, count, 9, generator=generator)
+        return Targets(log_probs.to(device), mask.to(device), squares.to(device))
+
+    chosen, rejected = torch.arange(9).expand(2, count, 9) < torch.randint(1, 10, (2, count, 1), generator=generator)
+    reference = sum_answers(targets(chosen), targets(rejected), options.ld_alpha)
+    return make_pairs(targets(chosen), targets(rejected), reference, options)
+
+
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - SORTING))
+def test_the_shares_of_micro_batches_add_up_to_the_loss_of_the_step(name: str) -> None:
+    options = SMOOTHED_WEIGHTED
+    whole = made_up_pairs(7, options)
+    counts = PairCounts(torch.tensor(7), whole.chosen_tokens.sum())
+    parts = [part_of(whole, slice(0, 2)), part_of(whole, slice(2, 2)), part_of(whole, slice(2, 7))]
+    shares = torch.stack([pair_loss(part, {name: 0.7}, options, counts) for part in parts])
+    torch.testing.assert_close(shares.sum(), pair_loss(whole, {name: 0.7}, options, counts))
+    one = PAIR_LOSSES[name].sum(whole, options)
+    torch.testing.assert_close(shares.sum(), 0.7 * one.total / one.weight)
+
+
+def part_of(pairs: Pairs, rows: slice) -> Pairs:
+    return Pairs(**{one.name: getattr(pairs, one.name)[rows] for one in fields(pairs)})
+
+
+@pytest.mark.parametrize("divergence", F_DIVERGENCES)
+def test_no_loss_and_no_figure_reads_a_tensor_on_the_host(divergence: FDivergence) -> None:
+    """Tensors on the device meta have no values to read."""
+    options = replace(SMOOTHED_WEIGHTED, f_divergence_type=divergence)
+    pairs, values, slots = made_up_pairs(3, options, "meta"), *(torch.zeros(3, n, device="meta") for n in (1, 9))
+    answers = LabelledAnswers(values[:, 0], values[:, 0], values[:, 0].bool())
+    head = TokenFigures(slots.bool(), slots, slots, slots.bool())
+    loss = pair_loss(
+        pairs, dict.fromkeys(PAIR_LOSSES, 1.0), options, PairCounts(pairs.chosen_logps[0], pairs.weights[0])
+    )
+    kl = estimate_kl(Sum(loss, loss))
+    outputs = {"mask": head.mask, "entropy": head.entropy, "mean_logits": head.mean_logits}
+    found = [
+        *pair_figures(pairs, 0.1, head, head).values(),
+        *unpaired_figures(answers, kl, 0.1, **outputs).values(),
+        *reward_figures(answers.logps, answers.ref_logps).values(),
+        *token_figures(head.mask, entropy=head.entropy, is_top1=head.is_top1).values(),
+    ]
+    losses = [one(answers, kl, UnpairedOptions()) for one in UNPAIRED_LOSSES.values()]
+    losses.append(bradley_terry(answers.logps, answers.ref_logps, margin=answers.logps, center_rewards_coefficient=0.1))
+    assert all(one.device.type == "meta" and one.dim() == 0 for pair in found for one in pair)
+    assert [tuple(one.shape) for one in losses] == [(3,)] * 3
+
+
+def test_no_pairs_and_no_answers_of_a_label_add_nothing() -> None:
+    none = torch.zeros(0)
+    assert reward_extremes(none, none) == {"min_reward": torch.inf, "max_reward": -torch.inf}
+    answers = LabelledAnswers(torch.zeros(2), torch.zeros(2), torch.tensor([True, True]))
+    outputs = {"mask": torch.ones(2, 1).bool(), "entropy": torch.zeros(2, 1), "mean_logits": torch.zeros(2, 1)}
+    figures = unpaired_figures(answers, torch.zeros(()), 0.1, **outputs)
+    assert {name for name, figure in figures.items() if not figure.weight} == {
+        "logits/rejected",
+        "rewards/rejected",
+        "logps/rejected",
+    }
+    assert unpaired_margins({"rewards/chosen": 1.0}) == {}
+
+
+def test_weights_by_wpo_need_their_output_of_the_head() -> None:
+    targets = Targets(torch.zeros(1, 2), torch.ones(1, 2).bool())
+    with pytest.raises(ValueError, match="log_sum_sq_probs"):
+        make_pairs(targets, targets, PairLogps(torch.zeros(1), torch.zeros(1)), PairOptions(use_weighting=True))
