@@ -248,14 +248,14 @@ PAIR_LOSSES: dict[str, PairLoss] = {
 
 @dataclass(frozen=True, slots=True)
 class PairCounts:
-    """Pairs and chosen tokens of a whole step, on all ranks (scalars)."""
+    """Pairs and chosen tokens of a whole step, on all ranks: scalars, or [steps] to share in several means at once."""
 
     pairs: torch.Tensor
     chosen_tokens: torch.Tensor
 
 
 def pair_loss(pairs: Pairs, loss_weights: Mapping[str, float], options: PairOptions, step: PairCounts) -> torch.Tensor:
-    """Return the micro-batch's share of the loss of a step.
+    """Return the micro-batch's share of the loss of a step, in the shape of the counts.
 
     The shares of all micro-batches and ranks add up to the loss. `loss_weights` names the losses, `step` counts the whole step.
     """
@@ -264,7 +264,7 @@ def pair_loss(pairs: Pairs, loss_weights: Mapping[str, float], options: PairOpti
     for name, weight in loss_weights.items():
         loss = PAIR_LOSSES[name]
         shares.append(weight * loss.sum(pairs, options).total / counts[loss.mean_over].clamp(min=1))
-    return torch.stack(shares).sum()
+    return torch.stack(shares).sum(dim=0)
 
 
 # Losses of answers with labels (kto)
