@@ -33,8 +33,7 @@ class PairFigures:
     """Figures of preference pairs.
 
     `prompt_share` is the prompts' share of all tokens, each prompt counted in both documents of its pair. Computing prompts once saves
-    half of
-    this share. It is possible for `shareable` of the `pairs`: their prompts have at least two tokens.
+    half of this share. It is possible for `shareable` of the `pairs`: their prompts have at least two tokens.
     """
 
     pairs: int
@@ -155,7 +154,7 @@ class PairDataset:
     """
 
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
-        """Take `documents` with the chosen and the rejected one of each pair side by side."""
+        """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
         self.documents, self.fingerprint = documents, documents.fingerprint
         lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
         before = (lengths - trained)[:, 0]
@@ -231,7 +230,7 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """Choose the held-out rows of each part: bool[rows of its source]. Takes `fraction` of the different rows.
 
     The rows with the lowest content hashes are held out, which is as good as random. Equal rows, all parts of a split row and pairs with
-    the same prompt fall on the same side, with any settings. UserError unless each side has a document.
+    the same prompt fall on the same side, independent of how they are tokenised. UserError unless each side has a document.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)

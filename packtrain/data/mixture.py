@@ -23,7 +23,7 @@ def temper(weights: np.ndarray, sizes: np.ndarray, temperature: float) -> np.nda
     """Return how often each example of a source appears, instead of its weight: float64 [sources].
 
     `sizes` are the examples of the sources. The new shares of an epoch are proportional to the old shares to the power of 1 / temperature.
-    The source with the smallest increase keeps its weight; the others are repeated to match their shares. No example is left out.
+    The source with the smallest increase keeps its weight; the others are repeated to match. No example kept by the weights is lost.
     """
     held = weights * sizes
     more = np.where(held > 0, held, 1.0) ** (1 / temperature - 1)

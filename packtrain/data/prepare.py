@@ -67,7 +67,7 @@ class PreparedData:
     sets: Mapping[str, Any] = field(default_factory=dict)
     """The parts of `eval` by the names of data.eval; {"": eval} without names."""
     stream: Any = None
-    """The training data with data.streaming (streaming.py); `train` then has the first rows."""
+    """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""
 
 
 DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {

@@ -205,9 +205,7 @@ class Stream:
                 stream.place = {**stream.place, "ended": True}
             goes_on = [not stream.place.get("ended") for stream in self.streams]
             stages = np.array(self.mixture.shares[self.mixture.stage_of(number) :]) * goes_on
-            if (
-                shares := next(filter(np.any, stages), None)
-            ) is None:  # a stage without sources left passes into the next stage that has some
+            if (shares := next(filter(np.any, stages), None)) is None:  # skip stages without sources left
                 return None
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))

@@ -74,11 +74,9 @@ def lay_out(
     """Spread the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
     `cost` float[n] is the work of each (default: `costs`); it is ignored with kept order or padding. All ranks get equally many
-    micro-batches,
-    as few as possible; with fewer documents than ranks some are empty. Packed mode ignores `limits.examples`; in padding mode a document
-    counts
-    as many tokens as the longest of its micro-batch. `keep_order` keeps the order: by micro-batch, then by rank. ValueError if a document
-    exceeds `limits.tokens`.
+    micro-batches, as few as possible; with fewer documents than ranks some are empty. Packed mode ignores `limits.examples`; in padding
+    mode a document counts as many tokens as the longest of its micro-batch. `keep_order` keeps the order: by micro-batch, then by rank.
+    ValueError if a document exceeds `limits.tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":

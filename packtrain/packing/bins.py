@@ -1,7 +1,7 @@
 """Bin packing: choose which documents share a row, for millions of lengths.
 
-**Best fit** is best-fit-decreasing: place the longest document first, and each document into the fullest row with room for it. Rows with the
-same free space are interchangeable. Documents of one length are too. We therefore place whole groups at once, using the HISTOGRAM of
+**Best fit** is best-fit-decreasing: place the longest document first, and each document into the fullest row with room for it. Rows with
+the same free space are interchangeable, like documents of the same length. We therefore place whole groups at once, using the HISTOGRAM of
 lengths: "these 5,000 rows with 812 free tokens take one document of 810 each". The number of rows is exactly the number that plain
 best-fit-decreasing makes. Ten million documents take a second instead of minutes.
 

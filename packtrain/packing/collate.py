@@ -26,7 +26,7 @@ RowLayout = Literal["padding", "flat", "shared"]
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
-"""Fill an empty micro-batch (a step with fewer documents than ranks): its forward pass trains nothing."""
+"""Fillers of an empty micro-batch (a step with fewer documents than ranks): their forward passes train nothing."""
 
 
 def shifted_labels(document: Document) -> torch.Tensor:
@@ -91,8 +91,8 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
-    """Return part number `part` of a collated row. Documents: its tokens, labels and `label_places`.
-    Answers stay padded: only the `layout` is split."""
+    """Return part number `part` of a collated row. For documents it has tokens, labels and `label_places`.
+    Answers stay padded: only their `layout` is split."""
     if (layout := batch.get("layout")) is not None:
         return {**batch, "layout": replace(layout, segments=split_row(layout.segments, part, parts))}
     segments = split_row(batch["segments"], part, parts)
@@ -175,7 +175,7 @@ def collate_scored(
 ) -> dict[str, Any]:
     """Collate pairs for a reward model: `input_ids` and `attention_mask` int64 [2B, L], `margin` float32 [B].
 
-    A flattened row is [1, T] instead and adds its `layout`. The last token that is not padding is scored, as in transformers' models.
+    A flattened row gives [1, T] and its `layout`. The last token that is not padding is scored, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     padded, margin = _pad(_list_documents(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
@@ -195,7 +195,7 @@ def collate_scored(
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> AnswerLayout:
     """Lay out a padded batch as a flattened row; its rows have `lengths` tokens. All rows of group g begin with the same
-    `prompts[g]` tokens; two or more of them are computed once, except the last."""
+    `prompts[g]` tokens. If these are two or more, all but the last are computed once."""
     pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
     for group, prompt in zip(groups, prompts, strict=True):
         common, prefix = 0, None

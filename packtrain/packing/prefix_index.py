@@ -54,7 +54,7 @@ class PrefixIndex:
         return join_row(*self.forest(numbers), self.lengths[numbers], range(len(numbers)))
 
     def repeated(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the lengths of those prefixes of these documents that another document already computes: int64."""
+        """Return the length of each prefix that need not be computed again: int64."""
         segments, ends = self.forest(numbers)
         lengths, longest, continued, repeated = self.lengths[numbers], {}, set(), []
         for prefix, tokens in zip(segments.shared, segments.prefix_lengths, strict=True):
@@ -88,7 +88,7 @@ class PrefixIndex:
 
 
 def index_prefixes(documents: Any) -> PrefixIndex:
-    """Build the index of a data set of Documents. Each is read once; similar beginnings are read further."""
+    """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further."""
     lengths = np.asarray(documents.lengths)
     order: list[int] = []
     todo = [(list(range(len(lengths))), 0, False)]
@@ -120,7 +120,7 @@ def lay_out_shared(
     attention_cost: float,
     ranks_per_row: int = 1,
 ) -> Layout:
-    """Lay out the documents `numbers` of one step; a micro-batch counts a common prefix once. The result is like that from `lay_out`.
+    """Lay out the documents `numbers` of one step, like `lay_out`. A micro-batch counts a common prefix once.
 
     Trees larger than `limits.tokens` are divided. Trees that would keep one rank busy while the others wait are divided too.
     """

@@ -43,7 +43,7 @@ def rows_of(
 
     Documents are integer token ids [length], at least one token each. A row holds a common beginning once. Beginnings that save fewer than
     `least` tokens are repeated; without `share` all are. A tree larger than a row is divided between documents, and each part repeats the
-    shared tokens. A longer document has its own row. A row is ordered by the first document of each branch.
+    shared tokens. A document larger than a row has its own row. A row is ordered by the first document of each branch.
 
     >>> (row,) = rows_of([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], 100, least=2)
     >>> row.segments.lengths, row.segments.prefixes
@@ -140,8 +140,7 @@ def divide_trees(
 
 
 def join_row(segments: Segments, ends: Sequence[int], tokens: np.ndarray, numbers: Sequence[int]) -> SharedRow:
-    """Build the row of the documents `numbers` from the segments on their paths. Segments without a branch are joined. `tokens` int[n]:
-    lengths."""
+    """Build the row of the documents `numbers` from the segments on their paths. Joins segments without a branch. `tokens` int[n]: lengths."""
     taken = sorted({segment for number in numbers for segment in segments.paths[ends[number]]})
     branches = Counter(segments.shared[old] for old in taken)
     lengths: list[int] = []

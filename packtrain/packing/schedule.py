@@ -51,7 +51,7 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
+    """Optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
     An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step."""
 
@@ -245,8 +245,8 @@ def make_schedule(
     """Make the steps of a run, by default one pass over the documents. `lengths` int[n] in tokens.
 
     `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half the steps of epoch 1, rounded up. Without
-    `shuffle`
-    every epoch is the same. Pass `prefixes` if documents share or are drawn by them. UserError if a document exceeds `ranks_per_row` rows.
+    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. UserError if a document exceeds
+    `ranks_per_row` rows.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
@@ -280,7 +280,5 @@ def make_schedule(
     total = sum(schedule.steps_per_epoch(epoch) for epoch in range(whole))
     if epochs > whole:
         part = (epochs - whole) * schedule.steps_per_epoch(whole)
-        total += math.ceil(
-            part - 1e-9
-        )  # a tenth of 30 must give 3: the product is 3.0000000000000027, which would round up to 4
+        total += math.ceil(part - 1e-9)  # a tenth of 30 is 3; 3.0000000000000027 would give 4
     return replace(schedule, total_steps=max(total, 1))

@@ -22,7 +22,7 @@ from packtrain.wording import first_line
 PER_WEIGHT = 5
 """Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
 SMALLEST = 1e-3
-"""Share of the norm of all gradients: we measure smaller gradients against it (a key's bias has some, mere rounding)."""
+"""Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
 Change = Callable[[], Callable[[], object]]
 """Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
@@ -53,9 +53,8 @@ def prove_change(
     """Make the change. Undo it on all ranks unless all find the `loss` and its gradients within `tolerance`.
 
     `loss` computes the same scalar each time, with its graph. `weights` are the trained ones by name; they keep no gradients.
-    `sum_over_ranks`
-    takes float64 [n] on their device. All ranks call this together. An exception is a refusal on all ranks. If `change` raises it, no rank
-    computes with the change: under FSDP2 the other ranks would wait for this rank's weights.
+    `sum_over_ranks` takes float64 [n] on their device. All ranks call this together. An exception is a refusal on all ranks. If `change`
+    raises it, no rank computes with the change: under FSDP2 the other ranks would wait for this rank's weights.
     """
     device, failures = next(iter(weights.values())).device, list[str]()
     before = after = torch.zeros(1 + len(weights), dtype=torch.float64, device=device)

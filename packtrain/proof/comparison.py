@@ -100,8 +100,7 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
     """Set eval mode and `autocast` in the block, and restore the random state afterwards.
 
     Float32 products have full precision inside, even if training uses TF32: its 10 bits (of 23) would look like a leak. Yields a
-    function that
-    returns the number format of the last call: accelerate wraps the forward of a trainer's models in its own autocast.
+    function that returns the number format of the last call: accelerate wraps the forward of a trainer's models in its own autocast.
     """
     formats, kind = [autocast or model.dtype], model.device.type
 

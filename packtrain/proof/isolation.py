@@ -160,10 +160,8 @@ def measure(
     """Measure a proof: `run` runs documents together, and returns the outputs of each.
 
     `ids` int64 [2, T]: tokens of the row, and replacements. Each of `segments` is replaced in turn, with the segments that continue it.
-    Outputs
-    are float32 [length, vocabulary] of each segment, computed in `dtype`: run `alone`, and in a row without separation (`control`).
-    `in_order`:
-    the documents are in one row, one after the other. Leaves the model in training mode without dropout, or in eval mode.
+    `alone` and `control` are float32 [length, vocabulary] of each segment, computed in `dtype`: each document alone, and a row without
+    separation. `in_order`: the documents are in one row, one after the other. Leaves training mode without dropout, or eval mode.
     """
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
     numbers = range(len(own))

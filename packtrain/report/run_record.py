@@ -1,4 +1,4 @@
-"""Run folder as plain values, in any state: done, failed, running, or with half of its files.
+"""Run folder as plain values, in any state: done, failed, running, or missing some files.
 
 Texts contain no secrets, and show their control characters (`harmless`).
 """
@@ -32,8 +32,7 @@ from packtrain.wording import visible
 class Metrics:
     """Lines of metrics.jsonl: ordered `steps` int64 [lines], and columns float64 [lines] by key.
 
-    A value is NaN if its line has no number for the key. `skipped` counts torn lines, lines without a step, and lines that a resumed run
-    repeats.
+    Values are NaN if a line has no number for the key. `skipped` counts torn lines, lines without a step, and lines that were written again.
     """
 
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

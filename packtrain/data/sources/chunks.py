@@ -110,9 +110,7 @@ def _as_python(value: Any) -> Any:
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
-    if (
-        isinstance(value, list) and value and not isinstance(value[0], (int, float, str))
-    ):  # skip long lists of token ids
+    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
         return [_drop_nulls(part) for part in value]
     return value
 

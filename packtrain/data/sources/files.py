@@ -79,9 +79,7 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except Exception as error:
-        remote = isinstance(path, RemoteFile) and not isinstance(
-            error, UserError
-        )  # a remote library may raise anything
+        remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # libraries raise anything
         if not (remote or isinstance(error, (OSError, *_DAMAGED))):
             raise
         away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))

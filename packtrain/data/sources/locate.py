@@ -49,7 +49,7 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of `files`: each has a name, and a function that reads chunks from a number on. A source without files has one entry.
+    """Rows of `files`: pairs of a name and a reader of chunks from any number. A source without files has one pair.
 
     `size` sums the chunks' sizes (0 if unknown). `remark` is a decision about the source. `key` and the bytes of `paths` determine the
     rows: their tokens are found again after a file was moved or touched, and never reused after one byte

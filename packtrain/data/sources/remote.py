@@ -45,9 +45,7 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
             found = [path] if system.isfile(path) else system.find(path)
             if not found:
                 system.info(path)  # raises an error that says why
-        seen = [
-            name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)
-        ]  # no hidden files, as in a local folder
+        seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # none hidden
         return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
     except ImportError as error:
         raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error

@@ -1,6 +1,6 @@
 """Tokenised sources on disk: one folder each, complete or absent.
 
-A hash of everything that determines the content names the folder.
+The folder's name is a hash of everything that determines its content. Its files:
     tokens.bin     int32[T]     the documents' ids, end to end
     mask.bin       bool[T]      True for trained targets
     lengths.npy    int32[n]     tokens of each document

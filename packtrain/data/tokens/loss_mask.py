@@ -320,7 +320,7 @@ class ChatEncoder:
 
 
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
-    """Raise BadRow if the marks of the template `name` cover the user's or the system's text."""
+    """Raise BadRow if the marks of the template `name` cover a user's or system turn."""
     ends = [0, *(end for _, end in spans)]
     starts = [*(start for start, _ in spans), len(text)]
     rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))

@@ -92,7 +92,7 @@ class PlainTokenizer:
 
     @cached_property
     def joins(self) -> bool:
-        """Return whether joining the tokens of two texts gives the joined text. Llama 2's tokenizer puts a space before each, so it does not."""
+        """Return whether joining two texts joins their tokens. False for Llama 2's tokenizer: it puts a space before each text."""
         return self._rust.decode(2 * self.ids("a").tolist()) == self._rust.decode(self.ids("aa").tolist())
 
     def text_of(self, token: int) -> str:
