@@ -55,7 +55,7 @@ class MeetingPoint:
 
     @property
     def password(self) -> str:
-        """Password to join: the run's folder, and the secret that batch scripts give to all machines."""
+        """Password to join: the run's folder, and the secret that batch scripts pass to machines."""
         return f"{os.environ.get(SECRET, '')} {self.job}"
 
     def describe_machine(self, node: int, per_node: int = 0) -> str:
