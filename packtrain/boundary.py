@@ -46,7 +46,8 @@ def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
     """Turn any exception of the block, even SystemExit, into a UserError.
 
     Its text is `what` and the first line of the exception. Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix`
-    may depend on the error."""
+    may depend on the error.
+    """
     try:
         yield
     except (PacktrainError, KeyboardInterrupt):

@@ -216,7 +216,7 @@ def verify(
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
-    """Run `bench` once. It is in the module, since a process started anew for the GPUs gets it by name."""
+    """Run `bench` once. It is at module level, since a process started anew for the GPUs gets it by name."""
     return exit_code_of(partial(_execute, "bench", launch, short))
 
 

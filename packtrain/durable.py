@@ -1,5 +1,5 @@
-"""Atomic writes: after a kill or a power failure a file is whole or absent. So is a folder. It is written under another name, synced
-and renamed, and its parent folder is synced; otherwise a renamed file can come back empty. `hash_of` shows whether it has changed."""
+"""Atomic writes: after a kill or a power failure a file is whole or absent. So is a folder. Both are written under another name, synced
+and renamed, and the parent folder is synced; otherwise a renamed file can come back empty. `hash_of` shows whether it has changed."""
 
 from __future__ import annotations
 

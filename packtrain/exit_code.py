@@ -94,7 +94,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if not received:
             return report_error(error, alone=alone)
-        # of any type: an interrupted import may raise another error
+        # the error's type does not matter: an interrupted import may raise another one
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         if alone:

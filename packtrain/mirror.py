@@ -3,7 +3,8 @@
 fsspec's packages find their credentials by themselves. A thread in the process that opened the run folder copies new files: each
 checkpoint once it is complete, metrics and other small files every minute, final/ when the run is done. A checkpoint's manifest is copied
 last and removed first, so that half a checkpoint is never read. A finished run's summary.json follows final/. Training does not wait
-for the copy. If copying fails, the failure is printed, the run goes on, and the copy is tried again."""
+for the copy. If copying fails, the failure is printed, the run goes on, and the copy is tried again.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Mirror:
         """Fetch the newest checkpoint and the figures up to it, before a run.
 
         Only with `resume` auto, and if the run folder has no checkpoint as new. Raises UserError if the bucket cannot be written, or if the
-        bucket or run folder has files that this would replace; PeerFailed without an answer."""
+        bucket or run folder has files that this would replace; PeerFailed without an answer.
+        """
         self._folder.check_ours()
         for left in reversed(range(_TRIES)):
             try:

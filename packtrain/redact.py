@@ -3,7 +3,8 @@
 A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key. The values of secret
 environment variables and secrets learnt from earlier text (`learn`) are certain, too. A secret is suspected because of the name before a
 value, or its form. A config is refused only for certain secrets; messages and reports hide both kinds: a wrong suspicion
-costs a word in a report, a missed secret costs an account."""
+costs a word in a report, a missed secret costs an account.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _SCHEME = re.compile(r"^['\" ]*((Bearer|Basic) +)?", re.IGNORECASE)  # the schem
 _HEX = re.compile(
     r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
 )
-"""An API key of wandb and others. After such a word it is a commit hash."""
+"""An API key of wandb and others. After a word such as `commit` it is a commit hash."""
 _ASSIGNMENT = re.compile(r"(?<![\w.\-])(-{0,2}[A-Za-z_][\w.\-]*)['\"]?\s*[=:]\s*")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s'\",;&]+")
 _OPTION = re.compile(r"(?<![\w\-])(--?[A-Za-z][\w\-]*)(\s+)([^\s\-]\S*)")
@@ -79,7 +80,8 @@ def clean(text: str) -> str:
 class Redactor:
     """Filter that hides secret values of `environments`, learnt secrets, and text like a secret.
 
-    `environments` are values by variable; existing paths and values shorter than _LEAST are not hidden."""
+    `environments` are values by variable; existing paths and values shorter than _LEAST are not hidden.
+    """
 
     def __init__(self, *environments: Mapping[str, Any]) -> None:
         variables = [variable for environment in environments for variable in environment.items()]

@@ -166,7 +166,8 @@ class RunFolder:
         """Move the attempt's files into place, for a run from `checkpoint`. Returns the folder of moved files, if any.
 
         It is the first free NAME.1, NAME.2, … A new run moves the whole earlier run there; a resumed run moves its final model and summary,
-        and a copy of its metrics."""
+        and a copy of its metrics.
+        """
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():

@@ -1,4 +1,4 @@
-"""Standard streams that cannot end a run, even with a closed terminal or a full disk.
+"""Standard streams that cannot end a run, even if terminal or disk fails.
 
 `packtrain sft … | head -1`, `>&-` and `> /dev/full` only lose the printed text; logs/ has it, too.
 """
@@ -25,7 +25,8 @@ kept: list[str] = []
 def open_streams() -> None:
     """Open /dev/null for each closed standard stream, and make writes blocking.
 
-    Otherwise the next open file would get the closed stream's number, and all output."""
+    Otherwise the next open file would get the closed stream's number, and all output.
+    """
     for number in range(3):
         try:
             os.fstat(number)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 DISK_S = 3
 _disk, _disk_work = threading.Lock(), list[Future]()
-"""The lock with which `in_time` runs calls one by one, and the unfinished calls."""
+"""The lock that makes `in_time` run calls one by one, and the unfinished calls."""
 _Result = TypeVar("_Result")
 
 
@@ -45,7 +45,8 @@ def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
     """Return the result of `work`, or `otherwise` if it raises OSError or is stuck.
 
     Stuck means longer than DISK_S, or behind an earlier call that has not returned; such calls run when that one returns. This serves the
-    diagnosis of a run that stands still, perhaps because of its disk."""
+    diagnosis of a run that stands still, perhaps because of its disk.
+    """
 
     def in_order() -> _Result:
         with _disk:

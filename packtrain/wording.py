@@ -58,7 +58,7 @@ def count_dropped(reasons: Mapping[str, int]) -> str:
 
 
 def size(number: float | None) -> str:
-    """Return bytes in a fitting unit: "512 bytes", "3.2 MiB", "64 GiB"; "not known" for None."""
+    """Return bytes in a fitting unit. "512 bytes", "3.2 MiB", "64 GiB"; "not known" for None."""
     if number is None:
         return "not known"
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
@@ -96,7 +96,8 @@ def visible(text: str, *, whitespace: bool = False) -> str:
     """Return `text` with symbols for control characters, direction marks and invisible characters.
 
     A terminal would obey control characters. The caller escapes the text for HTML and rich. A line end is kept after its symbol. With
-    `whitespace`, line ends, tabs and all kinds of spaces are kept unchanged."""
+    `whitespace`, line ends, tabs and all kinds of spaces are kept unchanged.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(_symbol(letter, whitespace=whitespace) for letter in text)

@@ -169,7 +169,8 @@ class _Composition:
     def read(self) -> None:
         """Read the user's file and the files it names, then the command line's other choices.
 
-        Raises UserError if a file cannot be read."""
+        Raises UserError if a file cannot be read.
+        """
         if self._file:
             self._add(read_config(self._file), "", "")
         for group in [item for item in self._chosen if item not in self._used]:

@@ -121,7 +121,8 @@ class Fault:
 class Key:
     """One config key; `path` is "optim.learning_rate".
 
-    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all."""
+    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all.
+    """
 
     path: str
     type: Any

@@ -13,7 +13,8 @@ ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
 def key(default: Any, doc: str, *, objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (), **bounds: float) -> Any:
     """Declare a config field: default, a sentence (`doc`), its `objective`s (none: all), and bounds.
 
-    Bounds are minimum, above, below and maximum, as in config/keys.py::Key."""
+    Bounds are minimum, above, below and maximum, as in config/keys.py::Key.
+    """
     objectives = (objective,) if isinstance(objective, str) else objective
     metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
     if isinstance(default, (list, dict)):

@@ -104,7 +104,8 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
 def values_of_sweep(text: str, most: int) -> list[str] | None:
     """Return `key=value` for each value of a sweep, at most `most` + 1 of them.
 
-    None if `text` has one value, or is unreadable (load_config reports that). Raises UserError for a sweep without values."""
+    None if `text` has one value, or is unreadable (load_config reports that). Raises UserError for a sweep without values.
+    """
     try:
         parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError):

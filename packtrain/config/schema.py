@@ -82,7 +82,7 @@ class Model:
 
     @property
     def is_base_for_adapters(self) -> bool:
-        """Whether saved adapters can name it by `path` as their base. A .gguf file and new weights cannot be loaded by it."""
+        """Whether saved adapters can name it by `path` as their base. Others cannot load a .gguf file or new weights by it."""
         return self.init != "random" and not str(self.path).endswith(".gguf")
 
 

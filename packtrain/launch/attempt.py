@@ -87,7 +87,8 @@ class RunLock(ExitStack):
 def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
     """Yield (key, path) of everything that a run reads and so must not overwrite (run_folder.py).
 
-    Globs are expanded. Hub ids and names of built-in things are included. `given` is the config's own path."""
+    Globs are expanded. Hub ids and names of built-in things are included. `given` is the config's own path.
+    """
     model, data, reference = config.model, config.data, config.objective.reference
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
     bases = {f"the base of {key}": base_of(path) for key, path in named.items()}

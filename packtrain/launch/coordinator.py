@@ -32,16 +32,17 @@ _SILENCE_AFTER_FAILURE_S = 10  # silence that makes a machine lost, once somethi
 REFUSED_S = 5  # machine 0 is lost after so long without a server of this run at its port
 INFORM_S = 10
 _POLL_S = 0.1
-_RESTARTED = (1, PeerFailed.exit_code)  # exit codes that a restart may mend
+_RESTARTED = (1, PeerFailed.exit_code)  # a run with one of these exit codes is started again
 _FRUITLESS = 2  # restarts in a row without a new checkpoint that end the run
-_LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # more time between two means that this process was suspended
+_LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # a longer time between two: this process was suspended
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
     """Orders to a machine: pass on the signal `stop`, or `end` its processes.
 
-    `end` is the reason, and `why` explains `stop` on the terminal. `verdict` is the run's, once decided."""
+    `end` is the reason, and `why` explains `stop` on the terminal. `verdict` is the run's, once decided.
+    """
 
     stop: int | None = None
     why: str = ""
@@ -50,7 +51,7 @@ class Orders:
 
 
 class Restarts:
-    """trainer.restarts: the decision after each failure, at most `most` restarts, and their record.
+    """Decisions about trainer.restarts: at most `most` restarts, each recorded.
 
     The run starts again from its newest checkpoint after a rank died or hung, or another machine was lost; not after a signal, nor
     after a failure that would recur (a wrong config, a failed check). The run folder's record has for each restart: `when` (local
@@ -60,7 +61,7 @@ class Restarts:
 
     def __init__(self, most: int, folder: RunFolder) -> None:
         self._most, self._folder = most, folder
-        self._steps: list[int] = []  # the newest checkpoint's, at each failure
+        self._steps: list[int] = []  # step of the newest checkpoint at each failure
         self._next: dict[str, Any] | None = None  # the coming restart
         self._record: list[Mapping[str, Any]] = []
 

@@ -41,7 +41,8 @@ _GRACE_S = 30  # Kubernetes' default
 class Machines:
     """Machines for a run: a container `image` and the engine's name of a `gpu`.
 
-    `gpu` none means CPUs. The cloud may take `spot` machines away."""
+    `gpu` none means CPUs. The cloud may take `spot` machines away.
+    """
 
     image: str | None = None
     gpu: str | None = None

@@ -59,7 +59,8 @@ class MachineReport:
     `stacks` are from crashed processes, `signal` is the one that the launcher received, and `failed` is its first failure in words. Once all
     processes have `ended`, `ranks` leaves out those that the launcher ended because others had failed. `launched` is torchrun's exit code (0
     if the launcher ended it). `tails` are the last lines of failed ranks, or under -1 torchrun's if no rank has started. `log` is
-    torchrun's log, beside the ranks' logs. `lost` says why nothing is known of a machine."""
+    torchrun's log, beside the ranks' logs. `lost` says why nothing is known of a machine.
+    """
 
     node: int
     ranks: Mapping[int, ProcessState] = field(default_factory=dict)
@@ -121,7 +122,8 @@ def decide_exit(
     def describe_rank(*among: int | None) -> list[str]:
         """Describe the first rank that failed with a code `among` these, with its last lines.
 
-        Empty without such a rank, or if rank 0 has printed the error. Codes 2 and 3 mostly end all ranks: rank 0 is then named."""
+        Empty without such a rank, or if rank 0 has printed the error. Codes 2 and 3 mostly end all ranks: rank 0 is then named.
+        """
         failed = [rank for rank, code in code_of.items() if code in among]
         if not failed:
             return []

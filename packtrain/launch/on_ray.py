@@ -298,7 +298,8 @@ def work(given: Given) -> None:
 def _run(command: list[str], env: dict[str, str], given: Given, rank: int) -> tuple[int, list[str]]:
     """Run the process, with signals from the board; return its exit code and last lines.
 
-    Ray's log gets all that it prints, and the board gets rank 0's output."""
+    Ray's log gets all that it prints, and the board gets rank 0's output.
+    """
     ray, folder = _ray(), given.folder if os.path.isdir(given.folder) else None
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # Ray's workers block SIGINT, and child processes inherit that

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """The folder of Slurm's logs: logs/ of the run folder. A sweep has it beside all run folders."""
+        """The folder of Slurm's logs: logs/ of the run folder. For a sweep: of the folder around its run folders."""
         return RunFolder(Path(os.path.commonpath([self.run_folder(point).root for point in self.points]))).logs
 
     def run_folder(self, point: Point) -> RunFolder:
@@ -90,7 +90,8 @@ class Job:
 def plan_job(job: Job) -> LaunchPlan:
     """Plan the start on each machine of the job. Raises UserError if it cannot be planned.
 
-    Machines and GPUs must be known beforehand, numbered by Slurm, and the same for all points of a sweep."""
+    Machines and GPUs must be known beforehand, numbered by Slurm, and the same for all points of a sweep.
+    """
     topology = job.topology
     asked = count_gpus(topology)
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)

@@ -41,7 +41,8 @@ class Supervisor:
 
     The workers are the `ranks` of this machine (`host`). Each leads a session of its own, which includes its loader processes. Workers write
     process ids, exit codes and stacks to the folder `exits`. logs/rank-*.log are beside `log`, torchrun's own. `reporter` is the
-    connection to machine 0."""
+    connection to machine 0.
+    """
 
     def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
         self._exits, self._log, self._ranks, self._host, self._reporter = exits, log, ranks, host, reporter

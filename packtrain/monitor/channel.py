@@ -171,7 +171,7 @@ class Channel:
 
 @contextmanager
 def published(logs: Path, server: Server, address: str) -> Iterator[None]:
-    """Keep the address of `server` in logs/channel.json for packtrain doctor. Only the user can read the file."""
+    """Keep the address of `server` in logs/channel.json inside the block, for packtrain doctor. Only the user can read it."""
     file, partial = logs / PUBLISHED, logs / f".{PUBLISHED}"
     channel = Channel(address, server.port, server.secret, socket.gethostname(), os.getpid())
     with suppress(OSError):

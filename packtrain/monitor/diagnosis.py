@@ -204,7 +204,8 @@ def _diagnose_not_waiting(free: Sequence[RankState], states: Sequence[RankState]
 def _diagnose_waiting(live: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
     """Blame the least advanced group of ranks that wait in the same collective or place.
 
-    Collective numbers decide if all collectives belong to one process group, then progress, then the smaller group."""
+    Collective numbers decide if all collectives belong to one process group, then progress, then the smaller group.
+    """
     groups: dict[Any, list[RankState]] = defaultdict(list)
     for state in sorted(live, key=lambda state: state.pending is None):
         where = state.pending or state.progress

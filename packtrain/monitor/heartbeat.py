@@ -54,7 +54,8 @@ _DIAGNOSE_AHEAD_S = 5
 class TimeLimits:
     """Time limits in seconds: collectives of a step (`step_s`), ranks that join (`join_s`).
 
-    They come from topology.step_timeout and topology.join_timeout, and set how long a rank may be in a phase without progress."""
+    They come from topology.step_timeout and topology.join_timeout, and set how long a rank may be in a phase without progress.
+    """
 
     step_s: float = 600
     join_s: float = 300

@@ -62,7 +62,7 @@ def life_of(pid: int) -> Life:
 
 
 def free_memory() -> int:
-    """Return the free bytes of memory. The tightest cgroup (version 2) of this process counts, too."""
+    """Return the free memory in bytes. It is the machine's, or the tightest cgroup's (version 2) of this process if less."""
     free = psutil.virtual_memory().available
     with suppress(OSError):
         own = Path(Path("/proc/self/cgroup").read_text().partition("0::")[2].partition("\n")[0])

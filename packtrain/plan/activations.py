@@ -102,7 +102,9 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
     """Return the bytes per token of the inputs that linear layers keep.
 
     Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
-    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input."""
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    down_proj's input is always new.
+    """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
 
     def reading(part: str, *names: str) -> int:

@@ -53,7 +53,8 @@ def list_differences(
     """Return one problem for each fact that is not the same for all.
 
     Example: "rank 2 has 4; ranks 0 and 1 have 3"; the smaller group comes first. `facts_of`: machine or rank → fact → value in words.
-    `in_words` names several machines or ranks. `fixes`: fact → what to do about it."""
+    `in_words` names several machines or ranks. `fixes`: fact → what to do about it.
+    """
     everyone, problems = list(facts_of), list[Problem]()
     for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
         groups: dict[str, list[_Peer]] = defaultdict(list)

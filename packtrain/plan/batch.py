@@ -88,7 +88,7 @@ def plan_batch(
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)
     if (sorting := objective.sorting_losses) and (processes > 1 or (micro_batches or 1) > 1):
         where, fix = f"{processes} processes", "Use one process (topology=single)"
-        if processes == 1:  # training checks micro-batches by tokens
+        if processes == 1:  # training itself checks micro-batches by tokens
             where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
         what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
         raise UserError(what, where="objective.loss", fix=f"{fix}, or choose another loss.")

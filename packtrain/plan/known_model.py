@@ -31,7 +31,7 @@ _COUNT = re.compile(
 _HEADER_LIMIT = 100 * 2**20
 _MAX_LAYERS = 10_000  # far more than any model has; a plan for a mistyped number would not be instant
 FAST_ENOUGH = 1.5
-"""trainer.mixed_precision=fast asks for this speed of bfloat16 products on a CPU. Unit: float32 = 1; the rest of a step gains less."""
+"""Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
 BASE = "adapter_base.json"
 """A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
 SCORE = "score.weight"
@@ -53,7 +53,8 @@ class Weights:
 class Layers:
     """Widths of a llama-like model, in numbers.
 
-    `hidden` is the residual stream, `inner` the inside of the MLP. `query` and `key` are over all heads, `head` is one head."""
+    `hidden` is the residual stream, `inner` the inside of the MLP. `query` and `key` are over all heads, `head` is one head.
+    """
 
     kind: str
     number: int
@@ -119,7 +120,8 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
 def known_sizes(model: Model) -> dict[str, Any]:
     """Return the known values of the model's own config.
 
-    model.config overrides config.json, if that is on this machine. Raises UserError for a file that is not a config."""
+    model.config overrides config.json, if that is on this machine. Raises UserError for a file that is not a config.
+    """
     folder = folder_of(model)
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
@@ -145,7 +147,7 @@ def read_layers(sizes: Mapping[str, Any]) -> Layers:
 
 
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
-    """Return the shapes of LoRA's trained weights. Adapted layers have two matrices, and DoRA's magnitudes; others are trained in full."""
+    """Return the shapes of LoRA's trained weights: two matrices per adapted layer. DoRA adds magnitudes; modules_to_save are whole."""
     trained: list[tuple[int, ...]] = []
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")

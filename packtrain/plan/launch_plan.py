@@ -37,7 +37,7 @@ class NodeCommand:
 class LaunchPlan(Processes):
     """The processes of a run, and how they are started.
 
-    `srun` starts packtrain on every machine of a Slurm job; it is empty elsewhere. `commands` are what packtrain then runs on each machine.
+    `srun` starts packtrain on every machine of a Slurm job; it is empty elsewhere. packtrain then runs `commands`, one for each machine.
     This machine is called `host` and shows `gpus`; the smallest of them has `gpu_memory` bytes. `network` holds the network settings of
     its processes, with reasons. The run may restart `restarts` times, with at least `least_nodes` machines.
     """
@@ -63,7 +63,8 @@ class LaunchPlan(Processes):
     def lacks_gpus_alone(self) -> bool:
         """Whether the only obstacle is too few GPUs on this machine, one of several.
 
-        The rendezvous reports that on all machines."""
+        The rendezvous reports that on all machines.
+        """
         lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
         return lacking and all(item.where == GPUS_PER_NODE for item in self.obstacles)
 
@@ -181,7 +182,8 @@ def _srun(
 ) -> tuple[str, ...]:
     """Return the srun command. It starts one task per machine, with all cores of the job there.
 
-    The task starts its machine's processes. A failed task does not make srun kill the others: machine 0 ends them in order."""
+    The task starts its machine's processes. A failed task does not make srun kill the others: machine 0 ends them in order.
+    """
     flags = ["--nodes", str(processes.nodes), "--ntasks", str(processes.nodes), "--ntasks-per-node", "1"]
     if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not inherit this from the job
         flags += ["--cpus-per-task", cpus]
@@ -191,9 +193,9 @@ def _srun(
 
 
 def _network(topology: Topology, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
-    """Return network settings for this machine's processes. Empty unless it will start them, as one of several machines.
+    """Return network settings for this machine's processes.
 
-    Raises CheckFailed if the user's own settings name an interface that is not there.
+    Empty unless this machine is one of several and about to start them. Raises CheckFailed if the user's settings name a missing interface.
     """
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.needs_srun:
         return ()

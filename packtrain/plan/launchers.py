@@ -110,7 +110,7 @@ def _tasks(counts: str) -> int:
 def read_process(
     topology: Topology, env: Mapping[str, str], allocation: Allocation | None
 ) -> tuple[str, dict[str, str]] | None:
-    """Return the source and the missing torch variables of one process per device. None without such a launcher.
+    """Return what has started one process per device, and the variables that torch still needs. None if nothing has.
 
     Raises UserError if only some of the launcher's variables are set.
     """

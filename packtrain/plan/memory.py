@@ -71,7 +71,7 @@ PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activatio
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on each device, by part. `parameters` counts the model's, `trained` the trained ones with adapters.
+    """Bytes on each device, by part. `parameters` and `trained` count weights; `trained` includes adapters.
 
     `reference` is taken to be as large as the trained model. `buffers` belong to strategies and autocast, at the peak. `activations` is
     None if not known, for the reason `unknown`. `host` is memory of the machine per process. `device` is the memory of a GPU, if known;
@@ -352,7 +352,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
 
 
 def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
-    """Return the bytes of TRL's head in the watch over first steps. It makes no gradients: a tile of logits."""
+    """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
     batch = fullest(config, model.width, gpu=gpu)
     if config.objective.kind != "sft" or not config.verify.preflight or batch is None:
         return 0

@@ -197,7 +197,8 @@ def _choose_interface(network: HostNetwork, main_address: str | None) -> tuple[s
 def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[str]:
     """Return the `names` that match a list in NCCL's syntax.
 
-    Plain entries are prefixes; after = they are exact names; after ^ all other names match. `exact`: the list is gloo's, plain names."""
+    Plain entries are prefixes; after = they are exact names; after ^ all other names match. `exact`: the list is gloo's, plain names.
+    """
     parts = [part.strip() for part in (wanted if exact else wanted.lstrip("^=")).split(",")]
     exact = exact or wanted.removeprefix("^").startswith("=")
     fits = [name for name in names if any(name == part if exact else name.startswith(part) for part in parts if part)]

@@ -95,7 +95,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
 def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
     """Check the keys of `config` (plain containers) like `check_origin`, before anything is loaded. Raises UserError.
 
-    The newest checkpoint decides. If it is damaged, nothing is checked here: the run looks for another when it reads them.
+    The checkpoint named by `resume` counts, else the newest. A damaged one is not checked: the run looks for another when it reads them.
     """
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):

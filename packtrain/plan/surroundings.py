@@ -1,7 +1,7 @@
-"""Facts of this machine as values: GPUs, cores, compilers. Tests can so pose as any machine.
+"""Facts of this machine as values: GPUs, cores, compilers.
 
-`detect_surroundings` reads them once, before the plan. Only the network is read later, when the plan knows the first machine's address.
-"""
+Decisions of plan/ and launch/ can thus be tested for any machine. `detect_surroundings` reads the facts once, before the plan. Only the
+network is read later, when the plan knows the first machine's address."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def detect_surroundings(gpus_of_machine: Sequence[int] | None = None) -> Surroun
 def command_of(name: str, *, absolute: bool = False) -> list[str]:
     """Return a shell command for this environment's program `name`.
 
-    It is the name if the shell finds the program by it (unless `absolute`), else the path."""
+    It is the name if the shell finds this program by it (unless `absolute`), else the path."""
     own = Path(sys.executable).with_name(name)
     if not own.is_file():
         return [sys.executable, "-m", name]
@@ -123,7 +123,8 @@ def free_port() -> int:
 def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
     """Say what Triton lacks to compile its kernels on a GPU; "" if nothing.
 
-    Without Triton nothing is needed. Triton searches in the same way: the compiler is CC, else gcc or clang, and needs Python's headers."""
+    Without Triton nothing is needed. Triton searches in the same way: the compiler is CC, else gcc or clang, and needs Python's headers.
+    """
     if find_spec("triton") is None:
         return ""
     names = env.get("CC", "").split()[:1] or ["gcc", "clang"]
