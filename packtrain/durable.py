@@ -1,5 +1,5 @@
-"""Atomic writes: after a kill or a power failure a file is whole or absent. So is a folder. Both are written under another name, synced
-and renamed, and the parent folder is synced; otherwise a renamed file can come back empty. `hash_of` shows whether it has changed."""
+"""Atomic writes of files and folders: whole or absent after a kill or power failure. They are written under another name, synced
+and renamed, and the parent folder is synced; otherwise a renamed file can come back empty. `hash_of` shows whether one has changed."""
 
 from __future__ import annotations
 
