@@ -1,7 +1,7 @@
-"""The pictures of the README, from real runs: `python docs/pictures.py` (two minutes, a browser: chromium and chromedriver).
+"""Draw the pictures of the README from real runs: `python docs/pictures.py`.
 
-`--bench CONFIG [KEY=VALUE …]` takes the table of modes from that config in place of the quickstart's, whose model is so small
-that its modes differ by little.
+It takes two minutes and a browser (chromium and chromedriver). `--bench CONFIG [KEY=VALUE …]` takes the table of modes from that config. The
+quickstart's model, the default, is so small that its modes differ by little.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http
 {chrome}<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}
 <g class="{unique_id}-matrix">{matrix}</g></g></svg>
 """
-"""rich's, without the fonts that it fetches from another host."""
+"""rich's frame, without the fonts that it fetches from another host."""
 
 
 def packtrain(*arguments: str, folder: Path) -> str:
-    """What the command prints on a terminal of 100 columns, with its colours."""
+    """Return the output of a command on a terminal of 100 columns, with its colours."""
     ours = {
         "FORCE_COLOR": "1",
         "COLUMNS": "100",
@@ -47,7 +47,7 @@ def packtrain(*arguments: str, folder: Path) -> str:
 
 
 def draw(title: str, printed: str, file: Path, lines: int | None = None) -> None:
-    """Makes an SVG of the first `lines` of what a command printed."""
+    """Write the first `lines` of a command's output as an SVG."""
     shown = "\n".join(line.rstrip() for line in printed.rstrip().split("\n")[:lines])
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=100, file=nowhere, force_terminal=True, color_system="truecolor")
@@ -59,7 +59,7 @@ def draw(title: str, printed: str, file: Path, lines: int | None = None) -> None
 
 
 def photograph(page: Path, file: Path, width: int, height: int) -> None:
-    """A page in a browser, as PNG."""
+    """Save a screenshot of a page in a browser as PNG."""
     options = webdriver.ChromeOptions()
     with tempfile.TemporaryDirectory() as profile:
         flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}")
@@ -77,7 +77,7 @@ def photograph(page: Path, file: Path, width: int, height: int) -> None:
 
 
 def main() -> None:
-    """Makes all pictures in docs/pictures/."""
+    """Make all pictures in docs/pictures/."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--bench", nargs="+", metavar="CONFIG", default=[RECIPE])
     bench = arguments.parse_args().bench

@@ -1,6 +1,6 @@
 """packtrain: YAML-driven fine-tuning of language models on packed sequences, proved free of contamination.
 
-The library (docs/library.md) is what `__all__` names. It is imported lazily, because it needs torch, which takes seconds.
+`__all__` is the library (docs/library.md). It is imported lazily, because it needs torch, which takes seconds.
 """
 
 import gc
@@ -20,7 +20,7 @@ __all__ = ["PackedCollator", "Segments", "attach", "dither_weights", "pack"]
 _MODULES = {"PackedCollator": "library.collator", "Segments": "packing.segments"}
 _MODULES |= {"attach": "library.attach", "dither_weights": "train.optim.dither", "pack": "library.collator"}
 
-# Else pyarrow has a thread from its import on, and a fork of a process with threads may find a lock that nobody opens.
+# Otherwise importing pyarrow starts a thread, and a fork of a process with threads may inherit a lock that nobody opens.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 
@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
 def fast_imports() -> Iterator[None]:
     """Import torch and the libraries on it (3,500 modules) with Python's garbage collector off.
 
-    That is a quarter faster; later full collections save 0.4 s each, and the end of the process 2 s. Libraries print into the log.
+    That is a quarter faster. Later full collections save 0.4 s each, and the end of the process 2 s. Libraries print into the log.
     """
     from packtrain.standard_streams import kept_from_terminal, quiet_at_exit
 
@@ -55,7 +55,7 @@ def fast_imports() -> Iterator[None]:
 
 
 def work(verb: str, config: Any) -> int:
-    """The work of one process under a verb that trains or measures; returns its exit code."""
+    """Do one process's work under a training or measuring verb; return its exit code."""
     with fast_imports():
         from packtrain.train.run import train
     if verb == "bench":

@@ -1,4 +1,4 @@
-"""`python -m packtrain` is `packtrain`; `python -m packtrain worker VERB CONFIG_YAML` is what the launcher starts, once per device."""
+"""`python -m packtrain` is `packtrain`. The launcher starts `python -m packtrain worker VERB CONFIG_YAML` once per device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The boundary around other people's code: a library that works on a user's file, or code that comes with a model.
+"""Boundary around other people's code: libraries on a user's file, or code of a model.
 
-What that code raises is reported to the user as a UserError with the file or config key, the first line of the error, and a fix.
+Errors of that code are reported to the user as a UserError with the file or config key, the first line of the error, and a fix.
 Bugs of packtrain stay bugs (exit code 1); the file that raised an error tells them apart. `explain` is the last boundary, for
 errors that no stage expected.
 """
@@ -37,15 +37,16 @@ _FIXES = {
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "Name another place: its name is too long, or a link loops."),
     **dict.fromkeys(_UNREACHABLE, "The disk or the network behind it fails: see dmesg, and whether it is mounted."),
 }
-"""Errors of the operating system, which are never a bug, and what to do about them."""
+"""Errors of the operating system and advice about them. They are never a bug."""
 Fix = str | Callable[[BaseException], str]
 
 
 @contextmanager
 def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
-    """Inside the block, any exception (even SystemExit) becomes a UserError: `what`, and the first line of the exception.
+    """Turn any exception of the block, even SystemExit, into a UserError.
 
-    Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix` may depend on the error.
+    Its text is `what` and the first line of the exception. Only PacktrainError, Ctrl-C and bugs of packtrain pass through unchanged. `fix`
+    may depend on the error.
     """
     try:
         yield
@@ -59,7 +60,7 @@ def boundary(what: str, where: str = "", fix: Fix = "") -> Iterator[None]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether this is a bug of packtrain: one of BUGS, raised by our own code, not by a library that we called.
+    """Return whether this is a bug of packtrain: one of BUGS, raised by our code.
 
     An error inside a library that was called wrongly counts as the user's; its traceback is in the log.
     """
@@ -68,10 +69,10 @@ def is_ours(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> PacktrainError | None:
-    """An unexpected error as an error for the user; None if it may be a bug of packtrain.
+    """Return an unexpected error as an error for the user. None if it may be a bug of packtrain.
 
-    For the user are refusals of the operating system (permissions, space, limits, names), packages that cannot be imported, and
-    paths or texts at which a library failed. A missing path or invalid UTF-8 that our own code met without a check is a bug.
+    Errors for the user are refusals of the operating system (permissions, space, limits, names), packages that cannot be imported, and
+    paths or texts that made a library fail. A missing path or invalid UTF-8 that our own code met without a check is a bug.
     """
     if isinstance(error, BrokenPipeError):
         return None
@@ -100,7 +101,7 @@ def explain(error: BaseException) -> PacktrainError | None:
 
 
 def raised_in(error: BaseException) -> str:
-    """The file that raised the error, directly or in a call of the standard library; "" if unknown."""
+    """Return the file that raised the error; "" if unknown. The error may come from a standard-library call in that file."""
     place = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -111,8 +112,8 @@ def raised_in(error: BaseException) -> str:
 
 @contextmanager
 def holding(thing: Any, **values: Any) -> Iterator[None]:
-    """Inside the block the attributes of `thing`, an object or a module, have these values."""
-    own = getattr(thing, "__dict__", {})  # where a class has its static methods as such
+    """Give attributes of `thing`, an object or a module, these values inside the block."""
+    own = getattr(thing, "__dict__", {})  # a class's own dict keeps its static methods wrapped
     before = {name: own.get(name, getattr(thing, name, None)) for name in values}
     for name, value in values.items():
         setattr(thing, name, value)
@@ -125,7 +126,7 @@ def holding(thing: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def staying() -> Iterator[None]:
-    """Inside the block, os._exit called by other code raises UserError in this thread: it could end a run or a proof with exit code 0."""
+    """Turn os._exit, called by other code in this thread, into UserError. It could end a run or a proof with exit code 0."""
     leave, process, thread = os._exit, os.getpid(), threading.get_ident()
 
     def stay(code: int) -> None:

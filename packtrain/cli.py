@@ -1,7 +1,7 @@
 """`packtrain VERB [CONFIG] [key=value …]`: one thin function per verb.
 
-Nothing heavy is imported before a verb needs it, so that help answers at once. What looks like an option and is not ours is
-refused as a wrong override, with the other problems of the config.
+Nothing heavy is imported before a verb needs it, so that help answers at once. Unknown options are
+refused as wrong overrides, with the other problems of the config.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ app = typer.Typer(
 
 
 class Verb(TyperCommand):
-    """A verb, whose function returns its exit code. It is called outside click, which would turn Ctrl-C into exit code 1."""
+    """A verb; its function returns its exit code. It is called outside click, which would turn Ctrl-C into exit code 1."""
 
     def invoke(self, ctx: Any) -> NoReturn:
         raise typer.Exit(exit_code_of(partial(super().invoke, ctx)))
 
 
 class ConfigVerb(Verb):
-    """A verb that takes a config: its help ends with every config key, or explains those that are named beside -h."""
+    """A verb that takes a config. Its help ends with every config key, or explains the keys named beside -h."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = list(args)
@@ -153,7 +153,7 @@ def plan(
     needed = [*check_packages(run)]
     for_gpus = launch.gpus == 0 and any(fault.keys[0] in FOR_GPUS for fault in needed)
     if needed and not (for_gpus or gpu_memory is not None or launch.nodes > 1 or launch.obstacles):
-        _config_and_plan(arguments)  # it would start here, and raises what the run would say
+        _config_and_plan(arguments)  # it would start here: raises the run's own errors
     _check_attempt(run, arguments)
     if gpu_memory is not None:
         launch = replace(launch, gpu_memory=int(gpu_memory * GIB))
@@ -216,7 +216,7 @@ def verify(
 
 
 def _measure(launch: LaunchPlan, short: RunConfig) -> int:
-    """A run of `bench`; of the module, since a process that is started anew for the GPUs gets it by its name."""
+    """Run `bench` once. It is at module level, since a process started anew for the GPUs gets it by name."""
     return exit_code_of(partial(_execute, "bench", launch, short))
 
 
@@ -437,7 +437,7 @@ def chat(
 
 
 def _execute(verb: str, launch: LaunchPlan, run: RunConfig, *more: Any) -> int:
-    """Launches `verb`; `more` are the optional arguments of `execute`, which only training verbs use."""
+    """Launch `verb`; `more` are the optional arguments of `execute`, used only by training verbs."""
     from packtrain.launch.execute import execute
 
     return execute(launch, run, partial(work, verb, run), *more)
@@ -450,7 +450,7 @@ def _report(folder: RunFolder) -> None:
 
 
 def main() -> None:
-    """The console command `packtrain`."""
+    """Run the console command `packtrain`."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # "≥" in the help must not fail on a latin-1 terminal
@@ -466,7 +466,7 @@ def main() -> None:
 
 
 def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
-    """Raises UserError where the run's folder would refuse it."""
+    """Raise UserError if the run's folder would refuse the run."""
     from packtrain.launch.attempt import check_attempt
     from packtrain.run_folder import RunFolder
 
@@ -476,7 +476,7 @@ def _check_attempt(run: RunConfig, arguments: list[str] | None) -> None:
 def _config_and_plan(
     arguments: list[str] | None, verb: str | None = None, *, packages: bool = True
 ) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config that the arguments name and its plan, for `verb` or its own verb."""
+    """Return the config that the arguments name, and its plan. `verb` is the verb to plan for, else the config's own."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import detect_surroundings
@@ -488,7 +488,7 @@ def _config_and_plan(
 
 
 def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool = True) -> Job:
-    """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
+    """Return the run, or the runs of a sweep, as a Slurm job. It starts in this folder."""
     from packtrain.config.compose import Point, load_config, load_points
     from packtrain.launch.slurm_jobs import Job
     from packtrain.plan.surroundings import command_of
@@ -506,18 +506,18 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool, *, packages: bool 
 
 
 def _note(line: str) -> None:
-    """Prints on stderr how the config was interpreted; on rank 0 only, if another launcher started several processes."""
+    """Print on stderr how the config was interpreted. If another launcher started several processes, only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         print(clean(line), file=sys.stderr)
 
 
 def _implied_by(verb: str | None) -> list[str]:
-    """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
+    """Return the overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
     return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
 
 
 def _check_verb(run: RunConfig, verb: str) -> None:
-    """Raises UserError if the config is for another verb, or its model is known to be impossible."""
+    """Raise UserError if the config is for another verb, or describes an impossible model."""
     from packtrain.plan.known_model import check_model_config
 
     if verb != run.objective.kind:
@@ -527,7 +527,7 @@ def _check_verb(run: RunConfig, verb: str) -> None:
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
+    """Return the config's path (the first argument, unless it is an override) and the overrides. Raises UserError without arguments."""
     if not arguments:
         raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
     first = arguments[0]

@@ -1,5 +1,5 @@
-"""Atomic writes: after a kill or a power failure a file or folder is whole or absent. It is written under another name, synced and
-renamed, and its parent folder is synced; otherwise a renamed file can come back empty. `hash_of` says whether it is still the same."""
+"""Atomic writes of files and folders: whole or absent after a kill or power failure. They are written under another name, synced
+and renamed, and the parent folder is synced; otherwise a renamed file can come back empty. `hash_of` shows whether one has changed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the names in a folder, are on the disk."""
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # file systems that cannot sync a folder
+    except OSError as error:  # some file systems cannot sync a folder
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -23,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def hash_of(path: Path, digest_size: int = 64) -> str:
-    """BLAKE2 of the bytes of a file."""
+    """Return BLAKE2 of the bytes of a file."""
     digest = hashlib.blake2b(digest_size=digest_size)
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -32,22 +32,22 @@ def hash_of(path: Path, digest_size: int = 64) -> str:
 
 
 def aside(path: Path) -> Path:
-    """The path of a file or folder while it is being written or removed."""
+    """Return the path of a file or folder while it is being written or removed."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file (UTF-8) atomically."""
+    """Write a file (UTF-8) atomically."""
     try:
         aside(path).write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:  # no space: removes the part that was written, and names the file
+    except OSError as error:  # no space: remove the part that was written, and name the file
         aside(path).unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
     publish(aside(path), path)
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Syncs a file, or a folder with all its files, and renames it to `target`."""
+    """Sync a file, or a folder with all its files, and rename it to `target`."""
     for folder, _, files in os.walk(staging):
         for name in files:
             sync(Path(folder, name))
@@ -59,7 +59,7 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; it is renamed first, so that no part of it is ever seen under its name."""
+    """Remove a folder. It is renamed first, so that no part of it is ever seen under its name."""
     shutil.rmtree(aside(folder), ignore_errors=True)
     folder.rename(aside(folder))
     shutil.rmtree(aside(folder), ignore_errors=True)

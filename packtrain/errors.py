@@ -1,5 +1,5 @@
-"""The errors that are not bugs of packtrain, and their exit codes. They are raised where the fault is detected, and printed by
-exit_code.py."""
+"""Errors that are not bugs of packtrain, and their exit codes. They are raised where the fault is detected;
+exit_code.py prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: `what`, `where` ("run.yaml:12, optim.learning_rate"), and what to do about it (`fix`)."""
+    """One fault: `what` is wrong, `where` ("run.yaml:12, optim.learning_rate"), and how to `fix` it."""
 
     what: str
     where: str = ""
@@ -24,7 +24,7 @@ class Problem:
 
 
 class PacktrainError(Exception):
-    """Base of all errors for the user; `exit_code` is that of the process, `shown` whether the error is printed."""
+    """Base of all errors for the user. `exit_code` is the process's; `shown` says whether the error is printed."""
 
     exit_code = 1
     shown = True
@@ -39,7 +39,7 @@ class PacktrainError(Exception):
         return (type(self), (self.problems,))
 
     def to_json(self) -> dict[str, Any]:
-        """Exit code and problems in plain containers, for another process: see `error_from_json`."""
+        """Return exit code and problems in plain containers, for `error_from_json` in another process."""
         return {"code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
 
 
@@ -56,7 +56,7 @@ class CheckFailed(PacktrainError):
 
 
 class Disagreement(CheckFailed):
-    """The processes of a run disagree. All raise it with the same text, which is printed only where `shown`."""
+    """The processes of a run disagree. All raise it with the same text; only those with `shown` print it."""
 
     def __init__(self, problems: str | Problem | Sequence[Problem], *, shown: bool = True) -> None:
         super().__init__(problems)
@@ -70,11 +70,11 @@ class PeerFailed(PacktrainError):
 
 
 class LostPeers(PeerFailed):
-    """The other ranks disappeared in the middle of an operation; the rank that failed first usually says why."""
+    """The other ranks disappeared during an operation. The rank that failed first usually says why."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of the user. Raises UserError if it is anything else."""
+    """Return the JSON object in a file of the user. Raises UserError if it is anything else."""
     what = "not a JSON object" if path.is_file() else "there is no such file"  # reading a pipe could block
     try:
         if path.is_file() and isinstance(content := json.loads(path.read_bytes()), dict):
@@ -85,6 +85,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def error_from_json(content: Mapping[str, Any]) -> PacktrainError:
-    """The error of another process, from its `to_json`."""
+    """Return the error of another process, from its `to_json`."""
     kind = {UserError.exit_code: UserError, CheckFailed.exit_code: CheckFailed}.get(content["code"], PeerFailed)
     return kind([Problem(**problem) for problem in content["problems"]])

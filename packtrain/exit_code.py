@@ -1,4 +1,4 @@
-"""The exit code of a process, from the error or signal that ended its work, and what it prints about that.
+"""Exit code of a process after an error or signal, and the message about it.
 
 A run of several processes has an exit code of its own (launch/exit_status.py).
 """
@@ -27,14 +27,14 @@ BUG = "This is a bug of packtrain: please report it with the lines above."
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM outside training, which has a handler of its own (train/settings.py)."""
+    """SIGINT or SIGTERM outside training. Training has its own handler (train/settings.py)."""
 
 
 @contextmanager
 def listening(listener: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM call `listener`, which may raise, with their number; then the old handlers are restored.
+    """Call `listener` with the number of each SIGINT and SIGTERM in the block. It may raise.
 
-    Only for the main thread.
+    The old handlers are restored afterwards. Only for the main thread.
     """
     before = {number: signal.signal(number, lambda received, _: listener(received)) for number in ENDING}
     try:
@@ -59,7 +59,7 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
             numbers = (received[0] for received in iter(lambda: pipe.read(1), b""))
             if first := next(filter(ENDING.__contains__, numbers), 0):
                 tell(first)
-            for _ in numbers:  # Python complains where nobody reads
+            for _ in numbers:  # Python complains if nobody reads
                 pass
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
@@ -71,10 +71,10 @@ def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
 
 
 def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
-    """Calls `work` and returns its exit code, or that of the error or signal that ended it, which is printed.
+    """Return the exit code of `work`, or of the error or signal that ended it.
 
-    In one of several processes (not `alone`) an exception is not called a bug and a signal is not reported: that is up to the
-    launcher, which knows how the others ended and may restart them.
+    The error or signal is printed. In one of several processes (not `alone`) an exception is not called a bug and a signal is not
+    reported: that is up to the launcher, which knows how the others ended and may restart them.
     """
     received: list[int] = []
 
@@ -94,7 +94,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if not received:
             return report_error(error, alone=alone)
-        # whatever the type of the error: an interrupted import may raise another
+        # the error's type does not matter: an interrupted import may raise another one
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         if alone:
@@ -103,9 +103,9 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 
 
 def report_error(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
-    """Prints an error, for the user or as a bug with its traceback; returns its exit code."""
+    """Print an error, for the user or as a bug with its traceback. Returns its exit code."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        outlive_terminal()  # perhaps it is the terminal that cannot be written to
+        outlive_terminal()  # the broken file may be the terminal
     known = error if isinstance(error, PacktrainError) else explain(error)
     if known is not error and not alone:
         # a failed disk, perhaps on one machine only, is no mistake of the user
@@ -144,7 +144,7 @@ def _print_problems(error: PacktrainError) -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process now, whatever its threads are in; what was printed is shown."""
+    """End this process now, even if its threads are busy. Printed text is flushed first."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,9 +1,9 @@
-"""A run's copy in a bucket (trainer.mirror): at any URL that fsspec writes to, with the credentials that its package finds by itself.
+"""Copy of a run in a bucket (trainer.mirror), at any URL that fsspec can write.
 
-A thread of the process that has opened the run folder copies what is new there: each checkpoint once it is complete, metrics and other small
-files every minute, final/ when the run is done. A checkpoint is one by its manifest, which comes last and goes first, so that half of
-one is never read; a finished run is one by its summary.json, which follows final/. Training does not wait for the copy.
-Where copying fails, that is printed, the run goes on, and the copy is tried again.
+fsspec's packages find their credentials by themselves. A thread in the process that opened the run folder copies new files: each
+checkpoint once it is complete, metrics and other small files every minute, final/ when the run is done. A checkpoint's manifest is copied
+last and removed first, so that half a checkpoint is never read. A finished run's summary.json follows final/. Training does not wait
+for the copy. If copying fails, the failure is printed, the run goes on, and the copy is tried again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KEY = "trainer.mirror"
 _INSIDE = re.compile(r"checkpoints/step-(\d+)/(.+)")
 _POLL_S, _SMALL_S = 2.0, 60.0
 _PAUSES_S = (5.0, 10.0, 20.0, 60.0, 300.0)
-"""After the first failure, the second, …"""
+"""Seconds to wait after the first failure, the second, …"""
 _TRIES = 3
-"""To reach the bucket at the start, and to copy the rest at the end."""
+"""Tries to reach the bucket at the start. Also tries to copy the rest at the end."""
 _SILENT_S = 300
-"""Without a byte, after which the end of a run no longer waits for the copy, nor its start for an answer."""
+"""Seconds without a byte that end a wait. The end of a run waits for the copy, its start for an answer."""
 
 
 class Mirror:
@@ -48,19 +48,20 @@ class Mirror:
         self._system, self._root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url, **options))
         self._names: set[str] = set()
         self._manifests: dict[int, bytes] = {}
-        """Of the checkpoints that are there."""
+        """Manifests of the checkpoints in the bucket, by step."""
         self._older = set[int]()
-        """Those that were not fetched."""
+        """Steps of checkpoints in the bucket that were not fetched."""
         self._copied: dict[str, tuple[int, int]] = {}
-        """Size and time of last change of what was copied of the other files."""
+        """Size and time of change of each other file when it was copied."""
         self._ending, self._heard_at, self._failure = threading.Event(), time.monotonic(), ""
         self._small_at = 0.0
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def fetch(self, resume: str) -> None:
-        """Before a run: gets the newest checkpoint and the figures until there, if the run folder has none as new and `resume` is auto.
+        """Fetch the newest checkpoint and the figures up to it, before a run.
 
-        Raises UserError where the bucket cannot be written to, or it or the run folder has what this would replace; PeerFailed: no answer.
+        Only with `resume` auto, and if the run folder has no checkpoint as new. Raises UserError if the bucket cannot be written, or if the
+        bucket or run folder has files that this would replace; PeerFailed without an answer.
         """
         self._folder.check_ours()
         for left in reversed(range(_TRIES)):
@@ -98,11 +99,11 @@ class Mirror:
             raise UserError(f"{self.url} has {has}, which this one does not continue", where=KEY, fix=fix)
 
     def start(self) -> None:
-        """Begins to copy."""
+        """Begin to copy."""
         self._thread.start()
 
     def close(self) -> None:
-        """Copies what is left, as long as it gets on, and says so if it does not."""
+        """Copy the rest while that makes progress. Print a line if it does not."""
         self._ending.set()
         self._heard_at = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - self._heard_at < _SILENT_S:
@@ -112,7 +113,7 @@ class Mirror:
             _say(f"{self.url} has not all of the run ({why}): the rest is in {self._folder.root} alone")
 
     def _look(self) -> None:
-        """Lists what is there, and leaves the mark of a run folder, to know that it may."""
+        """List the bucket's files. Writing the mark of a run folder first shows that writing is allowed."""
         self._system.invalidate_cache()
         self._system.pipe_file(self._at(self._folder.mark.name), b"packtrain copies a run to this folder.\n")
         self._names = {name[len(self._root) :].lstrip("/") for name in self._system.find(self._root)}
@@ -120,7 +121,7 @@ class Mirror:
         self._manifests = {int(match[1]): self._read(match[0]) for match in found}
 
     def _download(self, step: int) -> bool:
-        """Puts a checkpoint into the run folder with the small files; whether it is what its manifest says."""
+        """Fetch a checkpoint and the small files into the run folder. Returns whether it matches its manifest."""
         target = self._folder.checkpoints / f"step-{step:06d}"
         staging, there = aside(target), f"checkpoints/{target.name}"
         _say(f"getting {target.name} from {self.url}")
@@ -143,7 +144,7 @@ class Mirror:
             return False
         best = object_of(staging / "trainer_state.json").get("best_global_step")
         if best in self._manifests and best not in (step, *list_checkpoints(self._folder.checkpoints)):
-            self._download(best)  # whose weights the run may end with
+            self._download(best)  # the run may end with its weights
         for path in self._folder.entries():
             if path.name in self._names and (path in (self._folder.metrics, self._folder.spikes) or not path.exists()):
                 path.write_bytes(self._read(path.name))
@@ -151,7 +152,7 @@ class Mirror:
         return True
 
     def _work(self) -> None:
-        """The thread: copies what is new until the run has ended, and then the rest."""
+        """Copy new files until the run has ended, and then the rest. This is the thread."""
         failures = 0
         while not self._ending.wait(_PAUSES_S[min(failures, len(_PAUSES_S)) - 1] if failures else _POLL_S):
             failures = 0 if self._try_to_copy() else failures + 1
@@ -161,7 +162,7 @@ class Mirror:
             time.sleep(_PAUSES_S[0])
 
     def _try_to_copy(self, *, everything: bool = False) -> bool:
-        """Copies what is new and returns whether that succeeded; the same failure is printed once."""
+        """Copy new files; return whether that succeeded. The same failure is printed only once."""
         now = time.monotonic()
         small = everything or now - self._small_at > _SMALL_S
         try:
@@ -177,9 +178,9 @@ class Mirror:
         return True
 
     def _copy_new(self, *, small: bool) -> None:
-        """What the bucket has not yet, checkpoints first; it loses what the run folder no longer has."""
+        """Copy what the bucket lacks, checkpoints first. Remove what the run folder no longer has."""
         folder = self._folder
-        if folder.attempt.root.is_dir():  # what is there is an earlier run's until this one begins
+        if folder.attempt.root.is_dir():  # until this run begins, the folder holds an earlier run
             return
         checkpoints = list_checkpoints(folder.checkpoints)
         for step, checkpoint in reversed(checkpoints.items()):
@@ -214,7 +215,7 @@ class Mirror:
         self._remove_checkpoint(step)
         for name in written_into(checkpoint):
             self._put(checkpoint / name)
-        for log in (self._folder.metrics, self._folder.spikes):  # a run that goes on from it needs their lines
+        for log in (self._folder.metrics, self._folder.spikes):  # a run that resumes from it needs their lines
             if log.exists():
                 self._copy(log)
         self._put(checkpoint / MANIFEST)
@@ -228,7 +229,7 @@ class Mirror:
             self._remove(name)
 
     def _copy(self, path: Path) -> None:
-        """Copies a file that has changed since it was copied."""
+        """Copy a file that has changed since it was copied."""
         stat, name = path.stat(), str(path.relative_to(self._folder.root))
         if self._copied.get(name) != (stat.st_size, stat.st_mtime_ns):
             self._put(path)
@@ -253,7 +254,7 @@ class Mirror:
             self._copied.pop(name, None)
 
     def _object(self, name: str) -> dict[str, Any]:
-        """A JSON object that is there, {} where there is none."""
+        """Return a JSON object in the bucket, {} if there is none."""
         with suppress(ValueError):
             if name in self._names and isinstance(content := json.loads(self._read(name)), dict):
                 return content
@@ -267,7 +268,7 @@ class Mirror:
 
 
 def fetch_record(url: str, folder: Path) -> None:
-    """Gets the small files of a run at `url` into `folder`, for its report. Raises UserError where there is none."""
+    """Fetch the small files of a run at `url` into `folder`, for its report. Raises UserError if the URL is unreadable."""
     import fsspec
 
     try:

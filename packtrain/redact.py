@@ -1,8 +1,8 @@
-"""Redaction: what a secret looks like, and how it is hidden in everything that is printed or written.
+"""Redaction: how to recognise secrets, and how to hide them in all output.
 
-A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key, or if it is
-the value of a secret variable of the environment or was learnt from earlier text (`learn`). It is suspected because of the name in
-front of a value, or its form. A config is refused only for certain secrets; messages and reports hide both kinds: a wrong suspicion
+A secret is `certain` if it has the form of a well-known token, a password in a URL, a signed query or a private key. The values of secret
+environment variables and secrets learnt from earlier text (`learn`) are certain, too. A secret is suspected because of the name before a
+value, or its form. A config is refused only for certain secrets; messages and reports hide both kinds: a wrong suspicion
 costs a word in a report, a missed secret costs an account.
 """
 
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN = "***"
-_LEAST = 6  # characters of a value to be hidden everywhere; shorter ones would match innocent text
+_LEAST = 6  # shortest value that is hidden everywhere; shorter ones would match innocent text
 _TOKEN = re.compile(  # strict, since hf_datasets and sk-en.jsonl are file names
     r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bsk-(?:[A-Za-z0-9]{20,}|(?:ant|lf|or|proj|svcacct)-[\w\-]{16,})"
     r"|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w\-]{16,}|\bxox[abeprs]-[\w\-]{10,}"
@@ -27,11 +27,11 @@ _PASSWORD = re.compile(r"(://[^\s'\"/:@$]*:)((?!\$)[^\s'\"@]{1,500})(?=@)")
 _QUERY = re.compile(r"([?&]([A-Za-z_][\w.\-]*)=)((?!\$)[^\s&'\"#]+)")
 _USER = re.compile(r"://([^\s'\"/:@]*(?::[^\s'\"]{0,2000})?)@")  # a password may have a slash, or an @
 _BEARER = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
-_SCHEME = re.compile(r"^['\" ]*((Bearer|Basic) +)?", re.IGNORECASE)  # which is no secret itself
+_SCHEME = re.compile(r"^['\" ]*((Bearer|Basic) +)?", re.IGNORECASE)  # the scheme is no secret itself
 _HEX = re.compile(
     r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
 )
-"""An API key of wandb and others; a commit hash, if such a word stands in front of it."""
+"""An API key of wandb and others. After a word such as `commit` it is a commit hash."""
 _ASSIGNMENT = re.compile(r"(?<![\w.\-])(-{0,2}[A-Za-z_][\w.\-]*)['\"]?\s*[=:]\s*")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s'\",;&]+")
 _OPTION = re.compile(r"(?<![\w\-])(--?[A-Za-z][\w\-]*)(\s+)([^\s\-]\S*)")
@@ -52,34 +52,36 @@ _learnt: set[str] = set()
 
 @lru_cache(4096)  # each text of a config is compared with each variable
 def speaks_of_secrets(name: str) -> bool:
-    """Whether a variable, key or option of this name holds something to hide: HF_TOKEN does, MAX_TOKENS does not."""
+    """Return whether a variable, key or option of this name holds a secret. HF_TOKEN does, MAX_TOKENS does not."""
     return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
 
 
 def learn(text: str, *, names: bool = False) -> None:
-    """Remembers the secrets in a text of the user, to hide them everywhere; with `names`, suspected ones, too."""
+    """Remember the secrets in a text of the user, to hide them everywhere. With `names`, suspected ones, too."""
     _learnt.update(secret for secret in _within(text, names=names) if len(secret) >= 4)
 
 
 def is_certain(text: str) -> bool:
-    """Whether a text certainly holds a secret."""
+    """Return whether a text certainly holds a secret."""
     return Redactor(os.environ).certain(text) != text
 
 
 def variable_of(text: str) -> str:
-    """The environment variable with a secret name whose value is in a text; "" if there is none."""
+    """Return the environment variable whose secret value is in a text, or ""."""
     named = (item for item in os.environ.items() if speaks_of_secrets(item[0]))
     return next((name for name, value in named if any(secret in text for secret in _secrets(name, value))), "")
 
 
 def clean(text: str) -> str:
-    """A message without secrets: those of the environment, learnt ones, and suspected ones."""
+    """Return a message without secrets: from the environment, learnt, or suspected."""
     return Redactor(os.environ).text(text)
 
 
 class Redactor:
-    """Hides the secret values of `environments` (values by variable, except existing paths and values shorter than _LEAST), learnt
-    secrets, and text that looks like a secret."""
+    """Filter that hides secret values of `environments`, learnt secrets, and text like a secret.
+
+    `environments` are values by variable; existing paths and values shorter than _LEAST are not hidden.
+    """
 
     def __init__(self, *environments: Mapping[str, Any]) -> None:
         variables = [variable for environment in environments for variable in environment.items()]
@@ -87,7 +89,7 @@ class Redactor:
         self._known = sorted(secrets | _learnt, key=len, reverse=True)
 
     def certain(self, text: str) -> str:
-        """The text without certain secrets."""
+        """Return the text without certain secrets."""
         text = _PASSWORD.sub(rf"\g<1>{HIDDEN}", _TOKEN.sub(HIDDEN, text))
         text = _QUERY.sub(lambda match: f"{match[1]}{HIDDEN}" if speaks_of_secrets(match[2]) else match[0], text)
         for secret in self._known:
@@ -95,7 +97,7 @@ class Redactor:
         return text
 
     def text(self, text: str) -> str:
-        """The text without certain and suspected secrets."""
+        """Return the text without certain and suspected secrets."""
         text = _HEX.sub(lambda match: match[0] if match[1] else HIDDEN, text)
         text = _without_assigned(_USER.sub(f"://{HIDDEN}@", _BEARER.sub(HIDDEN, self.certain(text))))
         return _OPTION.sub(
@@ -103,7 +105,7 @@ class Redactor:
         )
 
     def plain(self, value: Any, name: str = "", *, hide: bool = False) -> Any:
-        """Plain containers without secrets; with `hide` all values are hidden, as those below a key with a secret name."""
+        """Return plain containers without secrets. `hide` hides all values; it is set below a key with a secret name."""
         if isinstance(value, Mapping):
             items = [(str(key), inner) for key, inner in value.items()]
             return {key: self.plain(inner, key, hide=hide or speaks_of_secrets(key)) for key, inner in items}
@@ -117,13 +119,13 @@ class Redactor:
 
 
 class CleanStream:
-    """A stream that hides certain secrets; `unchanged` is the stream below, for text that must stay as it is."""
+    """A stream that hides certain secrets. Text that must not change goes to `unchanged`, the stream below."""
 
     def __init__(self, stream: Any) -> None:
         self.unchanged, self._redactor, self._learnt = stream, Redactor(os.environ), len(_learnt)
 
     def write(self, text: str) -> int:
-        """Writes the text without certain secrets; returns the length of `text`, as callers expect."""
+        """Write the text without certain secrets; return the length of `text`, as callers expect."""
         if len(_learnt) != self._learnt:
             self._redactor, self._learnt = Redactor(os.environ), len(_learnt)
         self.unchanged.write(self._redactor.certain(text))
@@ -137,7 +139,7 @@ class CleanStream:
 
 
 def _within(text: str, *, names: bool) -> Iterable[str]:
-    """The secrets in a text, with the parts of a password that an error message may quote."""
+    """Yield the secrets in a text. Error messages may quote parts of a password, so these are yielded, too."""
     yield from _TOKEN.findall(text)
     for match in _PASSWORD.finditer(text):
         user, password = match[1].removeprefix("://"), match[2]
@@ -160,7 +162,7 @@ def _secrets(name: str, value: str) -> Iterable[str]:
 
 
 def _without_assigned(text: str) -> str:
-    """Hides the values behind `NAME=` and `NAME:` of secret names; the value of another name may itself be an assignment."""
+    """Hide values after `NAME=` and `NAME:` of secret names. Another name's value may itself be an assignment."""
     pieces, at = [], 0
     while name := _ASSIGNMENT.search(text, at):
         pieces.append(text[at : name.end()])

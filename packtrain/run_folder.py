@@ -1,4 +1,4 @@
-"""The run folder: the names of its files, and how they are written (atomically).
+"""The run folder: the names of its files, and their atomic writing.
 
 Most failures come before the first step and must not replace an earlier run: `open_attempt` makes only logs/, with config.yaml,
 plan.json and so on in logs/attempt/. When training can start, `begin` moves an earlier run away and these files into place.
@@ -31,7 +31,7 @@ from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
 
 REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
-"""What a run replaces in logs/; to all else there it appends."""
+"""Files in logs/ that a run replaces; it appends to all others."""
 _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
     *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
@@ -56,21 +56,21 @@ class RunFolder:
     mark = _Entry(".packtrain")  # says that packtrain made the folder
     config = _Entry("config.yaml")  # resolved
     plan = _Entry("plan.json")
-    accelerate = _Entry("accelerate.yaml")  # where several processes are launched
-    deepspeed = _Entry("deepspeed.json")  # where the strategy is one of DeepSpeed's
+    accelerate = _Entry("accelerate.yaml")  # if several processes are launched
+    deepspeed = _Entry("deepspeed.json")  # if the strategy is one of DeepSpeed's
     environment = _Entry("env.json")  # versions and platform
     metrics = _Entry("metrics.jsonl", result=True)  # a line per logged step
     spikes = _Entry("spikes.jsonl", result=True)  # a line for each step that was a spike, with its documents
     summary = _Entry("summary.json", result=True)  # how the run ended, with its counts
     report = _Entry("report.html")  # by packtrain/report/
-    data = _Entry("data.json")  # what the data is, for the report
-    facts = _Entry("facts.json")  # when the run was started and what it logged before step 1, for the report
+    data = _Entry("data.json")  # a description of the data, for the report
+    facts = _Entry("facts.json")  # start time and records from before step 1, for the report
     verification = _Entry("verify.json")  # of `packtrain verify`, in a folder of its own
     checkpoints = _Entry("checkpoints", result=True)  # step-000123/ each
     final = _Entry("final", result=True)  # the trained model (or adapters) and tokenizer, for from_pretrained
-    average = _Entry("final-ema", result=True)  # where trainer.ema averages the weights
-    adapters = _Entry("final-adapters", result=True)  # where final/ has the merged model
-    merged = _Entry("final-merged", result=True)  # where final/ has the adapters
+    average = _Entry("final-ema", result=True)  # if trainer.ema averages the weights
+    adapters = _Entry("final-adapters", result=True)  # if final/ has the merged model
+    merged = _Entry("final-merged", result=True)  # if final/ has the adapters
     tensorboard = _Entry("tensorboard", result=True)
     logs = _Entry("logs")  # one file per process
     logs_before = _Entry("logs-before")  # an earlier run's logs/, until a new run moves the earlier one away
@@ -79,7 +79,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, trainer: Trainer) -> RunFolder:
-        """The run folder of a config."""
+        """Return the run folder of a config."""
         return cls(Path(os.path.expanduser(trainer.output_dir)))
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def finals(self) -> list[Path]:
-        """Where the trained model is, in all forms in which a run may leave it."""
+        """Folders of the trained model, in all forms that a run may leave."""
         return [self.final, self.average, self.adapters, self.merged]
 
     @property
@@ -98,26 +98,26 @@ class RunFolder:
         return self.logs / "restarts.json"
 
     def log(self, rank: int) -> Path:
-        """Log file of a rank."""
+        """Return the log file of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
     def restarts(self) -> list[dict[str, Any]]:
-        """The restarts so far (launch/coordinator.py::Restarts), as summary.json has them."""
+        """Return the restarts so far (launch/coordinator.py::Restarts), in summary.json's form."""
         return [restart for restart in object_of(self.restarted, list) if isinstance(restart, dict)]
 
     def status(self) -> str | None:
-        """`status` of summary.json; None if no run has ended here."""
+        """Return `status` of summary.json; None if no run has ended here."""
         status = object_of(self.summary).get("status")
         return status if isinstance(status, str) else None
 
     def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
-        """Raises UserError if a run would replace or move files that packtrain did not make, or that the run reads.
+        """Raise UserError if a run would replace or move files that are not its own.
 
-        `inputs` are the paths that it reads, as pairs of config key and path.
+        They are files that packtrain did not make, or that the run reads: `inputs`, as pairs of config key and path.
         """
         marked, where = os.path.exists(self.mark), f"trainer.output_dir ({self.root})"
         places = {os.path.realpath(entry): entry.name for entry in self.entries()}
-        if marked and os.path.exists(self.plan):  # then config.yaml is that of a run: it may be run again, and is kept
+        if marked and os.path.exists(self.plan):  # then config.yaml is a run's: it may be run again, and is kept
             places.pop(os.path.realpath(self.config), None)
         taken, fix = [], "Name another folder, or copy it elsewhere."
         for key, path in inputs:
@@ -137,10 +137,10 @@ class RunFolder:
             raise UserError(what, where=where, fix=fix)
 
     def gives_way(self, resume: str) -> bool:
-        """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
+        """Return whether the new run will move an earlier one away instead of resuming it.
 
-        A finished run is moved, and one without checkpoints; an unfinished one only for `never`. The folder that holds the
-        checkpoint `resume` is kept.
+        `resume` is trainer.resume. A finished run is moved, and one without checkpoints; an unfinished one only for `never`. The folder that
+        holds the checkpoint `resume` is kept.
         """
         if resume not in ("auto", "never"):
             return self._ran() and not self._has(Path(os.path.expanduser(resume)))
@@ -148,7 +148,7 @@ class RunFolder:
         return self._ran() and not goes_on
 
     def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
-        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError like `check_ours`, and OSError if `begin` would."""
+        """Make the mark, logs/ and logs/attempt/, nothing else. Raises UserError like `check_ours`, and OSError if `begin` would."""
         self.check_ours(inputs)
         if self.root.exists() and not os.access(self.root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
@@ -163,8 +163,10 @@ class RunFolder:
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
-        """Moves the attempt's files into place, for a run that starts from `checkpoint`. Returns the folder to which it moved an earlier
-        run (of a run that is resumed: its final model and a copy of its metrics): the first free `NAME.1`, `NAME.2`, …
+        """Move the attempt's files into place, for a run from `checkpoint`. Returns the folder of moved files, if any.
+
+        It is the first free NAME.1, NAME.2, … A new run moves the whole earlier run there; a resumed run moves its final model and summary,
+        and a copy of its metrics.
         """
         moved = None
         if checkpoint is None or not self._has(checkpoint):
@@ -184,7 +186,7 @@ class RunFolder:
         return moved
 
     def entries(self) -> list[Path]:
-        """All paths that a run writes, replaces or moves, existing or not."""
+        """Return all paths that a run writes, replaces or moves, existing or not."""
         others = {self.mark, self.verification}
         return [path for kind in _entries() if (path := self.root / kind.name) not in others]
 
@@ -192,21 +194,21 @@ class RunFolder:
         return any(_holds_something(self.root / kind.name) for kind in _entries() if kind.result)
 
     def _has(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint belongs to the run in this folder, not to a run in a subfolder."""
+        """Return whether a checkpoint belongs to the run in this folder. A run in a subfolder is another run."""
         real = os.path.realpath(checkpoint)
         inside = Path(real).is_relative_to(os.path.realpath(self.checkpoints))
         return inside or os.path.dirname(real) == os.path.realpath(self.root)
 
     def set_mark(self) -> None:
-        """Makes the folder, if need be, and the mark that says whose it is."""
+        """Make the folder, if need be, and the mark that says whose it is."""
         self.root.mkdir(parents=True, exist_ok=True)
         if not self.mark.exists():  # if a power failure lost it, the checkpoints would seem foreign
             write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
             sync(Path(os.path.realpath(self.root)).parent)
 
     def _move(self, entries: Iterable[Path]) -> Path:
-        """Moves those of `entries` that exist into a new folder and returns it. It is beside this folder, or inside it if nothing can be
-        moved there (a mounted volume, another user's parent folder)."""
+        """Move existing `entries` into a new folder; return it. The folder is beside this one.
+        It is inside this one if nothing can be moved there (a mounted volume, another user's parent folder)."""
         root, number = Path(os.path.realpath(self.root)), 1
         beside = os.access(root.parent, os.W_OK | os.X_OK) and root.parent.stat().st_dev == root.stat().st_dev
         while os.path.lexists(target := (root.parent if beside else root) / f"{root.name}.{number}"):
@@ -224,7 +226,7 @@ def _entries() -> list[_Entry]:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """A value from JSON as `kind`, a dataclass or another type with annotations. Raises ValueError if it is anything else."""
+    """Return a value from JSON as `kind`, a dataclass or other annotated type. Raises ValueError for anything else."""
     return _adapter_of(kind).validate_json(json.dumps(value), strict=True)
 
 
@@ -236,7 +238,7 @@ def _adapter_of(kind: Any) -> Any:
 
 
 def read_as(file: Path, content: Any, kind: Any) -> Any:
-    """`as_type` for the content of a file in a run folder, which may have been edited. Raises UserError if the type is wrong."""
+    """Apply `as_type` to a file of a run folder, which may have been edited. Raises UserError for a wrong type."""
     from pydantic import ValidationError
 
     try:
@@ -249,14 +251,14 @@ def read_as(file: Path, content: Any, kind: Any) -> Any:
 
 
 def text_of(file: Path) -> str:
-    """The text of a file in a run folder, "" if there is no regular file."""
+    """Return the text of a file in a run folder, "" without a regular file."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     return ""
 
 
 def object_of(file: Path, kind: type = dict) -> Any:
-    """The JSON object (or another `kind`) in a file of a run folder, an empty one if there is none or it is invalid."""
+    """Return the JSON object (or another `kind`) in a run folder's file. Empty if it is missing or invalid."""
     with suppress(ValueError, RecursionError):
         if isinstance(content := json.loads(text_of(file)), kind):
             return content
@@ -264,32 +266,32 @@ def object_of(file: Path, kind: type = dict) -> Any:
 
 
 def losses_of_sets(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of metrics.jsonl has as the loss of each named set of data.eval (`eval_NAME_loss`)."""
+    """Return the loss of each named set of data.eval (`eval_NAME_loss`) in a line of metrics.jsonl."""
     return {named[1]: value for key, value in line.items() if (named := re.fullmatch(r"eval_(.+)_loss", key))}
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether there is a file, a broken link, or a folder that is not empty."""
+    """Return whether there is a file, a broken link, or a folder with entries."""
     with suppress(OSError):  # not a folder, or not readable
         return any(path.iterdir())
     return os.path.lexists(path)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file atomically."""
+    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def environment() -> dict[str, Any]:
-    """Versions of the packages that results depend on; no host name, path or environment variable."""
+    """Return versions of the packages that results depend on. They have no host name, path or environment variable."""
     versions = {name: installed_version(name) for name in _REPORTED}
     return {"python": platform.python_version(), "platform": platform.platform(), "versions": versions}
 
 
 @cache
 def installed_version(package: str) -> str | None:
-    """The version of an installed package; None where there is none."""
+    """Return the version of an installed package; None if it is not installed."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None

@@ -1,6 +1,6 @@
-"""Standard streams whose failure does not end a run: the terminal may close, or the disk behind a redirection may be full.
+"""Standard streams that cannot end a run, even if terminal or disk fails.
 
-`packtrain sft … | head -1`, `>&-` and `> /dev/full` only lose what would have been printed; logs/ has it, too.
+`packtrain sft … | head -1`, `>&-` and `> /dev/full` only lose the printed text; logs/ has it, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ kept: list[str] = []
 
 
 def open_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed (else the next open file gets its number, and all output), and makes
-    writes blocking."""
+    """Open /dev/null for each closed standard stream, and make writes blocking.
+
+    Otherwise the next open file would get the closed stream's number, and all output.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -38,7 +40,7 @@ def open_streams() -> None:
 
 
 def outlive_terminal() -> None:
-    """From now on, output that cannot be printed is dropped. Called once, before a process trains or launches."""
+    """Drop output that cannot be printed, from now on. Called once, before a process trains or launches."""
     open_streams()
     for name, number in _OUTPUTS.items():
         stream: Any = getattr(sys, name)
@@ -56,13 +58,13 @@ def outlive_terminal() -> None:
 
 
 def redirect_output(file: Path) -> None:
-    """From now on, what this process and its children print is added to `file`."""
+    """Append the output of this process and its children to `file` from now on."""
     _point_outputs_at(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
 
 
 def _point_outputs_at(*descriptors: int) -> None:
     """Replace stdout and stderr by two descriptors, or by one, and close these."""
-    with suppress(OSError, ValueError):  # a reader who is gone
+    with suppress(OSError, ValueError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     for number, descriptor in zip(_OUTPUTS.values(), descriptors * 2, strict=False):
@@ -73,7 +75,7 @@ def _point_outputs_at(*descriptors: int) -> None:
 
 @contextmanager
 def kept_from_terminal() -> Iterator[None]:
-    """Keep all output of the block, also of C libraries, in `kept`.
+    """Keep all output of the block, even from C libraries, in `kept`.
 
     It is printed on stderr, too, if the block fails.
     """
@@ -96,7 +98,7 @@ def kept_from_terminal() -> Iterator[None]:
 
 
 def quiet_at_exit() -> None:
-    """Drop all output while Python takes its objects apart.
+    """Drop all output while Python tears down its objects.
 
     C++ libraries complain about objects that are still there.
     """
@@ -104,7 +106,7 @@ def quiet_at_exit() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that becomes /dev/null when a write fails; writes wait even if another process made it non-blocking."""
+    """A descriptor that becomes /dev/null when a write fails. Writes wait even if another process made it non-blocking."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,5 +1,5 @@
-"""Time limits for calls that may never return: on a dead disk, a silent server, a broken driver. They run in daemon threads, since a
-thread that is stuck in the kernel cannot be ended."""
+"""Time limits for calls that may never return. The cause may be a dead disk, a silent server or a broken driver.
+The calls run in daemon threads, since a thread that is stuck in the kernel cannot be ended."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import TypeVar
 
 DISK_S = 3
 _disk, _disk_work = threading.Lock(), list[Future]()
-"""The lock under which `in_time` runs one call after another, and the calls that have not returned."""
+"""The lock that makes `in_time` run calls one by one, and the unfinished calls."""
 _Result = TypeVar("_Result")
 
 
 class Work(Future[_Result]):
-    """A call that runs in a thread of its own."""
+    """A call that runs in its own thread."""
 
     def result(self, timeout: float | None = None) -> _Result:
-        """The result of the call. Raises what the call raises, and TimeoutError after `timeout` seconds."""
+        """Return the result of the call. Raises its error, or TimeoutError after `timeout` seconds."""
         try:
             return super().result(timeout)
-        except NoAnswer as error:  # another class than Python's TimeoutError before Python 3.11
+        except NoAnswer as error:  # not Python's TimeoutError before Python 3.11
             raise TimeoutError from error
 
 
 def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
-    """Calls `work` in a daemon thread."""
+    """Call `work` in a daemon thread."""
     future = Work[_Result]()
 
     def answer() -> None:
@@ -42,9 +42,10 @@ def start(work: Callable[[], _Result], name: str = "") -> Work[_Result]:
 
 
 def in_time(work: Callable[[], _Result], otherwise: _Result) -> _Result:
-    """The result of `work`, or `otherwise` if it raises OSError, takes longer than DISK_S, or an earlier call is still stuck.
+    """Return the result of `work`, or `otherwise` if it raises OSError or is stuck.
 
-    For the diagnosis of a run that stands still, perhaps because of its disk. Calls behind a stuck one run once it returns.
+    Stuck means longer than DISK_S, or behind an earlier call that has not returned; such calls run when that one returns. This serves the
+    diagnosis of a run that stands still, perhaps because of its disk.
     """
 
     def in_order() -> _Result:

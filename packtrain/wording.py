@@ -1,4 +1,4 @@
-"""Parts of messages: numbers and names in words, errors in one line, text without control characters."""
+"""Parts of messages: numbers and names in words, one-line errors, visible text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_DIGITS = 18  # enough for any count; int() refuses thousands of digits
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, with its type where the text alone says too little."""
+    """Return an error in one line. Its type is added if the text alone says too little."""
     text = str(error).strip()
     if isinstance(error, SystemExit):
         return f"its code ended the process, by sys.exit({error.code!r})"
@@ -29,7 +29,7 @@ def first_line(error: BaseException) -> str:
         text = f"{error.strerror}: {os.fsdecode(error.filename)}" if named else error.strerror
     if isinstance(error, ImportError) or type(error).__name__.startswith("StrictDataclass"):
         text = " ".join(text.split())  # names the package or the field only further down
-    if re.match(r"at \d+:\d+:\n", text):  # Triton's compiler: the place, the kernel's code, what is wrong
+    if re.match(r"at \d+:\d+:\n", text):  # Triton's compiler: the place, the kernel's code, the fault
         text = text.rpartition("\n")[2]
     line = visible(text.partition("\n")[0][:_MAX_LETTERS], whitespace=True)
     return f"{type(error).__name__}: {line}".rstrip(": ") if isinstance(error, _NAMELESS) or not line else line
@@ -58,7 +58,7 @@ def count_dropped(reasons: Mapping[str, int]) -> str:
 
 
 def size(number: float | None) -> str:
-    """Bytes in the unit that fits: "512 bytes", "3.2 MiB", "64 GiB"; "not known" for None."""
+    """Return bytes in a fitting unit. "512 bytes", "3.2 MiB", "64 GiB"; "not known" for None."""
     if number is None:
         return "not known"
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
@@ -68,19 +68,19 @@ def size(number: float | None) -> str:
 
 
 def in_millions(number: int) -> str:
-    """ "135.2 million", "8.0 billion"; smaller numbers as they are."""
+    """Return "135.2 million" or "8.0 billion"; smaller numbers in full."""
     if number >= 10**9:
         return f"{number / 10**9:,.1f} billion"
     return f"{number / 10**6:,.1f} million" if number >= 10**6 else f"{number:,}"
 
 
 def whole(text: str) -> int | None:
-    """A whole number ≥ 0 in plain digits; None for anything else, such as "²" and "1_0", which str.isdigit or int() accept."""
+    """Return a whole number ≥ 0 in plain digits, else None. "²" and "1_0" are refused; str.isdigit or int() accept them."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """`repr` of a foreign value, cut to `most` characters."""
+    """Return `repr` of a foreign value, cut to `most` characters."""
     text = clean(repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}…"
 
@@ -93,10 +93,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def visible(text: str, *, whitespace: bool = False) -> str:
-    """`text` with symbols in place of control characters (which a terminal would obey), direction marks and invisible characters.
-    The caller escapes it for HTML and rich.
+    """Return `text` with symbols for control characters, direction marks and invisible characters.
 
-    A line end is kept after its symbol. With `whitespace`, line ends, tabs and all kinds of spaces are kept as they are.
+    A terminal would obey control characters. The caller escapes the text for HTML and rich. A line end is kept after its symbol. With
+    `whitespace`, line ends, tabs and all kinds of spaces are kept unchanged.
     """
     if text.isascii() and text.isprintable():
         return text

@@ -1,14 +1,14 @@
-"""The attention backends for packed rows, and how one is installed on a model.
+"""The attention backends for packed rows, and their installation on a model.
 
 | name | rows | how | price |
 |---|---|---|---|
 | flash | flattened | varlen kernels, one call for all segments | needs a GPU |
 | segmented | flattened | an ordinary attention function, once per length of segments | a call per length |
-| per_document | taken apart | the model once per length of documents, whatever its layers do | kernels on fewer tokens |
+| per_document | taken apart | the model once per length of documents, with layers of any kind | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
-Models whose attention is code of their own (bloom, mpt, falcon, remote code) do not look up their attention function in
-transformers' AttentionInterface: for them there is per_document alone. Padded batches keep the model's own attention under
+Models with their own attention code (bloom, mpt, falcon, remote code) do not look up their attention function in
+transformers' AttentionInterface: for them there is only per_document. Padded batches keep the model's own attention under
 per_document; a replaced attention function takes flattened rows only: see `attention_of`.
 """
 
@@ -47,20 +47,20 @@ OWN_CODE = "its attention function cannot be replaced"
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`name` as in model.attention, and `why` it was chosen."""
+    """A backend: its `name` as in model.attention, and `why` it was chosen."""
 
     name: str
     why: str
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The attention implementation that `model` has now, by transformers' name."""
+    """Return the current attention implementation of `model`, by transformers' name."""
     return str(model.config._attn_implementation)
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Has flattened rows of `model` served by the backend `name` from now on; returns the undo function. Raises CheckFailed
-    where the backend cannot serve this model."""
+    """Make the backend `name` serve flattened rows of `model`. Returns the undo function. Raises CheckFailed if it cannot serve
+    this model."""
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
     if not uses_attention_interface(model):
@@ -72,7 +72,7 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
 
 
 def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """As `attend_by`, but all other calls of `model`, padded ones and generation, keep its own attention."""
+    """Do the same as `attend_by`, but only for packed rows. All other calls, padded ones and generation, keep the model's own attention."""
     if name == PER_DOCUMENT:
         return attend_by(model, name)
     inner = model.forward
@@ -92,7 +92,7 @@ def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
-    """`attention_of` for every layer of every call, which recomputation needs: it takes microseconds, not milliseconds."""
+    """Return a fast `attention_of`: microseconds, not milliseconds. Recomputation needs it for every layer of every call."""
     configs: Any = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     with attention_of(model, implementation):
         ours = {key: config._attn_implementation_internal for key, config in configs.items()}
@@ -119,7 +119,7 @@ def _replace_attention_function(model: PreTrainedModel, implementation: str) -> 
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """`attend_by` inside the block."""
+    """Use `attend_by` inside the block."""
     undo = attend_by(model, name)
     try:
         yield
@@ -129,7 +129,7 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """The model with another attention implementation inside the block, by transformers' name."""
+    """Give `model` another attention implementation inside the block, by transformers' name."""
     undo = _replace_attention_function(model, implementation)
     try:
         yield
@@ -147,25 +147,25 @@ def dense_mask_attention(
     window: int | None,
     **kwargs,
 ) -> torch.Tensor:
-    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, the reference for which keys a query may see."""
+    """Attend with sdpa under the mask `Segments.visible`, over one flattened row. It is the reference for the keys that a query may see."""
     attend = attention_function(module, kwargs)
     mask = as_mask(attend, _visible(segments, window, query.device), query.dtype)
     kwargs["is_causal"] = False  # causality is in the mask
     return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0]
 
 
-@lru_cache(maxsize=2)  # as many as a row has kinds of layers; each takes T² bytes
+@lru_cache(maxsize=2)  # a row has two kinds of layers at most; each takes T² bytes
 def _visible(segments: Segments, window: int | None, device: torch.device) -> torch.Tensor:
     return segments.visible(window).to(device)
 
 
 NEEDED = "does not have a deterministic implementation"
-"""What torch says of an operation that has none."""
+"""torch's words for an operation without a deterministic implementation."""
 
 
 @contextmanager
 def deterministic(enabled: bool = True) -> Iterator[None]:
-    """Inside the block, if `enabled` (trainer.deterministic), torch takes deterministic kernels only, and raises RuntimeError for
+    """Make torch use only deterministic kernels inside the block, if `enabled` (trainer.deterministic). It raises RuntimeError for
     an operation that has none.
 
     Enter it before the first product of matrices on the GPU: cuBLAS reads its variable then.

@@ -1,6 +1,6 @@
-"""`flash`: packed attention by varlen kernels, one call per layer for all segments of a row.
+"""`flash`: packed attention by varlen kernels, one call per layer for a whole row.
 
-No mask exists and nothing is computed between documents, as in `segmented`, without its calls per segment. Every layer
+No mask exists and nothing is computed between documents, as in `segmented`, but without its calls per segment. Every layer
 gets the kernel that was found right for its features (kernels/selection.py): a model may mix layers with and without windows.
 
 Its NAME must not hold the word "flash": transformers would take it for one of its own implementations and look for that package.
@@ -42,8 +42,8 @@ def flash_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> torch.Tensor:
-    """One call of a varlen kernel; `s_aux` (sinks) [heads]. Returns the precision that the kernel computes in. Raises
-    CheckFailed where no kernel is right for the layer."""
+    """Call a varlen kernel once; `s_aux` (sinks) [heads]. The output has the kernel's number format. Raises CheckFailed if no
+    kernel is right for the layer."""
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
     # layer norms and rotary embeddings return float32 under autocast and with PEFT
@@ -61,10 +61,10 @@ def flash_attention(
 def available(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None
 ) -> tuple[KernelChoice | None, str]:
-    """The kernel for a plain layer of `model` on `device` (None if there is none), and one line for the log.
+    """Choose the kernel for a plain layer of `model`, None if there is none. Also returns a line for the log.
 
-    `dtype` is what the layers compute in: autocast's, by default that of the weights. The line names the kernel and what
-    better ones lack, or why there is none. Special needs of single layers (windows, sinks) are checked when they run;
+    `dtype` is the compute dtype on `device`: autocast's, by default the format of the weights. The line names the kernel and why
+    better ones were not chosen, or why there is none. Special needs of single layers (windows, sinks) are checked when they run;
     dropout is read from the config, since proofs run without it.
     """
     dtype = dtype or model.dtype
@@ -82,7 +82,7 @@ def available(
 
 
 def plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
-    """The features of an attention layer by the model's config, without windows, soft-cap and sinks."""
+    """Return the features of an attention layer by the model's config. Windows, soft-cap and sinks are left out."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads

@@ -1,8 +1,8 @@
-"""Replaces the forward of modules: of a whole model, and of rotary embeddings that depend on the length of a document.
+"""Replacements of forwards: of whole models, and of rotary embeddings that depend on length.
 
 "longrope" (phi3 and others) uses other frequencies once the longest position exceeds the original context. In a flattened
-row one long document would change them for all others, which the proof cannot detect, since its documents are short. So they
-are computed for each document by itself, at the cost of one wait for the device per forward pass.
+row one long document would change them for all others. The proof cannot detect that, since its documents are short. So the
+embeddings are computed document by document, at the cost of one wait for the device per forward pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transformers import PreTrainedModel
 from packtrain.errors import CheckFailed
 
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Where layers hold the function that recomputes them: transformers' own, and torch's wrapper, which FSDP puts around layers."""
+"""Attributes of layers that hold their recomputing function: transformers' own, and torch's wrapper, which FSDP puts around layers."""
 
 
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether the attention function of `model` can be replaced by transformers' `set_attn_implementation`."""
+    """Return whether transformers' `set_attn_implementation` can replace the attention function of `model`."""
     return model._can_set_attn_implementation()
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Has calls of `module` go to `forward(module, ...)`; returns the undo function. Deep copies of it run as their class does."""
+    """Send calls of `module` to `forward(module, ...)`. Returns the undo function. Deep copies of it run their class's own forward."""
     own = module.__dict__.get("forward")
 
     @functools.wraps(forward)
@@ -49,7 +49,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 @contextmanager
 def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorator]) -> Iterator[None]:
-    """Inside the block, layers under gradient checkpointing remember `around` for their second forward, in the backward pass.
+    """Make checkpointed layers remember `around` for their second forward, in the backward pass.
 
     By then another row may have run, so the context that `around` makes is bound to the checkpointed function.
     """
@@ -73,12 +73,12 @@ def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorat
 
 
 def rotates_by_length(module: nn.Module) -> bool:
-    """Whether `module` has rotary embeddings that depend on the longest document of a call."""
+    """Return whether `module` has rotary embeddings that depend on the longest document of a call."""
     return any(map(_is_longrope, module.modules()))
 
 
 def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
-    """From now on such embeddings of a flattened row are each document's own; returns the undo function.
+    """Compute such embeddings of a flattened row separately for each document. Returns the undo function.
 
     A call raises CheckFailed if a document has a shared prefix, whose keys would need different frequencies per document.
     """

@@ -1,10 +1,9 @@
-"""Attention over a row whose tokens are split over neighbouring ranks: all-to-all over heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses,
-arXiv 2309.14509).
+"""Attention over a row whose tokens are split over neighbouring ranks.
 
-Each rank has some tokens of the row for all heads. For attention they exchange: each gets all tokens of the row for some heads, so that any
-backend attends to the whole row as in one process, prefixes, windows, sinks and soft-caps included; then the outputs go back. What a rank keeps
-of all else is its share of the tokens. Heads need not divide by the ranks. Where there are fewer key/value heads than ranks, each is sent to
-several, as often as needed. Beyond one query head a rank, the others rest while these attend.
+It is an all-to-all over heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509). Each rank has some tokens of the row for all
+heads. For attention they exchange: each gets all tokens of the row for some heads. So any backend attends to the whole row as in one process,
+prefixes, windows, sinks and soft-caps included; then the outputs go back. Outside of attention a rank keeps only its tokens. Heads need not
+divide by the ranks. If there are fewer key/value heads than ranks, each is sent to several. Ranks without a query head rest meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _groups: dict[int, dist.ProcessGroup] = {}
 
 
 def open_group(parts: int) -> dist.ProcessGroup:
-    """The group of the `parts` neighbouring ranks that this one splits rows with; first called by all ranks together."""
+    """Return the group of the `parts` neighbouring ranks that split rows. All ranks make the first call together."""
     if parts not in _groups:
         world = range(dist.get_world_size())
         ranks = [list(world[first : first + parts]) for first in world[::parts]]
@@ -36,9 +35,10 @@ def open_group(parts: int) -> dist.ProcessGroup:
 
 @cache
 def heads_of_parts(query: int, key: int, parts: int) -> tuple[int, tuple[int, ...]]:
-    """How `query` heads over `key` key/value heads are shared out: (how often a key/value head is repeated, the first of the repeated
-    ones of each part and the end). As few query heads as possible are the most of a part; then as few repetitions. Where there are
-    fewer query heads than parts, some parts get none.
+    """Share `query` heads over `key` key/value heads out to `parts` ranks.
+
+    Returns how often a key/value head is repeated, and the first repeated head of each part and the end. The largest number of query heads of
+    a part is as small as possible; then the repetitions. With fewer query heads than parts, some parts get none.
     """
     group = query // key
     least = min(parts, query)
@@ -56,12 +56,12 @@ def attend_over_ranks(
     segments: SplitSegments,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[1, own tokens, heads, d_v]: what `attend` (module, query, key, value, sinks), which gets all tokens of the row for some heads, gives
-    for this rank's tokens and all heads.
+    """Return the attention outputs of this rank's tokens, [1, own tokens, heads, d_v].
 
-    `query` [1, heads, own tokens, d], `key` and `value` [1, kv_heads, own tokens, …]; `sinks` [heads] or None.
+    `attend` (module, query, key, value, sinks) gets all tokens of the row for some heads. `query` [1, heads, own tokens, d], `key` and `value`
+    [1, kv_heads, own tokens, …]; `sinks` [heads] or None.
     """
-    if torch.is_autocast_enabled(query.device.type):  # as attention itself does: half of the bytes to send
+    if torch.is_autocast_enabled(query.device.type):  # attention itself would do so: this halves the bytes to send
         format = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(format), key.to(format), value.to(format)
     parts, group = segments.parts, open_group(segments.parts)
@@ -76,7 +76,7 @@ def attend_over_ranks(
     q, k, v = _heads_for_tokens(
         [query, key, value], [[each * count for count in counts], counts, counts], tokens, segments.part, group
     )
-    if first == end:  # nothing to attend to, but the gradients' exchange is one of all ranks
+    if first == end:  # nothing to attend to, but all ranks exchange gradients together
         return _outputs_for_heads(
             v[0].transpose(0, 1), tokens, [each * count for count in counts], segments.part, group
         )
@@ -94,7 +94,7 @@ def attend_over_ranks(
 def _outputs_for_heads(
     output: torch.Tensor, tokens: list[int], counts: list[int], part: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[1, own tokens, heads, d_v] of `output` [T, own heads, d_v]; the parts have `tokens` tokens and `counts` heads."""
+    """Exchange `output` [T, own heads, d_v] for [1, own tokens, heads, d_v]. The parts have `tokens` tokens and `counts` heads."""
     width = output.shape[-1]
     sent = [piece.reshape(-1) for piece in output.split(tokens)]
     sizes = [tokens[part] * count * width for count in counts]
@@ -108,7 +108,7 @@ def _outputs_for_heads(
 def _heads_for_tokens(
     tensors: list[torch.Tensor], counts: list[list[int]], tokens: list[int], part: int, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Of each of `tensors` [1, heads, own tokens, d], whose heads go to the parts by `counts`: [1, own heads, T, d]. In one exchange."""
+    """Exchange `tensors` [1, heads, own tokens, d] for [1, own heads, T, d]. It takes one call; `counts`: heads of each part."""
     split = [tensor[0].split(count) for tensor, count in zip(tensors, counts, strict=True)]
     sent = [torch.cat([piece.reshape(-1) for piece in pieces]) for pieces in zip(*split, strict=True)]
     shapes = [(count[part], tensor.shape[-1]) for tensor, count in zip(tensors, counts, strict=True)]
@@ -123,12 +123,12 @@ def _heads_for_tokens(
 
 
 def _exchange(sent: Sequence[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """What each rank of the group sends to this one, flat, of these `sizes`, one after the other; `sent`: what goes to each."""
+    """Send `sent`, a piece to each rank of the group. Returns the received pieces of these `sizes`, flat, one after the other."""
     return _AllToAll.apply(torch.cat(list(sent)), [len(piece) for piece in sent], sizes, group)  # type: ignore[no-any-return]
 
 
 class _AllToAll(torch.autograd.Function):
-    """`all_to_all_single`, whose gradient goes the other way."""
+    """`all_to_all_single`; its gradient goes the other way."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def sum_over_parts(tensor: torch.Tensor, parts: int) -> torch.Tensor:
-    """The sum of `tensor` over the ranks that split a row, on each of them; its gradient is the sum of theirs."""
+    """Sum `tensor` over the ranks that split a row, on each of them. The gradient is the sum of theirs."""
     return _Sum.apply(tensor, open_group(parts)) if parts > 1 else tensor  # type: ignore[no-any-return]
 
 

@@ -1,9 +1,9 @@
-"""`per_document`: the row is taken apart and the model runs once per document, for models that cannot be flattened exactly.
+"""`per_document`: the model runs once per document, for models that cannot be flattened exactly.
 
 State-space layers, linear attention, convolutions along the row and unknown code carry state across a document's border.
-Planner, collator and loss still see packed rows; only the forward pass runs per document, documents of equal length in one
-batch without padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. What documents
-share is computed by each of them, and counts in the first only.
+Planner, collator and loss still see packed rows. Only the forward pass takes the row apart, documents of equal length in one
+batch without padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. Documents with a shared
+prefix each compute it, and only the first one counts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROW_KEYS = ("segments", "position_ids", "label_places", *_KERNEL_KEYS)
 
 
 def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
-    """From now on a call of `model` with `segments` runs per document; returns the undo function.
+    """Make calls of `model` with `segments` run per document. Returns the undo function.
 
     The result is as for a flattened row: per-token outputs [1, T, …], and sums of scalars. Other calls are unchanged.
     """
@@ -39,7 +39,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
         row = segments.unrolled()
         tokens = np.split(row.tokens, row.segments.starts[1:])
         groups = [np.stack([tokens[number] for number in numbers]) for numbers in row.segments.same_shape]
-        # for each token of the row its first place among those of all groups: only that one counts
+        # for each token of the row its first place in all groups: only this one counts
         sources = np.unique(np.concatenate([group.ravel() for group in groups]), return_index=True)[1]
         counts = np.zeros(row.segments.tokens, dtype=bool)
         counts[sources] = True
@@ -53,7 +53,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for documents of equal length: `group` int64 [count, length] are the numbers of their tokens in the row,
+    """Return the arguments for documents of equal length. `group` int64 [count, length] are the numbers of their tokens in the row;
     `counts` bool [count, length] says which of them count."""
     tokens = to_device(torch.from_numpy(group), row["input_ids"].device)
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
@@ -68,7 +68,7 @@ def _batch(group: np.ndarray, counts: np.ndarray, row: dict[str, Any]) -> dict[s
 
 
 def _joined(outputs: list[Any], sources: torch.Tensor) -> Any:
-    """The output of the row: the sum of scalars, [1, T, …] of per-token parts [count, length, …], taken at `sources` int64 [T]."""
+    """Join `outputs` to the row's. Scalars are summed; parts [count, length, …] become [1, T, …], taken at `sources` int64 [T]."""
     first = outputs[0]
     if not isinstance(first, torch.Tensor):
         names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]

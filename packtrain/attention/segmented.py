@@ -1,11 +1,11 @@
-"""`segmented`: exact packed attention on any device, by running an ordinary attention function once per segment.
+"""`segmented`: exact packed attention on any device, by an ordinary attention function per segment.
 
-Queries, keys and values of the row are split by segment; segments of equal length form a batch [count, heads, length, d], each
-with the keys and values of the segments before it on its path in front of its own; the attention function runs on each batch under
-a causal mask. No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
-different length. The function is one of transformers' own: sdpa if it supports the layer, else the model's eager function
-(soft-cap, attention sinks). On a CPU under autocast short segments take the eager one too: its products gain from bfloat16
-instructions, sdpa's kernel does not.
+Queries, keys and values of the row are split by segment. Segments of equal length form a batch [count, heads, length, d], each
+with the keys and values of the earlier segments on its path in front of its own. The attention function runs on each batch under
+a causal mask. No T×T mask is built and nothing is computed between documents: O(Σ l²) instead of O(T²). The price is one call per
+different length. The function is transformers' own: sdpa if it supports the layer, else the model's eager function
+(soft-cap, attention sinks). On a CPU under autocast short segments use the eager one too: bfloat16 instructions speed up its
+products, but not sdpa's kernel.
 
 It is registered in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have, transformers builds no mask.
 So the model's own mask, whose builder may ignore `position_ids`, is not used. The row's Segments arrive as the keyword argument
@@ -36,15 +36,15 @@ _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 _BLOCKS, _LEAST_BLOCK = 4, 128
 """A segment of more blocks than this attends in blocks of at least its window."""
 _SHORT = 512
-"""Keys up to which the eager function is twice as fast in bfloat16 on a CPU, and its scores take little memory."""
+"""Most keys for the eager function on a CPU: there it is twice as fast in bfloat16, and its scores take little memory."""
 
 
 def registered(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..., tuple[torch.Tensor, None]]]:
-    """Registers the attention of a flattened row under `name` in `AttentionInterface`, and gives it transformers' signature.
+    """Register the attention of a flattened row under `name` in `AttentionInterface`, with transformers' signature.
 
     It is called as attend(module, query, key, value, segments, window, **kwargs): `query` [1, heads, T, d], `key`
-    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. Of a row that is split over ranks it gets
-    all tokens and some heads (over_ranks.py). Raises CheckFailed where the layer does not get the segments of its row, or its window is
+    [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v] → [1, T, heads, d_v]; T is `segments.tokens`. For a row that is split over ranks it gets
+    all tokens and some heads (over_ranks.py). Raises CheckFailed if the layer does not get the segments of its row, or its window is
     unknown.
     """
 
@@ -79,14 +79,14 @@ def segmented_attention(
     window: int | None,
     **kwargs,
 ) -> torch.Tensor:
-    """One call of an ordinary attention function for all segments of one shape."""
+    """Call an ordinary attention function once for all segments of one shape."""
     usual = attention_function(module, kwargs)
     eager = None
-    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # packtrain enables no other than bfloat16's
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # packtrain enables it only in bfloat16
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # as autocast does it for sdpa
+        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # autocast does so for sdpa
     kwargs["is_causal"] = True  # some modules leave causality to the mask
-    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
+    # one split instead of a slice per segment: the backward of a slice fills a tensor of the whole row
     queries = query.split(segments.lengths, dim=2)
     keys, values = (on_paths(tensor.split(segments.lengths, dim=2), segments) for tensor in (key, value))
     outputs: dict[int, torch.Tensor] = {}
@@ -113,9 +113,9 @@ def _attend_in_blocks(
     block: int,
     window: int,
 ) -> torch.Tensor:
-    """[count, length, heads, d] of segments much longer than their window: each block of queries with its own keys and the `block` before them,
-    so that it costs length × window, where a mask of the whole would cost length².
+    """Attend in blocks in segments much longer than their window: [count, length, heads, d].
 
+    Each block of queries attends to its own keys and the `block` before them. This costs length × window; one mask would cost length².
     `query` [count, heads, length, d]; `key` and `value` may have more tokens, those before. `block` is at least `window`.
     """
     count, length = query.shape[0], query.shape[2]
@@ -127,7 +127,7 @@ def _attend_in_blocks(
 
     keys = before + block
     first = run(query[:, :, :block], key[:, :, :keys], value[:, :, :keys], mask(keys))[0]
-    # all others see as many keys: those of a last, shorter block are filled up behind, where no query looks
+    # all other blocks see the same number of keys: a shorter last block is padded at its end, where no query looks
     blocks = -(-length // block) - 1
     rest = F.pad(query[:, :, block:], (0, 0, 0, (blocks + 1) * block - length))
     rest = rest.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)  # [count × blocks, heads, block, d]
@@ -140,7 +140,7 @@ def _attend_in_blocks(
 
 
 def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Tensor]]:
-    """For each segment those of `parts` (one for each segment) that are on its path."""
+    """Return for each segment the `parts` on its path. There is one part for each segment."""
     if not any(row.prefix_lengths):
         return [[part] for part in parts]
     uses = Counter(part for path in row.paths for part in path)
@@ -152,7 +152,7 @@ def on_paths(parts: Sequence[torch.Tensor], row: Segments) -> list[list[torch.Te
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor `times` times. Its gradients are summed in float32; autograd would do so in the tensor's format."""
+    """A tensor `times` times. Its gradients are summed in float32; autograd would sum in the tensor's format."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, times: int) -> tuple[torch.Tensor, ...]:
@@ -168,7 +168,7 @@ class _Shared(torch.autograd.Function):
 
 
 def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """The tensors one after the other along `dim`; one alone is not copied."""
+    """Concatenate the tensors along `dim`. A single tensor is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -181,10 +181,9 @@ def row_of(
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> tuple[Segments, int | None]:
-    """The segments of the row that `query` is, as this layer sees them, and its window.
+    """Return the segments of the row `query` as this layer sees them, and its window.
 
-    Also refuses keys that are not those of the row's tokens (deepseek_v4 compresses them), and a mask or bias of the layer's own
-    (doge learns one), made for the whole row.
+    Refuses keys of other tokens than the row's (deepseek_v4 compresses them), and a layer's own mask or bias of the whole row (doge has one).
     """
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
         what = "ran on a flattened row without knowing its documents (does its model pass on keyword arguments?)"
@@ -200,7 +199,7 @@ def row_of(
 
 
 def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The attention function of this layer: sdpa, or the model's own eager one."""
+    """Return the attention function of this layer: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
     return sys.modules[type(module).__module__].eager_attention_forward
@@ -210,9 +209,9 @@ def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Calla
 def mask_of(
     attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """The causal mask of a lone segment whose `queries` are the last of its `keys`, [1, 1, queries, keys].
+    """Return the causal mask of one segment, [1, 1, queries, keys]. Its `queries` are the last of its `keys`.
 
-    Boolean (True = visible) for sdpa, additive for eager functions; None where sdpa's `is_causal` is enough.
+    Boolean (True = visible) for sdpa, additive for eager functions; None if sdpa's `is_causal` is enough.
     """
     narrow = window if window is not None and window < keys else None
     if attend is sdpa_attention_forward and narrow is None and queries == keys:
@@ -224,7 +223,7 @@ def mask_of(
 
 
 def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`visible` [queries, keys] as `attend` takes it: boolean for sdpa, additive for eager functions, [1, 1, queries, keys]."""
+    """Return `visible` [queries, keys] as `attend` takes it, [1, 1, queries, keys]. It is boolean for sdpa, additive for eager functions."""
     if attend is sdpa_attention_forward:
         return visible[None, None]
     return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]

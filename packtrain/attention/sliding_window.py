@@ -1,8 +1,8 @@
-"""How far back a layer attends within a document: the window that it passes on, else the one of the model's config.
+"""Windows of layers within a document: passed on by the layer, or from its config.
 
 Most local layers pass `sliding_window` to their attention function. Others rely on the mask that the model builds, which
-flattened rows do not have: the window of their config is then applied here. If the config is ambiguous the layer is refused,
-even when all documents of the row are shorter than the window (as those of the isolation proof are).
+flattened rows do not have: the window of their config is applied here instead. If the config is ambiguous the layer is refused,
+even if all documents of the row are shorter than the window (as in the isolation proof).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNSURE = "it cannot be flattened exactly: set model.attention=per_document"
 def local_segments(
     module: torch.nn.Module, segments: Segments, sliding_window: int | None
 ) -> tuple[Segments, int | None]:
-    """The segments of the row as this layer sees them, and its window in tokens (itself included) or None.
+    """Return the segments of the row as this layer sees them, and its window. It is in tokens (itself included) or None.
 
     Chunked attention is plain attention over smaller segments. Raises CheckFailed if the layer's window is unknown.
     """
@@ -55,9 +55,9 @@ def _positive(config: Any, name: str) -> int | None:
 
 @lru_cache(maxsize=64)
 def chunks(segments: Segments, size: int) -> Segments:
-    """The row cut where positions pass a multiple of `size`: the chunks of chunked attention.
+    """Cut the row where positions pass a multiple of `size`: the chunks of chunked attention.
 
-    What begins inside a chunk continues it: the last chunk of the segment before it on its path.
+    A segment that begins inside a chunk continues it: the last chunk of the segment before it on its path.
     """
     lengths: list[int] = []
     prefixes: list[int | None] = []

@@ -1,1 +1,1 @@
-"""What the user writes, from YAML and command line to a typed and checked config; nothing here imports torch."""
+"""User input: YAML and command line become a typed, checked config. Nothing here imports torch."""

@@ -1,11 +1,11 @@
-"""YAML + command line → `RunConfig`, with all problems at once and the place of each; or one for each point of a sweep.
+"""YAML + command line → `RunConfig`, or one for each point of a sweep. All problems are reported at once, with places.
 
-Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
+Files are composed by Hydra's rules (defaults lists, groups, interpolation). OmegaConf merges them one after the other, so that
 the place of each key is known. A user's own files of a group win over ours. Types are checked after composition (validate.py),
 so that all errors are shown at once.
 
-A file's key that the command line leaves with nothing to act on is dropped: `data.eval=null` takes `trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
-"""
+The command line may leave a file's key with nothing to act on; that key is dropped: `data.eval=null` takes `trainer.eval_every` with it.
+A contradiction within the files, or within the command line, is refused."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def load_config(
     *,
     packages: bool = True,
 ) -> RunConfig:
-    """The config of a run: the YAML at `config_path` (None: none), then `overrides` in Hydra's grammar.
+    """Return the config of a run: the YAML at `config_path`, changed by `overrides`.
 
-    `say` is given a line about each key that is dropped because the command line left it nothing to act on; `packages` have to be
-    installed. Raises UserError with every problem that can be found without loading data or model.
+    `overrides` are in Hydra's grammar. `say` gets a line about each key that is dropped because the command line leaves it nothing to act
+    on. With `packages`, needed packages must be installed. Raises UserError with every problem that can be found without loading data or model.
     """
     file = find_config(config_path) if config_path is not None else None
     arguments, problems = parse(overrides, file.parent if file else None)
@@ -80,7 +80,7 @@ def load_config(
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of a sweep: its `config`, and the overrides that the sweep chose for it, its run folder among them."""
+    """One run of a sweep: its `config`, and the overrides `chosen` for it. Its run folder is one of them."""
 
     config: RunConfig
     chosen: tuple[str, ...] = ()
@@ -92,12 +92,12 @@ def load_points(
     leading: Sequence[str] = (),
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[list[Point], list[str]]:
-    """The points of the sweep (`-m key=a,b`) that `overrides` describe, and the overrides that all of them share.
+    """Return the points of the sweep in `overrides` (`-m key=a,b`), and the overrides that they share.
 
-    The grammar is Hydra's, and the last key varies fastest, as in its own sweeper. Every point gets a run folder of its own.
-    `leading` overrides come before the others in every point. `say` is given each line of load_config once.
+    The grammar is Hydra's, and the last key varies fastest, as in Hydra's own sweeper. Every point gets a run folder of its own.
+    `leading` overrides come before the others in every point. `say` gets each line of load_config once.
 
-    Raises UserError where no override has several values, and with the problems of the first point that has any.
+    Raises UserError if no override has several values, and with the problems of the first point that has any.
     """
     swept = {text: values for text in overrides if (values := values_of_sweep(text, MAX_POINTS)) is not None}
     shared, number = [text for text in overrides if text not in swept], math.prod(map(len, swept.values()))
@@ -129,7 +129,7 @@ def load_points(
 
 
 def faults_of(values: Mapping[str, Any]) -> list[Fault]:
-    """What is wrong with plain values (group → key → value), whatever files and packages are on this machine."""
+    """Return the faults of plain values (group → key → value). Files and packages on this machine do not matter."""
     made, faults = build(values)
     config = RunConfig(**made)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
@@ -138,7 +138,7 @@ def faults_of(values: Mapping[str, Any]) -> list[Fault]:
 
 
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Group → key → value of the keys that do not have their defaults."""
+    """Return group → key → value of the keys that differ from their defaults."""
     defaults = asdict(RunConfig())
     changed = {
         group: {name: value for name, value in values.items() if value != defaults[group][name]}
@@ -148,12 +148,12 @@ def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The config as YAML that `load_config` reads back to an equal one."""
+    """Return the config as YAML. `load_config` reads it back as an equal config."""
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))
 
 
 class _Composition:
-    """Values, as they grow file by file and argument by argument, and the place where each was written."""
+    """Values that grow with each file and argument, and the place where each was written."""
 
     def __init__(self, file: Path | None, chosen: dict[str, Argument]) -> None:
         OmegaConf.register_new_resolver("now", datetime.now().strftime, use_cache=True, replace=True)  # as in Hydra
@@ -167,15 +167,17 @@ class _Composition:
         self._open: list[Path] = []
 
     def read(self) -> None:
-        """The user's file with all that it names, then the choices of the command line for groups that it does not name. Raises
-        UserError where a file cannot be read."""
+        """Read the user's file and the files it names, then the command line's other choices.
+
+        Raises UserError if a file cannot be read.
+        """
         if self._file:
             self._add(read_config(self._file), "", "")
         for group in [item for item in self._chosen if item not in self._used]:
             self._choose(group, *self._chosen[group])
 
     def change(self, argument: Argument) -> list[Problem]:
-        """Carries out an argument that sets or takes away a key."""
+        """Carry out an argument that sets or removes a key."""
         problem = carry_out(argument, self.values)
         if problem is None:
             inside = (f"{argument.key}.", f"{argument.key}[")
@@ -184,14 +186,14 @@ class _Composition:
         return [problem] if problem else []
 
     def is_idle(self, fault: Fault) -> bool:
-        """Whether a key that a file sets has nothing to act on, because the command line sets another one."""
+        """Return whether the command line leaves a file's key with nothing to act on."""
         place = self._places.get(fault.keys[0], COMMAND_LINE)
         by_command = fault.because.partition(".")[0] in self._chosen
         by_command |= self._places.get(fault.because, "") == COMMAND_LINE
         return by_command and not place.startswith(COMMAND_LINE)
 
     def drop(self, fault: Fault) -> str:
-        """Gives the idle key its default; returns what is said about it."""
+        """Give the idle key its default; return a line about it."""
         idle = fault.keys[0]
         text = f"{self._where(idle)}={OmegaConf.select(self.values, idle)}: dropped, as the command line sets {fault.because}"
         OmegaConf.update(self.values, idle, keys()[idle].default, merge=False)
@@ -199,11 +201,11 @@ class _Composition:
         return f"{text} ({fault.what})"
 
     def locate(self, fault: Fault) -> Problem:
-        """The fault with the places of its keys."""
+        """Return the fault with the places of its keys."""
         return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix)
 
     def _where(self, key: str) -> str:
-        """Where `key` was set; else a key inside it, else one around it, else the user's file."""
+        """Return the place where `key` was set. Else a key inside it, one around it, or the user's file stands for it."""
         cuts = [at for at, letter in enumerate(key) if letter in ".["]
         inner = [item for item in self._places if item.startswith(f"{key}.")]
         outer = [key[:at] for at in reversed(cuts)]
@@ -213,9 +215,9 @@ class _Composition:
         return f"{shown(self._file)}, {key}" if self._file else key
 
     def _add(self, file: ConfigFile, group: str, place: str) -> None:
-        """Merges what a file names in its defaults list and, where that says `_self_` (or last), its own keys into `group`.
+        """Merge into `group` the files of a defaults list and the file's own keys.
 
-        `place` is where a file of packtrain's was chosen.
+        The file's own keys are merged at `_self_`, else last. `place` is the line that chose one of packtrain's own files.
         """
         if file.path in self._open:
             what = "the defaults list leads back to the file it is in"
@@ -229,7 +231,7 @@ class _Composition:
         self._open.pop()
 
     def _choose(self, group: str, choice: str, place: str) -> None:
-        """Adds a choice of a group, or the one that wins over it."""
+        """Add a choice of a group. A choice on the command line wins over it."""
         choice, place = self._chosen.get(group, (choice, place))
         self._used.add(group)
         path = find_choice(group, choice, self._beside)
@@ -245,7 +247,7 @@ class _Composition:
     def _merge(self, file: ConfigFile, group: str, place: str) -> None:
         own = file.values
         for name in [] if group else list(own):
-            if name in groups() and (choice := _text(own, str(name))):  # `optim: sgd` is the choice of that name
+            if name in groups() and (choice := _text(own, str(name))):  # `optim: sgd` chooses sgd
                 del own[name]
                 self._choose(str(name), choice, file.place(str(name)))
         try:
@@ -257,9 +259,9 @@ class _Composition:
 
 
 def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
-    """(group, choice, place) of what a file in `group` lists under defaults; the group of a file in no folder is "".
+    """Return (group, choice, place) of each entry in a file's defaults list. Files in no folder have group "".
 
-    (_, _SELF, _) stands for its own keys, which come last where the list does not place them.
+    (_, _SELF, _) stands for the file's own keys. They come last if the list does not place them.
     """
     if not isinstance(file.defaults, list):
         raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
@@ -283,7 +285,7 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
 
 
 def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -> tuple[RunConfig, list[Fault]]:
-    """The typed config and everything that is wrong with it, each key named once; `invalid_groups` are not named again."""
+    """Return the typed config and all its faults. Each key is named once, and `invalid_groups` are not named again."""
     values, faults = plain_values(composed)
     made, wrong_values = build(values)
     config = RunConfig(**made)
@@ -300,7 +302,7 @@ def _check(composed: DictConfig, invalid_groups: list[str], *, packages: bool) -
 
 
 def _not_yet_reported(faults: list[Fault], known: list[Fault], invalid_groups: list[str]) -> list[Fault]:
-    """The faults that name no key that is `known` to be wrong, nor one inside or around it."""
+    """Return the faults whose keys are not `known` to be wrong. A key inside or around a wrong key counts as known."""
     bad = {*invalid_groups, *(key for fault in known for key in fault.keys)}
 
     def overlap(key: str, item: str) -> bool:
@@ -310,7 +312,7 @@ def _not_yet_reported(faults: list[Fault], known: list[Fault], invalid_groups: l
 
 
 def _text(values: DictConfig, name: str) -> str | None:
-    """The value of a key where it is text, written or interpolated."""
+    """Return the value of a key if it is text, written or interpolated, else None."""
     with suppress(OmegaConfBaseException):
         value = values[name]
         return value if isinstance(value, str) else None
@@ -318,7 +320,7 @@ def _text(values: DictConfig, name: str) -> str | None:
 
 
 def _escaped(value: Any) -> Any:
-    """Text that contains `${` literally, written so that it is read back as such."""
+    """Escape `${` in text, so that it is read back literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Names of LLaMA-Factory's data sets (`lf:alpaca_en_demo`) → the `dataset_info.json` that has them (`lf:data/dataset_info.json#alpaca_en_demo`).
+"""Lookup of LLaMA-Factory's data set names: `lf:alpaca_en_demo` → `lf:data/dataset_info.json#alpaca_en_demo`.
 
-The file is searched for beside the config and below its folder, and then where the command runs: LLaMA-Factory's own configs lie in
-examples/ and its file in data/, and its commands run in the folder above both.
+The search for dataset_info.json begins beside the config and below its folder; then it looks where the command runs. LLaMA-Factory's own
+configs are in examples/ and its file in data/, and its commands run in the folder above both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLACES = (FILE, f"data/{FILE}", f"*/{FILE}", f"*/*/{FILE}")
 
 
 def name_files(data: Data, folders: Iterable[Path]) -> Data:
-    """`data` with the file of each name that has none. Raises UserError for a name that no file, or more than one, has."""
+    """Add the file to each name without one. Raises UserError for a name that no file has, or several have."""
     found = [file for folder in folders for file in _files(folder)]
 
     def named(value: Any, key: str) -> Any:
@@ -40,7 +40,7 @@ def name_files(data: Data, folders: Iterable[Path]) -> Data:
 
 
 def read_info(file: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a dataset_info.json by name. Raises UserError where it cannot be read, or is another's file of that name."""
+    """Return the entries of a dataset_info.json by name. Raises UserError if it is unreadable or not LLaMA-Factory's."""
     try:
         entries = json.loads(file.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,7 +53,7 @@ def read_info(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The lists that are nearest to `folder`: one beside it comes before those in folders below."""
+    """Return the lists nearest to `folder`. A list beside it comes before lists in folders below."""
     for pattern in _PLACES:
         if files := sorted(folder.glob(pattern)):
             return files

@@ -1,7 +1,7 @@
-"""Every key in words, from schema.py alone: the text of `packtrain sft -h`, the page docs/config.md, and completion in the shell.
+"""Help for every key, from schema.py: `packtrain sft -h`, docs/config.md, and completion in the shell.
 
-`python -m packtrain.config.help > docs/config.md` writes the page anew. bash cuts words at `=` and replaces only what follows it, so
-there a value is offered without its key.
+`python -m packtrain.config.help > docs/config.md` writes the page anew. bash cuts words at `=` and replaces only the part after it.
+A value is therefore offered there without its key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ This page is generated: `python -m packtrain.config.help > docs/config.md`.
 
 
 def help_text(width: int, asked: Sequence[str] = ()) -> str:
-    """All keys with their defaults for a terminal of `width` columns; for groups and keys that are `asked` for, every sentence."""
+    """Return all keys with defaults, for a terminal of `width` columns. Groups and keys `asked` for get every sentence."""
     lead = "Config keys by group, with their defaults; group=choice selects a file of configs/."
     lead += " packtrain sft -h GROUP or -h GROUP.KEY explains them, and docs/config.md all."
     lines = [] if asked else textwrap.wrap(lead, width)
@@ -64,7 +64,7 @@ def help_text(width: int, asked: Sequence[str] = ()) -> str:
 
 
 def markdown() -> str:
-    """docs/config.md."""
+    """Return the text of docs/config.md."""
     parts = [INTRODUCTION]
     for group, doc, names, rows in _sections():
         parts.append(f"## {group}\n\n{doc}")
@@ -79,7 +79,7 @@ def markdown() -> str:
 
 
 def _sections() -> Iterator[tuple[str, str, list[str], list[Key]]]:
-    """Of each group, and of a source: name, sentence, choices and keys."""
+    """Yield name, sentence, choices and keys of each group, and of a source."""
     for group, cls in groups().items():
         yield group, cls.__doc__ or "", options(group), list(keys_of(cls, f"{group}.").values())
     doc = "An entry of `data.train` and `data.eval`; text alone is its `path`."
@@ -95,7 +95,7 @@ def _default(value: Any) -> str:
 
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
-    """What the first argument may be: a YAML file, a recipe, or (if none fits) an override. (word, help) each."""
+    """Return (word, help) pairs for the first argument. They are YAML files and recipes or, if none fits, overrides."""
     recipes = [f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")]
     files = {name for name in recipes if name.startswith(incomplete)}
     files |= {*glob.glob(f"{glob.escape(incomplete)}*{SUFFIX}")}
@@ -103,7 +103,7 @@ def complete_config(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
-    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value."""
+    """Return (`key=value`, help) words that begin with `incomplete`. It may end within the key or the value."""
     word = _word_at_cursor(incomplete)
     sign = word[: len(word) - len(word.lstrip(PREFIXES))]
     name, given, value = word.removeprefix(sign).partition("=")
@@ -119,7 +119,7 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _word_at_cursor(incomplete: str) -> str:
-    """The whole word: in bash, `incomplete` may be only what follows its `=`."""
+    """Return the whole word. In bash `incomplete` may be only the part after its `=`."""
     before = os.environ.get("COMP_WORDS", "").split()[: int(os.environ.get("COMP_CWORD") or 0) + 1]
     if before[-1:] == ["="]:  # the cursor is behind the `=` of `key=`
         return "".join(before[-2:])

@@ -1,6 +1,6 @@
-"""The dataclasses of schema.py as a flat list of keys: their types in words, which key was meant, which may change on resuming.
+"""Keys of schema.py as a flat list: types in words, advice, changes allowed on resuming.
 
-For a key that does not exist, the one that was meant is searched among the keys that packtrain once had, the same name in other
+For an unknown key, the advice names the key that was meant. It searches keys that packtrain once had, the same name in other
 groups, names that other trainers use, and similar spellings.
 """
 
@@ -44,7 +44,7 @@ REMOVED = {
     "trainer.save_dtype": "It is now optim.bf16_rounding=never (final/ in float32) or final (in bfloat16).",
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
-"""Removed key → what to write in its place."""
+"""Removed key → advice about its replacement."""
 _NO_OPTIMIZERS = {
     "galore_adamw galore_adafactor apollo_adamw": "Its states hold objects, and a checkpoint is read without running code of its own.",
     "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
@@ -58,8 +58,8 @@ REPLACED = {
     ("trainer.gradient_checkpointing", False): "It is now none.",
     ("trainer.gradient_checkpointing", True): "It is now full; auto takes what fits.",
 }
-"""Key and a value that it had → what to write in its place."""
-_OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not lead to ours
+"""Key and a value that it once had → advice about the replacement."""
+_OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike ours
     "base_model": "model.path",
     "batch_size": "batch.examples_per_step",
     "bf16": "trainer.mixed_precision",
@@ -83,9 +83,9 @@ _OTHER_NAMES = {  # of TRL, transformers and axolotl, where spelling does not le
 }
 RECORDED = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
 """The groups that a checkpoint records. A run resumes with a changed key only if the key is free, or named in resume_despite and not
-fixed. A new key of objective, optim or peft is neither free nor fixed; one of model, data or trainer is free unless _FREE excludes it."""
+fixed. A new key of objective, optim or peft is neither free nor fixed. A new key of model, data or trainer is free unless _FREE excludes it."""
 WEIGHTS = ("model", "model.weights")
-"""What a checkpoint records of the model beside its keys."""
+"""Facts about the model that a checkpoint records beside its keys."""
 _FREE = re.compile(
     r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$|stages|streaming).*|packing\.(mode|share_prefix|attention_cost)"
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
@@ -106,9 +106,9 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`what` is wrong with the values of `keys` (paths such as "optim.learning_rate"), and how to `fix` it.
+    """A fault `what` in the values of `keys` (paths such as "optim.learning_rate"), and its `fix`.
 
-    Where the first of `keys` only has nothing to act on, `because` is the key that leaves it so: see compose.py.
+    If the first of `keys` only has nothing to act on, `because` is the key that causes this: see compose.py.
     """
 
     keys: tuple[str, ...]
@@ -119,8 +119,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above`, `< below` and `<= maximum`;
-    `objectives` are those that use it, () where all do."""
+    """One config key; `path` is "optim.learning_rate".
+
+    Bounds are `>= minimum`, `> above`, `< below` and `<= maximum`. Only `objectives` use the key, () means all.
+    """
 
     path: str
     type: Any
@@ -135,31 +137,31 @@ class Key:
 
 @cache
 def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
-    """The keys of one dataclass by name, in the order they are declared."""
+    """Return the keys of one dataclass by name, in the order of declaration."""
     hints = typing.get_type_hints(cls)
     return {item.name: _key(item, hints[item.name], f"{prefix}{item.name}") for item in fields(cls)}
 
 
 @cache
 def keys() -> dict[str, Key]:
-    """Every key by its path."""
+    """Return every key by its path."""
     return {key.path: key for name, cls in groups().items() for key in keys_of(cls, f"{name}.").values()}
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the type itself."""
+    """Return the alternatives of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, wherever it is inside `kind`; () where there is none."""
+    """Return the values of a Literal anywhere inside `kind`; () if there is none."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return tuple(value for part in get_args(kind) for value in choices(part))
 
 
 def describe(key: Key) -> str:
-    """What a key takes, in words: "whole number ≥ 1, or null"."""
+    """Describe the values of a key: "whole number ≥ 1, or null"."""
     bounds = f" ≥ {key.minimum:g}" if key.minimum is not None else f" > {key.above:g}" if key.above is not None else ""
     bounds += f", below {key.below:g}" if key.below is not None else ""
     optional = ", or null" if type(None) in members(key.type) else ""
@@ -167,24 +169,24 @@ def describe(key: Key) -> str:
 
 
 def words(kinds: Iterable[Any]) -> str:
-    """Types in words: "number or text"."""
+    """Return types in words: "number or text"."""
     return " or ".join(_words(kind) for kind in kinds if kind is not type(None))
 
 
 def near(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names of `known` that are spelt most like `name`, in whatever case."""
+    """Return the `known` names spelt most like `name`. Case does not matter."""
     spelt = {item.lower(): item for item in known}
     return [spelt[item] for item in difflib.get_close_matches(name.lower(), spelt, n=count)]
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1) -> str:
-    """ "Did you mean …?" with the nearest of `known`, `otherwise` where none is near."""
+    """Return "Did you mean …?" with the nearest of `known`; `otherwise` without one."""
     meant = near(name, known, count)
     return f"Did you mean {' or '.join(meant)}?" if meant else otherwise
 
 
 def advice_for(path: str) -> str:
-    """What to write in place of the unknown key `path`."""
+    """Advise on a replacement for the unknown key `path`."""
     group, _, rest = path.partition(".")
     leaf, known = path.rpartition(".")[2], keys()
     if advice := REMOVED.get(path) or ADVICE.get(leaf):
@@ -205,17 +207,17 @@ def advice_for(path: str) -> str:
 
 
 def is_free(name: str) -> bool:
-    """Whether a run may go on with another value without being asked: the documents and the losses stay the same."""
+    """Return whether a resumed run may change this fact unasked. Documents and losses stay the same then."""
     return name not in WEIGHTS and _FREE.fullmatch(name) is not None
 
 
 def is_fixed(name: str) -> bool:
-    """Whether no run can go on with another value: weights or optimizer states of the checkpoint would not fit."""
+    """Return whether no resumed run may change this fact. The checkpoint's weights or optimizer states would not fit."""
     return _FIXED.fullmatch(name) is not None
 
 
 def check_resume_despite(names: list[str]) -> Iterator[Fault]:
-    """What is wrong with trainer.resume_despite."""
+    """Yield the faults of trainer.resume_despite."""
     where, known = ("trainer.resume_despite",), [*keys(), *WEIGHTS]
     for name in names:
         if is_fixed(name):

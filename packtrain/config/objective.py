@@ -1,4 +1,4 @@
-"""What is trained: the group `objective` and what sets its kinds apart; and `key`, by which every config field is declared."""
+"""The group `objective`, its kinds, and `key`, the declaration of a config field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
 
 
 def key(default: Any, doc: str, *, objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (), **bounds: float) -> Any:
-    """A config field: default, a sentence, the `objective`s that it is for (all if none is named), and bounds: minimum, above, below and
-    maximum, as config/keys.py::Key has them."""
+    """Declare a config field: default, a sentence (`doc`), its `objective`s (none: all), and bounds.
+
+    Bounds are minimum, above, below and maximum, as in config/keys.py::Key.
+    """
     objectives = (objective,) if isinstance(objective, str) else objective
     metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
     if isinstance(default, (list, dict)):
@@ -49,13 +51,13 @@ LOSSES: dict[ObjectiveKind, tuple[str, ...]] = {
 }
 """The values of objective.loss, the default first."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
-"""What objective.reference may be beside a path."""
+"""Values of objective.reference that are not paths."""
 SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An argument of another library's: its `default`, the values that are `allowed` in words, and the test for them."""
+    """An argument of another library: its `default`, its `allowed` values in words, and their test."""
 
     default: Any
     allowed: str
@@ -63,7 +65,7 @@ class Option:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number, and not a boolean."""
+    """Return whether `value` is a finite number and no boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -87,15 +89,15 @@ OPTIONS: dict[ObjectiveKind, dict[str, Option]] = {
     "kto": {"desirable_weight": _WEIGHT, "undesirable_weight": _WEIGHT},
     "reward": {"center_rewards_coefficient": Option(None, _WEIGHT.allowed, _WEIGHT.accepts)},
 }
-"""The entries of objective.options by objective.kind; names and defaults are those of TRL's config."""
+"""The entries of objective.options by objective.kind, with names and defaults of TRL's config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """The properties of an objective that other modules need.
 
-    An example is `documents` documents of the data set (2: preference pairs) and is called one of `unit`; `reference`: the
-    model is held to a reference; `scores`: it has a score in place of the output head; `about`: in words.
+    An example has `documents` documents of the data set (2: preference pairs); `unit` is the word for examples. `reference`: the
+    model is held to a reference. `scores`: the model has a score instead of the output head. `about`: in words.
     """
 
     about: str
@@ -142,7 +144,7 @@ class Objective:
 
     @property
     def traits(self) -> Traits:
-        """What the objective is made of."""
+        """The traits of this kind."""
         return TRAITS[self.kind]
 
     @property
@@ -154,14 +156,14 @@ class Objective:
 
     @property
     def token_loss(self) -> TokenLoss:
-        """What the output head computes for each token: the negative log-likelihood for all kinds but sft."""
+        """The output head's loss for each token. All kinds but sft use the negative log-likelihood."""
         return self.losses[0] if self.kind == "sft" else "nll"
 
     def option(self, name: str) -> Any:
-        """The value of one of OPTIONS, TRL's default where it is not set."""
+        """Return the value of one of OPTIONS; TRL's default if it is not set."""
         return self.options.get(name, OPTIONS[self.kind][name].default)
 
     @property
     def sorting_losses(self) -> list[str]:
-        """The losses that sort all pairs of a step, which therefore is one micro-batch of one process."""
+        """The losses that sort all pairs of a step. With them a step is one micro-batch of one process."""
         return [name for name in self.losses if name in SORTING_LOSSES]

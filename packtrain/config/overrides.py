@@ -1,6 +1,6 @@
-"""The command line's `key=value` arguments, in Hydra's grammar: read, and carried out on the values that the files gave.
+"""Parser of the command line's `key=value` arguments in Hydra's grammar, and their effect on values.
 
-As in Hydra, `key=value` sets, `~key` takes away, and `group=choice` selects a file. Unlike there, `+key` and `++key` set, too, since
+`key=value` sets, `~key` removes, and `group=choice` selects a file, as in Hydra. Unlike in Hydra, `+key` and `++key` set as well, since
 every key of ours exists (schema.py).
 """
 
@@ -30,7 +30,7 @@ _KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One parsed argument; `key` is "optim.learning_rate", or a group's name where `choice` says what it selects."""
+    """One parsed argument. `key` is "optim.learning_rate", or a group's name if `choice` says what it selects."""
 
     text: str
     key: str
@@ -44,13 +44,13 @@ class Argument:
 
 
 def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[Problem]]:
-    """The arguments that can be used, and what is wrong with the others; `beside` is the folder of the user's YAML."""
+    """Return the usable arguments, and the problems of the others. `beside` is the folder of the user's YAML."""
     read = [_read(text, beside) for text in texts]
     return [item for item in read if isinstance(item, Argument)], [item for item in read if isinstance(item, Problem)]
 
 
 def _read(text: str, beside: Path | None) -> Argument | Problem:
-    """One argument, or what is wrong with it."""
+    """Return one argument, or its problem."""
     where = f"{COMMAND_LINE}, {text}"
     key, equals, value = text.partition("=")
     if text.startswith("-"):
@@ -83,7 +83,7 @@ def _read(text: str, beside: Path | None) -> Argument | Problem:
 
 
 def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
-    """Changes `values` as the argument says; returns what is wrong where that cannot be done."""
+    """Change `values` by the argument; return a problem if that is impossible."""
     key, parsed = argument.key, argument.parsed
     outer, _, leaf = key.rpartition(".")
     try:
@@ -102,8 +102,10 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
 
 
 def values_of_sweep(text: str, most: int) -> list[str] | None:
-    """`key=value` for each value that an override sweeps over, `most` + 1 of them at most; None where it has one value, or cannot
-    be read at all (which load_config says)."""
+    """Return `key=value` for each value of a sweep, at most `most` + 1 of them.
+
+    None if `text` has one value, or is unreadable (load_config reports that). Raises UserError for a sweep without values.
+    """
     try:
         parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError):
@@ -119,7 +121,7 @@ def values_of_sweep(text: str, most: int) -> list[str] | None:
 
 
 def assignment(key: str, value: str) -> str:
-    """`key=value` in Hydra's grammar for any text."""
+    """Return `key=value` in Hydra's grammar for any text."""
     if re.fullmatch(r"[\w./-]+", value, re.ASCII):
         return f"{key}={value}"
     quoted = value.replace("'", "\\'")
@@ -127,7 +129,7 @@ def assignment(key: str, value: str) -> str:
 
 
 def no_choice(group: str, choice: str, options: list[str], where: str) -> Problem:
-    """The problem of a `choice` that `group` does not have."""
+    """Return the problem of a `choice` that `group` does not have."""
     if not options:
         return Problem(f"there is no group {group!r} of choices", where, f"The groups are {', '.join(groups())}.")
     fix = f"Choices: {', '.join(options)}. {suggest(choice, options)}".strip()

@@ -1,7 +1,7 @@
-"""Every config key there is: one dataclass per group, one sentence (with the unit) per field.
+"""Every config key: a dataclass per group, a sentence (with the unit) per field.
 
-`packtrain sft -h` and docs/config.md are generated from this file (of the group objective: objective.py), validation reads it,
-and nothing else defines a default. Fields are declared with `key(default, "sentence")`; impossible combinations are refused by rules/.
+`packtrain sft -h` and docs/config.md are generated from this file (the group objective from objective.py), validation reads it,
+and nothing else defines a default. Fields are declared with `key(default, "sentence")`; rules/ refuses impossible combinations.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Bitsandbytes = Literal[_AdamWs, _AdEMAMixes, _Lions, _RMSprops]
 OptimizerName = Literal[_Plain, _Torchao, Bitsandbytes]
 SplitText = Literal["document", "line", "paragraph"]
 SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
-"""Strategies under which no process has the whole model: every process has to call it the same number of times."""
+"""Strategies without the whole model in any process. All processes must call it the same number of times."""
 LISTED = "lf:"
-"""Before the name of a data set in LLaMA-Factory's dataset_info.json."""
+"""Prefix of a data set's name in LLaMA-Factory's dataset_info.json."""
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w\[\]:%+-]+))?")
 _IS_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|txt|parquet|arrow|gz|zst)", re.I)
 DEFAULT_EXAMPLES = 8
@@ -82,7 +82,7 @@ class Model:
 
     @property
     def is_base_for_adapters(self) -> bool:
-        """Whether others can load it by `path`, as saved adapters ask them to: a .gguf file and new weights they cannot."""
+        """Whether saved adapters can name it by `path` as their base. Others cannot load a .gguf file or new weights by it."""
         return self.init != "random" and not str(self.path).endswith(".gguf")
 
 
@@ -183,9 +183,9 @@ class Data:
 
 
 def sources(value: object, role: Split = "train") -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources, those of named sets one after the other; [] for none and for a fraction.
+    """Return a value of data.train or data.eval as a list of sources. Named sets follow one another.
 
-    The text `quickstart` stands for its split of that role, and owner/name:subset@split for what it says.
+    [] for none and for a fraction. The text `quickstart` stands for its split of that `role`; owner/name:subset@split names a hub data set.
     """
     if isinstance(value, dict):
         return [source for item in value.values() for source in sources(item, role)]
@@ -198,7 +198,7 @@ def sources(value: object, role: Split = "train") -> list[DataSource]:
 
 
 def name_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
-    """A name for each: its own, else its path, with a number where that is another's too."""
+    """Return a distinct name for each source: its own, or its path. A name already taken gets a number."""
     names: list[str] = []
     for source in sources:
         name, number = source.name or source.path, 1
@@ -209,7 +209,7 @@ def name_sources(sources: Sequence[DataSource]) -> tuple[str, ...]:
 
 
 def _read_name(source: DataSource) -> DataSource:
-    """The subset and split that the name of a hub data set brings."""
+    """Return the source with the subset and split from its hub name."""
     named = None if _IS_FILE.fullmatch(source.path) else _ON_HUB.fullmatch(source.path)
     if named is None or not (named[2] or named[3]):
         return source
@@ -293,7 +293,7 @@ class Optim:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether trained bfloat16 weights have float32 masters; DeepSpeed keeps its own in any case."""
+        """Whether trained bfloat16 weights have float32 masters. DeepSpeed keeps its own in any case."""
         return self.bf16_rounding != "stochastic"
 
 
@@ -315,10 +315,9 @@ class Batch:
     )
 
     def limits(self, mode: str) -> tuple[int | None, int | None]:
-        """Most documents and most token slots of a micro-batch in this packing.mode; None for no limit.
+        """Return the most documents and token slots of a micro-batch in this packing.mode.
 
-        Packed rows are limited by tokens alone. The other modes always have a limit on documents, and one on tokens where
-        tokens_per_device is set.
+        None means no limit. Only tokens limit packed rows. The other modes always limit documents, and tokens too if tokens_per_device is set.
         """
         if mode == "packed":
             return None, self.tokens_per_device or DEFAULT_ROW_TOKENS
@@ -494,7 +493,7 @@ class Topology:
 
     @property
     def variables(self) -> dict[str, str]:
-        """`environment` as processes get it: numbers are text."""
+        """`environment` for processes: numbers become text."""
         return {name: str(value) for name, value in self.environment.items()}
 
 
@@ -542,5 +541,5 @@ class RunConfig:
 
 @cache
 def groups() -> dict[str, type]:
-    """Every group's dataclass by the group's name."""
+    """Return every group's dataclass by the group's name."""
     return dict(typing.get_type_hints(RunConfig))

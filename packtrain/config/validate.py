@@ -1,6 +1,6 @@
-"""Composed values → the groups of a config, and everything about them that the types and bounds of schema.py forbid.
+"""Composed values → dataclasses of a config, and faults against schema.py's types and bounds.
 
-Interpolations see the defaults of schema.py too; what cannot be resolved becomes a fault, so that one broken value does not hide the
+Interpolations see the defaults of schema.py too. An unresolvable value becomes a fault, so that it does not hide the
 next. Types are strict: "yes" is not a number, and 1 is not a boolean. There are two exceptions, both for YAML 1.1: text such as
 "2e-5" is a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
 """
@@ -37,9 +37,9 @@ _REFUSED = object()
 
 
 def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
-    """The values (group → key → value) as plain containers with every interpolation resolved, and what cannot be resolved.
+    """Return values as plain containers with resolved interpolations, and faults of unresolvable ones.
 
-    Keys and groups that `composed` does not have get their defaults, in it too.
+    The values are group → key → value. Keys and groups missing in `composed` get their defaults, in `composed` too.
     """
     faults: list[Fault] = []
     for name, cls in groups().items():
@@ -55,9 +55,9 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
 
 
 def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """The groups' dataclasses that `values` (group → key → value) describe, and what is wrong with the values.
+    """Return the groups' dataclasses made from `values`, and the faults of the values.
 
-    A key that is wrong has its default there, so that the others can still be checked against each other.
+    `values` are group → key → value. A wrong key gets its default there, so that the others can still be checked against each other.
     """
     faults: list[Fault] = []
     made: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
 
 
 def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> Any:
-    """`parent[key]` as plain containers; what cannot be resolved is None there and becomes a fault."""
+    """Return `parent[key]` as plain containers. An unresolvable value is None there and becomes a fault."""
     try:
         value = parent[key]
     except (OmegaConfBaseException, RecursionError) as error:
@@ -111,7 +111,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
 
 
 def _as(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
-    """`value` as the first of `kinds` that it fits, else _REFUSED; `faults` grows where something inside it is wrong."""
+    """Return `value` as the first of `kinds` that it fits, else _REFUSED. `faults` grows if something inside it is wrong."""
     before = len(faults)
     for kind in kinds:
         if (taken := _as_kind(value, kind, path, faults)) is not _REFUSED or len(faults) > before:
@@ -150,7 +150,7 @@ def _as_kind(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
 
 
 def _as_entry(item: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
-    """As `_as`, with a fault where the entry of a list or mapping is refused."""
+    """Return `item` like `_as`. A refused entry of a list or mapping becomes a fault."""
     before = len(faults)
     if (taken := _as(item, kinds, path, faults)) is _REFUSED and len(faults) == before:
         known = [name for part in kinds for name in choices(part)]

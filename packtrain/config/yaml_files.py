@@ -1,7 +1,7 @@
-"""The YAML files of a config: where they are, what they hold, and on which line.
+"""YAML files of a config: their places, their contents, and the lines of their keys.
 
-Choices are looked for in the folder of the user's YAML, then in packtrain's own configs/. The folders that travel with packtrain are
-beside the package in a source checkout; the wheel holds them inside it, under `_shipped/`.
+Choices are searched in the folder of the user's YAML, then in packtrain's own configs/. In a source checkout, the folders that travel
+with packtrain are beside the package; in the wheel they are inside it, under `_shipped/`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
 _MOST, _DEEPEST = 10_000, 40  # values and levels, aliases written out; OmegaConf recurses several times as deep
 _MISREAD_NUMBER = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-"""Numbers that YAML 1.1 takes for something else: 010 (8) and 1:30 (90)."""
+"""Numbers that YAML 1.1 reads differently: 010 (8) and 1:30 (90)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file as it was read: its `values` without the `defaults` list, and the line (from 1) of each key ("data.train[1].path")."""
+    """A file as read: its `values` without `defaults`. `lines` has the line (from 1) of each key, such as "data.train[1].path"."""
 
     path: Path
     defaults: Any
@@ -39,35 +39,35 @@ class ConfigFile:
     lines: dict[str, int]
 
     def place(self, key: str) -> str:
-        """Where a key is written, as messages show it."""
+        """Return the place of a key for messages: file and line."""
         return f"{shown(self.path)}:{self.lines[key]}" if key in self.lines else shown(self.path)
 
 
 def shipped(folder: Literal["configs", "recipes", "slurm", "deploy"]) -> Path:
-    """The absolute path of one of packtrain's own folders."""
+    """Return the absolute path of one of packtrain's own folders."""
     inside = PACKAGE / "_shipped" / folder
     return inside if inside.is_dir() else PACKAGE.parent / folder
 
 
 def _folders(beside: Path | None) -> list[Path]:
-    """The folders of choices, the user's own first."""
+    """Return the folders of choices, the user's own first."""
     return [*([beside] if beside else []), shipped("configs")]
 
 
 def options(group: str, beside: Path | None = None) -> list[str]:
-    """The choices of a group, sorted: names of files in the folder GROUP of configs/, and of the one `beside` the user's."""
+    """Return the sorted choices of a group: file names in GROUP of configs/ and `beside`."""
     return sorted({file.stem for folder in _folders(beside) for file in (folder / group).glob(f"*{SUFFIX}")})
 
 
 def find_choice(group: str, choice: str, beside: Path | None = None) -> Path | None:
-    """The file of a choice ("" is the group of files that lie in no folder)."""
+    """Return the file of a choice, None if there is none. "" is the group of files that are in no folder."""
     files = (folder / group / f"{choice}{SUFFIX}" for folder in _folders(beside))
     return next((file for file in files if os.path.isfile(file)), None)
 
 
 def find_config(name: str) -> Path:
-    """The absolute path of the user's YAML: a file, else one of the recipes that packtrain brings. Raises UserError where there
-    is none, with the nearest names."""
+    """Return the absolute path of the user's YAML or of one of packtrain's recipes.
+    Raises UserError with the nearest names if there is none."""
     path, recipes = Path(os.path.expanduser(name)), shipped("recipes")
     for candidate in (path, recipes / (path.relative_to("recipes") if path.parts[:1] == ("recipes",) else path)):
         if os.path.isfile(candidate):
@@ -85,13 +85,13 @@ def find_config(name: str) -> Path:
 
 
 def shown(path: Path) -> str:
-    """`path` as messages show it: relative to the current folder where that is shorter."""
+    """Return `path` for messages, relative to the current folder if that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
 
 
 def read_config(path: Path) -> ConfigFile:
-    """The file at `path`; raises UserError with all that keeps it from being read, and the lines."""
+    """Read the file at `path`. Raises UserError with the reason and the line if it cannot be read."""
     lines: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def read_config(path: Path) -> ConfigFile:
         raise UserError(str(error).split("\n")[0], where=where, fix=fix) from error
     except RecursionError as error:
         raise UserError("nested too deeply", where=shown(path), fix="Write it flatter.") from error
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # of a tag, all but the first
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # a bad tag raises the others
         mark = getattr(error, "problem_mark", None)
         what = f"not valid YAML: {getattr(error, 'problem', None) or error}"
         fix = "Check indentation, colons, quotes and tags (!!) there and above; YAML indents with spaces, not tabs."
@@ -131,7 +131,7 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _nodes(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """(path, key, value) of every key and entry below `node`; the key of an entry is its value."""
+    """Yield (path, key, value) of every key and list entry below `node`. A list entry is its own key."""
     inside: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         inside = [(f"{prefix}.{key.value}" if prefix else str(key.value), key, value) for key, value in node.value]

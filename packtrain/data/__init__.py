@@ -1,5 +1,5 @@
-"""From what data.train names to documents of token ids with a loss mask; `prepare` is the way in.
+"""Data: turn the sources of data.train into documents of token ids with a loss mask.
 
-sources/ reads chunks of raw rows, formats/ parses them (docs/architecture.md says what a new format takes), tokens/ tokenises them, makes
-loss masks and caches both on disk, and `dataset` serves them to training by index, with a report.
+Start at `prepare`. sources/ reads chunks of raw rows. formats/ parses them (docs/architecture.md explains how to add a format). tokens/
+tokenises them, makes loss masks and caches both on disk. `dataset` serves them to training by index, with a report.
 """

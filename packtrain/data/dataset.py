@@ -1,8 +1,8 @@
-"""The data sets that training reads: documents or preference pairs by index, from one or more tokenised sources; their report.
+"""Data sets for training: documents or preference pairs by index, with a report.
 
-A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
-numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time, an UnpairedDataset one whose
-documents are desirable or not. A pair's prompt is everything before the first trained target of either document.
+A TokenDataset is a list of stores (one for each tokenised source) and a list of row numbers. Weights, held-out fractions and mixtures only
+change the row numbers; no token is copied. A PairDataset reads two documents at a time. The documents of an UnpairedDataset are
+desirable or not. A pair's prompt is everything before the first trained target of either document.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from packtrain.errors import UserError
 from packtrain.wording import counted
 
 MIN_PROMPT = 2
-"""Tokens of the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
+"""Shortest prompt in tokens worth computing once: its last token predicts the answer, so it runs in front of each answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """What preference pairs are made of.
+    """Figures of preference pairs.
 
-    `prompt_share` is the prompts' share of all tokens, each prompt counted in both documents of its pair; computing prompts
-    once saves half of it. That is possible for `shareable` of the `pairs`: those with a prompt of at least two tokens.
+    `prompt_share` is the prompts' share of all tokens, each prompt counted in both documents of its pair. Computing prompts once saves
+    half of this share. It is possible for `shareable` of the `pairs`: their prompts have at least two tokens.
     """
 
     pairs: int
@@ -43,7 +43,7 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class LabelFigures:
-    """How many answers of an epoch are desirable, and how many are not."""
+    """Numbers of desirable and undesirable answers in an epoch."""
 
     desirable: int
     undesirable: int
@@ -51,14 +51,14 @@ class LabelFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What a data set is made of; each row is either kept or dropped: rows == kept + sum(dropped.values()).
+    """Report on a data set. Each row is either kept or dropped: rows == kept + sum(dropped.values()).
 
-    The fields from `rows` to `two_bos` cover all rows of the sources or, where data.eval is a fraction of data.train, those on this side of the
-    split. `cut_tokens` were lost to data.max_length, and `dropped_chunks` parts of split documents, as they hold no trained token.
-    `apart` counts kept rows with a token across the border of an answer (tokens/encode.py), `retold` those that TRL's training
-    version of the chat template renders, since the model's own gives no exact loss mask for them, `two_bos` those that begin with BOS twice.
-    Those from `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
-    time of tokenising (0 if all was cached), `remarks` say what was decided about a source, `unread` has its columns as Row.unread.
+    The fields from `rows` to `two_bos` cover all rows of the sources, or the rows on this side of the split if data.eval is a fraction.
+    `cut_tokens` were lost to data.max_length; `dropped_chunks` are parts of split documents without a trained token. `apart` counts kept rows
+    with a token across an answer's border (tokens/encode.py). `retold` counts rows that TRL's training version of the chat template renders,
+    since the model's own template gives no exact loss mask for them. `two_bos` counts rows that begin with BOS twice. The fields from
+    `documents` to `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other side. `seconds` is the
+    tokenising time (0 if all was cached), `remarks` are decisions about a source, `unread` has the sources' columns from Row.unread.
     """
 
     rows: int
@@ -84,7 +84,7 @@ class DataReport:
     unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def decisions(self) -> list[str]:
-        """`remarks`, what was decided about single rows, and unread columns."""
+        """Return `remarks`, decisions about single rows, and unread columns."""
         ways = (
             (self.apart, "tokenised in parts, as a token would lie over the border of an answer"),
             (self.retold, "rendered by TRL's training version of the chat template, for an exact loss mask"),
@@ -99,14 +99,14 @@ SUMMED = ("truncated", "split", "dropped_chunks", "cut_tokens", "apart", "retold
 
 
 class TokenDataset:
-    """Documents for training; picklable (stores by path), so that loader processes share the mapped files.
+    """Documents for training. They pickle with stores as paths, so that loader processes share the mapped files.
 
     lengths: int32[n], tokens of each document. trained: int32[n], its trained targets. `fingerprint` changes whenever
     a token, a mask or the order changes.
     """
 
     def __init__(self, stores: Sequence[Store], rows: np.ndarray, report: DataReport) -> None:
-        """`rows` int64[n] counts through the stores, one after the other."""
+        """Select `rows` int64[n], numbered through the stores one after the other."""
         self.stores, self.rows, self.report = tuple(stores), rows, report
         self._first = np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
         self.lengths: np.ndarray = np.concatenate([store.lengths for store in self.stores])[rows]
@@ -115,18 +115,18 @@ class TokenDataset:
 
     @cached_property
     def source_of(self) -> np.ndarray:
-        """int16[n]: the number of each document's source, in report.sources."""
+        """Return the number of each document's source, in report.sources: int16[n]."""
         return (np.searchsorted(self._first, self.rows, side="right") - 1).astype(np.int16)
 
     def part(self, first: int, end: int) -> TokenDataset:
-        """Its documents from number `first` to before `end`, under the report of all."""
+        """Return the documents from number `first` to before `end`, with the report of the whole."""
         return TokenDataset(self.stores, self.rows[first:end], self.report)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`, 0 to len - 1."""
+        """Return document number `index`, 0 to len - 1."""
         row = self.rows[index]
         store = int(np.searchsorted(self._first, row, side="right")) - 1
         return self.stores[store][int(row - self._first[store])]
@@ -134,9 +134,9 @@ class TokenDataset:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """One pair. Both documents begin with the same `prompt` tokens, and their targets are all that follows it.
+    """One pair: both documents begin with the same `prompt` tokens. All later tokens are targets.
 
-    `prompt` is 0 where it has fewer than MIN_PROMPT tokens.
+    `prompt` is 0 if it has fewer than MIN_PROMPT tokens.
     """
 
     chosen: Document
@@ -145,16 +145,16 @@ class Preference:
 
 
 class PairDataset:
-    """Pairs for training; picklable like the documents that they are made of.
+    """Pairs for training; they pickle like their documents.
 
-    lengths: int32[n], tokens of both documents of a pair, the prompt in each. shared_lengths: int32[n], its tokens when
-    the prompt (but for its last token) is computed once. trained: int32[n], its targets. prompts: int32[n], see
-    Preference. margins: float32[n], where they are asked for. `fingerprint` changes whenever a token, a mask, a margin or the
+    lengths: int32[n], tokens of both documents of a pair, with the prompt in each. shared_lengths: int32[n], its tokens if
+    the prompt (except its last token) is computed once. trained: int32[n], its targets. prompts: int32[n], see
+    Preference. margins: float32[n], only `with_margins`. `fingerprint` changes whenever a token, a mask, a margin or the
     order changes.
     """
 
     def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
-        """`documents`: the chosen and the rejected one of each pair, one after the other."""
+        """Pair up `documents`: chosen, rejected, chosen, rejected, …"""
         self.documents, self.fingerprint = documents, documents.fingerprint
         lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
         before = (lengths - trained)[:, 0]
@@ -172,23 +172,23 @@ class PairDataset:
 
     @cached_property
     def source_of(self) -> np.ndarray:
-        """int16[n]: the number of each pair's source."""
+        """Return the number of each pair's source: int16[n]."""
         return self.documents.source_of[::2]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Preference:
-        """Pair number `index`, 0 to len - 1."""
+        """Return pair number `index`, 0 to len - 1."""
         chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
         return Preference(chosen, rejected, int(self.prompts[index]))
 
 
 class UnpairedDataset:
-    """Answers for training, each a document with a label; picklable like the documents that they are made of.
+    """Answers for training: labelled documents, which pickle like other documents.
 
-    lengths: int32[n], tokens of each. trained: int32[n], its targets, which are all that follows the prompt. labels: bool[n],
-    whether it is desirable. `fingerprint` changes whenever a token, a mask, a label or the order changes.
+    lengths: int32[n], tokens of each. trained: int32[n], its targets: all tokens after the prompt. labels: bool[n],
+    True for desirable answers. `fingerprint` changes whenever a token, a mask, a label or the order changes.
     """
 
     def __init__(self, documents: TokenDataset) -> None:
@@ -201,14 +201,14 @@ class UnpairedDataset:
 
     @cached_property
     def source_of(self) -> np.ndarray:
-        """int16[n]: the number of each answer's source."""
+        """Return the number of each answer's source: int16[n]."""
         return self.documents.source_of
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`, 0 to len - 1."""
+        """Return document number `index`, 0 to len - 1."""
         return self.documents[index]
 
 
@@ -218,7 +218,7 @@ def _hash(fingerprint: bytes, values: np.ndarray) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A source's documents in their `store`, whether this process `built` it or found it in the cache, and a `remark` on it."""
+    """Documents of a source in their `store`. `built`: this process made the store; else the cache had it. `remark` is about the source."""
 
     source: DataSource
     store: Store
@@ -227,10 +227,10 @@ class Tokenised:
 
 
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
-    """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
+    """Choose the held-out rows of each part: bool[rows of its source]. Takes `fraction` of the different rows.
 
-    Those with the lowest content hashes are held out, which is as good as random: equal rows, all parts of a split row and pairs with
-    the same prompt fall on the same side, whatever is made of them. At least one document is held out and one remains, else UserError.
+    The rows with the lowest content hashes are held out, which is as good as random. Equal rows, all parts of a split row and pairs with
+    the same prompt fall on the same side, independent of how they are tokenised. UserError unless each side has a document.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)
@@ -254,7 +254,7 @@ def mix_sources(
     weigh: bool = True,
     temperature: float = 1.0,
 ) -> TokenDataset:
-    """All parts, each as often as its weight (once, unless they `weigh`), with the report of what they hold.
+    """Return all parts with their report, each part repeated by its weight (once, unless `weigh`).
 
     `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
     `kept` selects rows, a bool[rows] for each part; None takes all of them. `temperature` is data.temperature.
@@ -302,9 +302,9 @@ def mix_sources(
 def _repeat_by_weight(
     rows: np.ndarray, source: DataSource, weight: float, number: int, seed: int, key: str, together: int
 ) -> np.ndarray:
-    """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
+    """Repeat `rows` int64[n] floor(weight) times, and once more a random part for the weight's fraction.
 
-    The random part is fixed by (seed, number of the source), in order. Raises UserError if the weight takes no row.
+    (seed, number of the source) fix the random part; it stays in order. Raises UserError if the weight takes no row.
     """
     rows = rows[::together]
     whole, part = int(weight), weight - int(weight)

@@ -1,9 +1,9 @@
-"""How sources share a run: weights by temperature, and stages, in which each example is drawn from one of the sources.
+"""Shares of sources in a run: weights by temperature, and stages with drawn examples.
 
-A `Mixture` says from which source example m of a run comes, for any m: examples are drawn in blocks of BLOCK, in each of which every
-source has its share to the last example, in an order by (seed, stage, block). Neither depends on the length of the run or on the number of
-ranks, so a run goes on from any step, and may become longer. What is done with the choice (which example of the source is next) is the
-business of packing/stages.py, or of the streams of streaming.py.
+A `Mixture` gives the source of example m of a run, for any m. Examples are drawn in blocks of BLOCK. In each block every
+source has exactly its share, in an order by (seed, stage, block). This depends neither on the length of the run nor on the number of
+ranks, so a run can resume from any step, and may become longer. packing/stages.py, or the streams of streaming.py, then choose
+the source's next example.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BLOCK = 1 << 14
 
 
 def temper(weights: np.ndarray, sizes: np.ndarray, temperature: float) -> np.ndarray:
-    """float64 [sources]: how often each example of a source of `sizes` examples appears, in place of its weight.
+    """Return how often each example of a source appears, instead of its weight: float64 [sources].
 
-    The sources' shares of an epoch become those by their weights to the power of 1 / temperature. The source that this repeats least
-    keeps its weight, and the others are repeated to their shares: nothing is left out that the weights keep.
+    `sizes` are the examples of the sources. The new shares of an epoch are proportional to the old shares to the power of 1 / temperature.
+    The source with the smallest increase keeps its weight; the others are repeated to match. No example kept by the weights is lost.
     """
     held = weights * sizes
     more = np.where(held > 0, held, 1.0) ** (1 / temperature - 1)
@@ -32,14 +32,14 @@ def temper(weights: np.ndarray, sizes: np.ndarray, temperature: float) -> np.nda
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The `shares` of the sources in each stage (they add up to 1), and the number of the `first` example of each, 0 of the first."""
+    """Shares of the sources in each stage. The `shares` of a stage add up to 1. `first` has the number of each stage's first example, from 0."""
 
     first: tuple[int, ...]
     shares: tuple[tuple[float, ...], ...]
     seed: int
 
     def sources(self, first: int, end: int) -> np.ndarray:
-        """int16 [end - first]: the source of each example from number `first` on."""
+        """Return the source of each example from `first` to before `end`: int16 [end - first]."""
         parts = []
         while first < end:
             stage, block, within = self._place(first)
@@ -50,7 +50,7 @@ class Mixture:
         return np.concatenate(parts) if parts else np.empty(0, np.int16)
 
     def counts(self, end: int) -> np.ndarray:
-        """int64 [sources]: how many of the examples before number `end` come from each source."""
+        """Return how many examples before number `end` come from each source: int64 [sources]."""
         total = np.zeros(len(self.shares[0]), np.int64)
         for stage, start in enumerate(self.first):
             stop = min(end, self.first[stage + 1]) if stage + 1 < len(self.first) else end
@@ -61,11 +61,11 @@ class Mixture:
         return total
 
     def stage_of(self, example: int) -> int:
-        """The number of the stage that an example is of."""
+        """Return the number of an example's stage."""
         return sum(start <= example for start in self.first) - 1
 
     def _place(self, example: int) -> tuple[int, int, int]:
-        """Stage, block in it, and place in that."""
+        """Return the stage of an example, the block in the stage, and the place there."""
         stage = self.stage_of(example)
         return stage, *divmod(example - self.first[stage], BLOCK)
 
@@ -74,7 +74,7 @@ class Mixture:
 
 
 def make_mixture(stages: Sequence[Stage], weights: Mapping[str, float], examples_per_step: int, seed: int) -> Mixture:
-    """The mixture of `stages` over sources by their names; with no stages, by their `weights` throughout."""
+    """Make the mixture of `stages` over the sources' names. Without stages, `weights` hold for the whole run."""
     given = [stage.weights for stage in stages] or [weights]
     rows = [[float(stage.get(name, 0)) for name in weights] for stage in given]
     ends = [stage.until * examples_per_step for stage in stages if stage.until is not None]
@@ -83,7 +83,7 @@ def make_mixture(stages: Sequence[Stage], weights: Mapping[str, float], examples
 
 
 def _share_out(shares: tuple[float, ...]) -> np.ndarray:
-    """int64 [sources]: the examples of each source in a block, at least one where it has any share."""
+    """Return the examples of each source in a block: int64 [sources]. Any positive share gives at least one."""
     exact = BLOCK * np.array(shares)
     counts = np.maximum(np.floor(exact), exact > 0).astype(np.int64)
     by_rest = np.argsort(counts - exact, kind="stable")

@@ -1,8 +1,8 @@
-"""`data.train` and `data.eval` to data sets of documents: each source is tokenised once, in parallel, and cached.
+"""Turn `data.train` and `data.eval` into data sets of documents.
 
-This process cuts sources into chunks, workers parse and tokenise them, and results are written in order; only a few chunks are
-in flight. Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the
-locks of torch's and the tokenizer's threads. Small data (up to FEW_ROWS, FEW_BYTES) is tokenised by this process alone.
+Each source is tokenised once, in parallel, and cached. This process cuts sources into chunks, workers parse and tokenise them, and this
+process writes the results in order; only a few chunks are in flight. Workers are forks of a server that has imported this module only:
+forks of this process would copy locks of torch and the tokenizer. This process tokenises small data (FEW_ROWS, FEW_BYTES) itself.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VERSION = 18
-"""Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
+"""Increase it whenever the same rows would give other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
-"""What this process tokenises itself, in about the time that workers take to start."""
+"""Limits of the data that this process tokenises itself, in about the time that workers take to start."""
 MAX_WORKERS = 16
 PREFETCH = 3
 END_S = 30
-"""What workers may take for the chunks that they are at, once no more are wanted."""
+"""Seconds that workers may take to finish their current chunks, once no more are wanted."""
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The data set of an objective (see DATASETS) to train on, and the held-out one where there is any."""
+    """Training data set of an objective (see DATASETS), and an optional held-out one."""
 
     train: Any
     eval: Any
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """The parts of `eval` by the names of data.eval; {"": eval} where it has none."""
+    """The parts of `eval` by the names of data.eval; {"": eval} without names."""
     stream: Any = None
-    """With data.streaming what is trained on (streaming.py); `train` then has the first rows."""
+    """The stream of training data with data.streaming (streaming.py); `train` then has the first rows."""
 
 
 DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {
@@ -76,7 +76,7 @@ DATASETS: dict[ObjectiveKind, Callable[[TokenDataset], Any]] = {
     "kto": UnpairedDataset,
     "reward": partial(PairDataset, with_margins=True),
 }
-"""What each objective trains on, made of its documents."""
+"""Make the data set of each objective from its documents."""
 
 
 def prepare(
@@ -88,10 +88,10 @@ def prepare(
     progress: bool = False,
     day: str = "",
 ) -> PreparedData:
-    """Tokenise (or find in the cache) what `data` names for the objective; `progress` shows a bar on stderr.
+    """Tokenise the sources of `data` for the objective, or find them in the cache.
 
-    With data.streaming only data.eval is. `day` is the date in templates. Raises UserError naming file, line and field of rows that cannot be used, or why no document remains. Every process of
-    a launch may call it: one works, the others wait.
+    With data.streaming, only data.eval is tokenised. `progress` shows a bar on stderr; `day` is the date in templates. UserError names file,
+    line and field of unusable rows, or says why no document remains. Every process of a launch may call it: one works, the others wait.
     """
     encoder = make_encoder(data, tokenizer, objective, day)
     mix = partial(mix_sources, seed=seed, together=TRAITS[objective].documents)
@@ -124,13 +124,13 @@ def prepare(
 
 
 def make_encoder(data: Data, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveKind, day: str) -> Encoder:
-    """What makes documents of rows."""
+    """Make the encoder that turns rows into documents."""
     template, today = choose_template(data.chat_template, tokenizer), date.fromisoformat(day) if day else date.today()
     return Encoder(plain_tokenizer(tokenizer), template and template.on(today), data, objective)
 
 
 def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
-    """A remark on rows of data.eval that are in data.train, "" where there are none."""
+    """Return a remark on rows of data.eval found in data.train, "" without any."""
     trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
     if not (number := np.count_nonzero(np.isin(held_out, trained))):
         return ""
@@ -140,7 +140,7 @@ def _remark_overlap(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
 
 @dataclass
 class Tokeniser:
-    """Builds the store of a source, or finds it in the cache.
+    """Builder of a source's store, unless the cache has it.
 
     Chunks are encoded in order: a few in this process, many in worker processes that live until the stack is closed.
     """
@@ -154,7 +154,7 @@ class Tokeniser:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What decides of which rows documents are made, and how."""
+        """Return the settings that decide the documents of a row; the cache key includes them."""
         data, template = self.encoder.data, self.encoder.template
         keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
         return (*keys, data.system, template.content if template else "")
@@ -201,7 +201,7 @@ class Tokeniser:
             writer.finish(format, time.monotonic() - started)
 
     def detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
-        """The source's format, from the columns of the first chunk that has a readable row; and the chunks read."""
+        """Detect the format from the columns of the first chunk with a readable row. Return it and the chunks read."""
         seen: list[Chunk] = []
         problems = []
         for chunk in chunks:
@@ -221,7 +221,7 @@ class Tokeniser:
     def encode(
         self, chunks: Iterator[Chunk], format: Format, *, ahead: bool = False
     ) -> Iterator[tuple[Chunk, EncodedChunk]]:
-        """The chunks in order; `ahead`: always by other processes, of which each process of a launch has its share."""
+        """Yield the chunks in order with their tokens. `ahead`: always use other processes; the processes of a launch share the cores."""
         processes = count_tokenising_processes()
         if ahead:
             processes = max(processes // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
@@ -249,10 +249,10 @@ class Tokeniser:
     def _start(self, processes: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        resource_tracker.ensure_running()  # which would let the signals through again, if the forkserver started it
+        resource_tracker.ensure_running()  # if the forkserver started the tracker, the tracker would unblock the signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            forkserver.ensure_running()  # which signals to a whole group would end, and with it the pool
+            forkserver.ensure_running()  # signals to the whole process group would end the forkserver, and the pool with it
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(self.encoder,))
@@ -261,20 +261,20 @@ class Tokeniser:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
-    """Ends the workers after the chunks that they are at: one that is killed amid a result would leave the pool waiting for the rest of it."""
+    """End the workers after their current chunks. A worker killed in the middle of a result would leave the pool waiting for the rest."""
     manager: Any = pool._executor_manager_thread
     workers, limit = [*(pool._processes or {})], time.monotonic() + END_S
     pool.shutdown(wait=False, cancel_futures=True)
     while manager is not None and manager.is_alive():
-        if pool._broken or time.monotonic() > limit:  # broken, it waits until they obey its SIGTERM
-            for pid in workers:  # Process.kill does nothing where the forkserver was killed, too
+        if pool._broken or time.monotonic() > limit:  # a broken pool waits until its workers obey SIGTERM
+            for pid in workers:  # Process.kill does nothing if the forkserver was killed, too
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         manager.join(0.1)
 
 
 def refuse_rows(problems: list[Problem]) -> UserError:
-    """The error of the first rows that cannot be used."""
+    """Return the error about the first unusable rows."""
     *others, last = problems[:MAX_PROBLEMS]
     return UserError([*others, replace(last, fix=f"{last.fix} Later rows may have the same problem.")])
 
@@ -283,8 +283,8 @@ _encoder: Encoder
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """In a worker: one thread, as there is a process per core; signals reach the whole group, but the parent ends workers, which a stream
-    needs until its last step."""
+    """Set up a worker with one thread, as each core has a process. Ignore signals to the whole group: a stream needs its workers until its last
+    step, and the parent ends them."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -300,6 +300,6 @@ def _encode_in_worker(chunk: Chunk, format: Format) -> EncodedChunk:
 
 
 def count_tokenising_processes() -> int:
-    """One for each CPU core that this process may use, up to MAX_WORKERS."""
+    """Return one process for each CPU core that this process may use, up to MAX_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(cores, MAX_WORKERS)

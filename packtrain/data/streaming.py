@@ -1,14 +1,14 @@
-"""data.streaming: sources that are read in order while the run trains on them, and never held as a whole.
+"""data.streaming: read sources in order during training, without holding them as a whole.
 
-A source is read in blocks of data.shuffle_buffer rows. While the examples of one block are taken, in an order by (seed, source, pass,
-block), the next block is tokenised, as far as the first one is used up: two blocks are in memory. What comes next depends only on where
-the block begins (file, chunk of rows) and how many of its examples were taken, so that is all that a checkpoint holds, and a
-run that goes on tokenises one block again. A window that slides would mix a little better, and a checkpoint would hold its rows.
+A source is read in blocks of data.shuffle_buffer rows. (seed, source, pass, block) decide the order of a block's examples. While they are
+taken, the next block is tokenised at the same rate: two blocks are in memory. Only two things decide the next examples: where the block
+begins (file, chunk of rows), and how many of its examples were taken. A checkpoint holds just these; a resumed run tokenises
+one block again. A sliding window would mix a little better, but a checkpoint would hold its rows.
 
-From which source an example comes is said by its number (mixture.py). Once a source has ended, the others take its share.
+The number of an example decides its source (mixture.py). When a source has ended, the others take its share.
 
-Every rank reads and tokenises the whole stream for itself. The same documents on all ranks are then a matter of arithmetic: nothing is
-exchanged, and no rank waits for another one's disk. The price is that the tokenising is done once a rank.
+Every rank reads and tokenises the whole stream. All ranks then compute the same documents: they exchange
+nothing, and no rank waits for another one's disk. The price is that every rank tokenises.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from packtrain.data.tokens.cache import EncodedChunk, MemoryStore, cache_folder
 from packtrain.errors import UserError
 
 Place = dict[str, Any]
-"""Where a source's block begins (file, its name, chunk), which one of which pass it is, how many examples of it were `taken`, and what
-became of the rows before it and with it; whether the source has `ended`. As JSON holds it."""
+"""Position in a source, as JSON: where the block begins (file, its name, chunk), the numbers of block and pass, and how many of its examples
+were `taken`. Also the figures of the rows `before` the block and including it; and `ended`, once the source has ended."""
 _START: Place = {"file": 0, "name": "", "chunk": 0, "block": 0, "pass": 0, "taken": 0, "before": {}, "figures": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Documents that are trained on together (a pair: two), each as ids int32[n] and mask bool[n]; the row's fate, and where it is."""
+    """Documents trained together (two for a pair). Each is ids int32[n] and mask bool[n]. Also the row's fate and its location."""
 
     documents: list[tuple[np.ndarray, np.ndarray]]
     fate: np.void
@@ -56,9 +56,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The examples of one step as a data set of the objective, with the row of each.
+    """Examples of one step as a data set of the objective, with each example's row.
 
-    `place` is where the stream goes on after it; `mark` is a hash of its tokens below 2^16; `last` says that nothing is left.
+    `place` is the stream's position after this step. `mark` is a 16-bit hash of its tokens. `last`: the stream ends here.
     """
 
     data: Any
@@ -70,14 +70,14 @@ class Window:
 
 @dataclass
 class _Block:
-    """The examples of consecutive rows, the place of the first, and what became of the rows."""
+    """Examples of consecutive rows, with the first row's place and the figures of all rows."""
 
     start: tuple[int, str, int] | None = None
     examples: list[Example] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, together: int) -> None:
-        """Adds what has become of a chunk."""
+        """Add the outcome of a chunk."""
         store, fates = MemoryStore.of(encoded, ""), encoded.fates
         self.figures["rows"] += len(fates)
         self.figures.update(f"dropped: {fate.dropped}" for fate in fates if fate.dropped)
@@ -94,7 +94,7 @@ class _Block:
 
 @dataclass
 class SourceStream:
-    """The examples of one source; `place` follows them."""
+    """Examples of one source; `place` is the position after the last example taken."""
 
     source: Source
     given: DataSource
@@ -107,7 +107,7 @@ class SourceStream:
     unread: dict[str, str] = field(default_factory=dict)
 
     def examples(self) -> Iterator[Example]:
-        """Those from `place` on. Raises UserError for rows that cannot be used, and where another file is at this place."""
+        """Yield the examples from `place` on. Raises UserError for unusable rows, or if another file is at this place."""
         data, taken = self.tokeniser.encoder.data, self.place["taken"]
         while True:
             first, found, encoded = self.place, False, self._encode()
@@ -126,13 +126,13 @@ class SourceStream:
                     yield block.examples[at]
                 before, number, taken = before + block.figures, number + 1, 0
                 block = self._fill(following, encoded, 1)
-            self.place = {**self.place, "figures": dict(before)}  # with rows after the last example
+            self.place = {**self.place, "figures": dict(before)}  # add the rows after the last example
             if not self.given.repeat or not (found or first["taken"]):  # a pass without an example would have no end
                 return
             self.place = {**_START, "pass": first["pass"] + 1, "before": dict(before), "figures": dict(before)}
 
     def _fill(self, block: _Block, encoded: Iterator[tuple[tuple, Chunk, EncodedChunk]], share: float) -> _Block:
-        """`block` with at least this share of its rows, if there are so many."""
+        """Fill `block` with at least this share of its rows, or with all remaining ones."""
         data = self.tokeniser.encoder.data
         while block.figures["rows"] < share * (data.shuffle_buffer if data.shuffle else 1):
             if (item := next(encoded, None)) is None:
@@ -142,7 +142,7 @@ class SourceStream:
         return block
 
     def _encode(self) -> Iterator[tuple[tuple[int, str, int], Chunk, EncodedChunk]]:
-        """The chunks from `place` on, with their places, tokenised ahead."""
+        """Yield the chunks from `place` on, with their places, tokenised ahead."""
         places: deque[tuple[int, str, int]] = deque()
         file, skip, parts = self.place["file"], self.place["chunk"], self.source.files
         if (came := self.place["name"]) and Path(came).name != Path(parts[file][0] if file < len(parts) else "").name:
@@ -167,7 +167,7 @@ class SourceStream:
 
 @dataclass
 class Stream:
-    """The steps of all sources together; `report` is that of their first rows."""
+    """Steps of all sources together; `report` covers their first rows."""
 
     streams: list[SourceStream]
     mixture: Mixture
@@ -177,7 +177,7 @@ class Stream:
     stack: ExitStack
 
     def windows(self, place: dict[str, Any] | None = None) -> Iterator[Window]:
-        """Step by step, from the beginning or from the `place` of a window on."""
+        """Yield step by step, from the beginning or from the `place` of a window."""
         step, held = place["step"] if place else 0, None
         for name, stream in zip(self.report.sources, self.streams, strict=True):
             stream.place = dict(place["sources"].get(name, _START) if place else _START)
@@ -196,7 +196,7 @@ class Stream:
             held, step = self._window(found, place), step + 1
 
     def _take(self, taking: list[Iterator[Example]], number: int, source: int) -> tuple[int, Example] | None:
-        """Example `number` of the run, of this source, or of another one where it has ended; None where all have."""
+        """Return example `number` of the run, from this source if possible. Draw another source if it has ended. None if all have ended."""
         while True:
             stream = self.streams[source]
             if not stream.place.get("ended"):
@@ -205,7 +205,7 @@ class Stream:
                 stream.place = {**stream.place, "ended": True}
             goes_on = [not stream.place.get("ended") for stream in self.streams]
             stages = np.array(self.mixture.shares[self.mixture.stage_of(number) :]) * goes_on
-            if (shares := next(filter(np.any, stages), None)) is None:  # the stage goes over into the next that has any
+            if (shares := next(filter(np.any, stages), None)) is None:  # skip stages without sources left
                 return None
             drawn = np.random.default_rng([self.mixture.seed, 6, number, sum(goes_on)])
             source = int(drawn.choice(len(shares), p=shares / shares.sum()))
@@ -221,7 +221,7 @@ class Stream:
         return Window(DATASETS[self.objective](data), [example.row for _, example in taken], place, mark)
 
     def report_at(self, place: dict[str, Any], **trained: int) -> DataReport:
-        """What became of the rows that were read up to this place; `trained` are figures of what was trained on."""
+        """Report on the rows read up to this place; `trained` gives the figures of training."""
         figures = sum((Counter(own["figures"]) for own in place["sources"].values()), Counter[str]())
         known: Any = {name: figures[name] for name in ("rows", "kept", *SUMMED)}
         dropped = {name.removeprefix("dropped: "): n for name, n in figures.items() if name.startswith("dropped: ")}
@@ -233,9 +233,9 @@ class Stream:
 def open_stream(
     data: Data, tokenizer: Any, objective: ObjectiveKind, examples_per_step: int, *, seed: int, day: str = ""
 ) -> PreparedData:
-    """`data.train` as a stream, its first rows as data set `train` for all that has to know what rows are like; `data.eval` is read as a whole.
+    """Open `data.train` as a stream, with its first rows as data set `train`. Code that asks what rows are like uses these.
 
-    Raises UserError where a source is not there, or its first rows cannot be used.
+    `data.eval` is read as a whole. UserError if a source is missing, or its first rows cannot be used.
     """
     encoder, stack, given = make_encoder(data, tokenizer, objective, day), ExitStack(), sources(data.train, "train")
     console, together = Console(stderr=True, quiet=True), TRAITS[objective].documents

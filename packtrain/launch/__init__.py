@@ -1,1 +1,1 @@
-"""Starting the processes of a plan and bringing them to one exit code; execute.py carries a plan out."""
+"""Launch of a plan: its processes and their one exit code. Begin with execute.py, which carries a plan out."""

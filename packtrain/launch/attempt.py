@@ -1,9 +1,9 @@
-"""Opening a run folder for an attempt: it must not be in use, must be packtrain's, and must not contain what the run reads.
+"""Checks and locks that open a run folder for an attempt.
 
-One run at a time writes in a run folder: two would resume from each other's checkpoints, and both report success. The lock is on a
-file in logs/, which always belongs to the run that goes on; the system releases it when the process ends, however it ends.
-Machines that share the disk see it if the file system has locks (NFS, Lustre and local ones do).
-"""
+The folder must not be in use, must be packtrain's, and must not contain anything that the run reads. Only one run at a time writes in
+it: two would resume from each other's checkpoints, and both report success. The lock is on a file in logs/, which always belongs to the
+run that goes on. The system releases it when the process ends for any reason. Machines that share the disk see the lock if the file
+system has locks (NFS, Lustre and local ones do)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from packtrain.run_folder import RunFolder, environment, object_of, write_json
 
 LOCK = "lock"
 _TAKE_S = 1  # to wait for the lock: a process that only checks it holds it for a moment
-_CHECK_S = 0.3  # to wait in a check: all machines of a run check at its start
+_CHECK_S = 0.3  # to wait in a check: all machines of a run check when they start
 
 
 @contextmanager
 def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
-    """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already, after `wait_s`."""
+    """Hold the lock of `folder`, whose logs/ exists. Raises UserError if another run holds it after `wait_s` seconds."""
     lock = FileLock(folder / "logs" / LOCK, mode=0o666)
     held: AbstractContextManager[Any] = nullcontext()
     try:
@@ -49,22 +49,22 @@ def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
             what, shown = "a run of another machine", f"{folder} ({host})"
         fix = "Wait for its end, or name another folder."
         raise UserError(f"{what} is going on in {shown}", where="trainer.output_dir", fix=fix) from error
-    except (OSError, NotImplementedError):  # a folder that is only read, or a file system without locks
+    except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
         pass
     with held:
         yield
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError if a run is going on in `folder`."""
-    # an unmarked folder may have someone's file of that name, which a lock would empty
+    """Raise UserError if a run is going on in `folder`."""
+    # an unmarked folder may hold a user's file of that name, which a lock would empty
     if os.path.exists(folder / "logs" / LOCK) and os.path.exists(RunFolder(folder).mark):
         with locked(folder, _CHECK_S):
             pass
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is going on in `folder`."""
+    """Return whether a run is going on in `folder`."""
     try:
         check_free(folder)
     except UserError:
@@ -73,20 +73,22 @@ def is_locked(folder: Path) -> bool:
 
 
 class RunLock(ExitStack):
-    """The lock of a run, which machine 0 holds until the end; taken anew at each launch, since logs/ may have been replaced."""
+    """The lock of a run, held by machine 0 until the end. Each launch takes it anew: logs/ may have been replaced."""
 
     held = False
 
     def take(self, folder: Path) -> None:
-        """Locks `folder`, whose logs/ exists. Raises UserError if another run has."""
+        """Lock `folder`, whose logs/ exists. Raises UserError if another run has locked it."""
         self.close()
         self.enter_context(locked(folder, _TAKE_S))
         self.held = True
 
 
 def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:
-    """The files and folders that a run reads, none of which may lie where it writes (run_folder.py): (key, path), globs expanded;
-    hub ids and names of built-in things are among them. `given` is the config's own path."""
+    """Yield (key, path) of everything that a run reads and so must not overwrite (run_folder.py).
+
+    Globs are expanded. Hub ids and names of built-in things are included. `given` is the config's own path.
+    """
     model, data, reference = config.model, config.data, config.objective.reference
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer, "objective.reference": reference}
     bases = {f"the base of {key}": base_of(path) for key, path in named.items()}
@@ -108,9 +110,9 @@ def check_attempt(config: RunConfig, given: str | None, folder: RunFolder, resum
 def open_attempt(
     config: RunConfig, given: str | None, folder: RunFolder, lock: RunLock, plan: LaunchPlan, resume: str
 ) -> None:
-    """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
+    """Write config, plan and environment. Raises UserError if it cannot.
 
-    The folder is locked anew, until `lock` is closed.
+    An earlier run's files stay untouched. The folder is locked anew, until `lock` is closed.
     """
     if not lock.held:
         check_free(folder.root)
@@ -118,7 +120,7 @@ def open_attempt(
     with writing():
         folder.open_attempt(resume)
         lock.take(folder.root)
-        lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
+        lines = [clean(line) for line in config.topology.setup]  # only topology.setup may hold secrets
         shown = replace(config, topology=replace(config.topology, setup=lines))
         write_text(folder.attempt.config, to_yaml(shown))
         write_json(folder.attempt.plan, Redactor(os.environ).plain(plan.to_json()))
@@ -131,7 +133,7 @@ def open_attempt(
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Inside the block an OSError becomes the UserError that the run folder cannot be written."""
+    """Turn an OSError inside the block into a UserError about the run folder."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The launchers during a run: each reports the state of its machine to machine 0 once a second, which answers with orders.
+"""Reports of all launchers to machine 0, once a second, and its orders in answer.
 
 Every call has the whole state, and every answer all orders, so that a lost call does no harm. Machine 0 decides: whether all
 stop for a signal, which machine failed first, which one is lost (silent for too long), the exit code of all, and whether the run
@@ -27,20 +27,22 @@ from packtrain.time_limit import in_time
 
 BEAT_S = 1.0
 ENDING_S = 30
-"""Seconds after a failure for the other launchers to report how their processes ended."""
-_SILENCE_AFTER_FAILURE_S = 10  # after which a machine is lost, once something has failed
-REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
+"""Seconds that the other launchers have after a failure to report how their processes ended."""
+_SILENCE_AFTER_FAILURE_S = 10  # silence that makes a machine lost, once something has failed
+REFUSED_S = 5  # machine 0 is lost after so long without a server of this run at its port
 INFORM_S = 10
 _POLL_S = 0.1
-_RESTARTED = (1, PeerFailed.exit_code)  # exit codes after which a run is started again
-_FRUITLESS = 2  # restarts in a row without a new checkpoint after which the run is ended
-_LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # a longer time between two means that this process was suspended
+_RESTARTED = (1, PeerFailed.exit_code)  # a run with one of these exit codes is started again
+_FRUITLESS = 2  # restarts in a row without a new checkpoint that end the run
+_LONGEST_CALL_S, _LONGEST_POLL_S = 20, 3  # a longer time between two: this process was suspended
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason; and the `verdict` on the
-    run, once there is one. `why` explains `stop` on the terminal."""
+    """Orders to a machine: pass on the signal `stop`, or `end` its processes.
+
+    `end` is the reason, and `why` explains `stop` on the terminal. `verdict` is the run's, once decided.
+    """
 
     stop: int | None = None
     why: str = ""
@@ -49,23 +51,22 @@ class Orders:
 
 
 class Restarts:
-    """trainer.restarts: decides after each failure whether the run starts again, at most `most` times, and records each restart.
+    """Decisions about trainer.restarts: at most `most` restarts, each recorded.
 
     The run starts again from its newest checkpoint after a rank died or hung, or another machine was lost; not after a signal, nor
     after a failure that would recur (a wrong config, a failed check). The run folder's record has for each restart: `when` (local
     time), the `step` of its checkpoint (0: the beginning), `why` in lines, and the `machines` that go on. torchrun's elastic agent is
-    not used: it restarts whatever the exit code, and knows nothing of hung ranks or of checkpoints.
+    not used: it restarts after any exit code, and knows nothing of hung ranks or of checkpoints.
     """
 
     def __init__(self, most: int, folder: RunFolder) -> None:
         self._most, self._folder = most, folder
-        self._steps: list[int] = []  # of the newest checkpoint at each failure
-        self._next: dict[str, Any] | None = None  # the restart that is about to be made
+        self._steps: list[int] = []  # step of the newest checkpoint at each failure
+        self._next: dict[str, Any] | None = None  # the coming restart
         self._record: list[Mapping[str, Any]] = []
 
     def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
-        """The verdict, with the `living` machines as those that restart, or a line that says why there is no restart; `failed` is
-        the first failure in words."""
+        """Return the verdict, with the `living` machines to restart or the reason against it. `failed` is the first failure."""
         if not self._most or verdict.code not in _RESTARTED:
             return verdict
         step = in_time(lambda: newest_step(self._folder), 0)
@@ -83,11 +84,11 @@ class Restarts:
         return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
 
     def resume_mode(self, asked: str) -> str:
-        """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
+        """Return trainer.resume for the next start: auto once this run has a checkpoint, else `asked`."""
         return "auto" if self._next and self._begun() and newest_step(self._folder) else asked
 
     def write_record(self, machines: list[str]) -> None:
-        """Writes the record for a start with these machines, into the run folder that has been opened for it."""
+        """Write the record for a start with these machines. The run folder is open by now."""
         step = newest_step(self._folder)
         if self._next:
             self._record = [*self._record, {**self._next, "step": step, "machines": machines}]
@@ -100,23 +101,23 @@ class Restarts:
             self._folder.restarted.unlink(missing_ok=True)
 
     def sentence(self) -> str:
-        """What the terminal says of the restart that is about to be made."""
+        """Describe the coming restart for the terminal."""
         step = self._steps[-1]
         place = f"the checkpoint of step {step}" if step else "the beginning, for there is no checkpoint"
         return f"restart {len(self._steps)} of {self._most}, from {place}"
 
     def _begun(self) -> bool:
-        """Whether this run has begun to train: until then the run folder holds an earlier one."""
+        """Return whether this run has begun to train. Until then the run folder holds an earlier run."""
         return not self._folder.attempt.root.exists()
 
 
 def newest_step(folder: RunFolder) -> int:
-    """The step of the newest checkpoint, 0 where there is none."""
+    """Return the step of the newest checkpoint, 0 if there is none."""
     return max(list_checkpoints(folder.checkpoints), default=0)
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; thread-safe. Each report of its own launcher makes it check all."""
+    """Machine 0's thread-safe record of all machines. Each report of its own launcher makes it check all of them."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._checked_at = time.monotonic()
-        self._final_reports: dict[int, MachineReport] = {}  # the last report of each machine whose processes have ended
+        self._final_reports: dict[int, MachineReport] = {}  # the last report of each machine that has ended
         self._stop_signal: tuple[int, int] | None = None  # signal, machine
         self._end_order: tuple[str, int] | None = None  # why, and the machine that reported it
         self._end_ordered_at = 0.0
@@ -140,11 +141,11 @@ class Coordinator:
         self._informed: set[int] = set()  # machines that got the verdict
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The handler of the channel's call `machine`."""
+        """Handle the channel's call `machine`."""
         return asdict(self.receive_report(as_type(body, MachineReport)))
 
     def receive_report(self, report: MachineReport) -> Orders:
-        """Takes a report; returns the orders for that machine."""
+        """Take a report; return the orders for that machine."""
         node = report.node
         if node == 0:
             self.watch()
@@ -170,7 +171,7 @@ class Coordinator:
             return orders
 
     def watch(self) -> None:
-        """Records lost machines, and orders the end of a run that stands still."""
+        """Record lost machines, and order the end of a run that stands still."""
         with self._lock:
             now = time.monotonic()
             passed, self._checked_at = min(now - self._checked_at, _LONGEST_POLL_S), now
@@ -190,7 +191,7 @@ class Coordinator:
                     self._order_end(diagnosis.what, -1)
 
     def wait_until_all_informed(self) -> None:
-        """Returns when all machines that are not lost have the verdict, or after INFORM_S."""
+        """Wait until all machines that are not lost have the verdict, at most INFORM_S."""
         end = time.monotonic() + INFORM_S
         while time.monotonic() < end:
             with self._lock:
@@ -202,7 +203,7 @@ class Coordinator:
         return tuple(node for node, report in sorted(self._final_reports.items()) if not report.lost)
 
     def _record(self, report: MachineReport) -> None:
-        """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
+        """Record a machine's first report of its end. The last machine's report leads to the verdict."""
         if report.node in self._final_reports:
             return
         self._final_reports[report.node] = report
@@ -220,7 +221,7 @@ class Coordinator:
     def _decide(self) -> Verdict:
         diagnosis, living = self._diagnosis, self._living()
         codes = [code for report in self._final_reports.values() for code in report.codes.values()]
-        aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another one has raised
+        aborts = -signal.SIGABRT if 1 in codes else 0  # NCCL aborts ranks after another rank has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in codes)
         if diagnosis is None and (killed or set(codes) == {0, 4}):
             diagnosis = self._watchdog.diagnose_deaths()
@@ -230,7 +231,7 @@ class Coordinator:
         lines = diagnosis.lines if diagnosis else ()
         waits = self._watchdog.describe_waits(but=lost) if lost else ()
         verdict = decide_exit(self._final_reports, self._names, per_node, first=first, diagnosis=lines, waits=waits)
-        if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
+        if verdict.lines and verdict.code in MOST_TELLING:  # packtrain doctor reads it
             self._watchdog.write_diagnosis("\n".join(verdict.lines))
         if self._restarts is not None and self._stop_signal is None and 0 in living:
             verdict = self._restarts.decide(verdict, why, living)
@@ -238,10 +239,10 @@ class Coordinator:
 
 
 class Reporter:
-    """A context with a thread that sends the launcher's `report` to machine 0 once a second, and keeps the last `orders`.
+    """Thread in a `with` block: sends `report` once a second, keeps the last `orders`.
 
-    `machine_0` is the Coordinator there, elsewhere a client of its channel; `main` is the name of machine 0. `lost` is why machine 0
-    counts as lost, "" while it does not.
+    `machine_0` is the Coordinator itself on machine 0, elsewhere a client of its channel; `main` is machine 0's name. `lost` says why
+    machine 0 counts as lost, "" while it does not.
     """
 
     def __init__(self, node: int, main: str, silence_s: float, machine_0: Coordinator | Client) -> None:
@@ -256,7 +257,7 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """After an exception or a signal reports this machine as lost, so that the others end their workers."""
+        """After an exception or a signal, report this machine as lost. Then the others end their workers."""
         self._over.set()
         self._wake.set()
         self._thread.join(2 * BEAT_S)
@@ -266,14 +267,14 @@ class Reporter:
             self.send_report()
 
     def update(self, **facts: Any) -> None:
-        """Puts `facts` into the report, and sends it at once."""
+        """Put `facts` into the report, and send it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
         self._wake.set()
 
     def finish(self, host: str, per_node: int, **facts: Any) -> Verdict:
-        """Reports how this machine's processes ended (`facts` of MachineReport), waits for those of the others, and returns the verdict
-        on all: without limit while the others report and nothing has failed, ENDING_S seconds after a failure."""
+        """Report the ends of this machine's processes (`facts`), and return the verdict on all machines.
+        Waits for the others without limit while they report and nothing has failed, ENDING_S seconds after a failure."""
         self.update(**facts, ended=True)
         while (verdict := self.orders.verdict) is None:
             if self.lost:
@@ -289,7 +290,7 @@ class Reporter:
             self._wake.clear()
 
     def send_report(self) -> None:
-        """Sends the report once, and notes for how long machine 0 has not answered."""
+        """Send the report once, and note how long machine 0 has not answered."""
         try:
             if isinstance(self._machine_0, Coordinator):
                 self.orders = self._machine_0.receive_report(self.report)

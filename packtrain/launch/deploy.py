@@ -1,6 +1,6 @@
-"""Runs as what engines take that rent and place machines: a TrainJob of Kubeflow, a task of SkyPilot or of dstack (`packtrain deploy`).
+"""Files that start a run by Kubeflow, SkyPilot or dstack (`packtrain deploy`).
 
-The templates are in deploy/. All that they do is start the same command on each machine, where packtrain reads the engine's variables
+The templates in deploy/ only start the same command on each machine; there packtrain reads the engine's variables
 (plan/launchers.py). `--submit` hands the file to the engine's own client.
 """
 
@@ -33,14 +33,16 @@ _SUBMIT = {
     "skypilot": (["sky", "jobs", "launch", "--detach-run", "--yes"], "pip install skypilot"),
     "dstack": (["dstack", "apply", "--detach", "--yes", "-f"], "pip install dstack"),
 }
-"""The engine's client, which takes a file, and where it is had."""
-_GRACE_S = 30  # Kubernetes' own
+"""The client of each engine, which takes a file, and how to get the client."""
+_GRACE_S = 30  # Kubernetes' default
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What a run is placed on: the container `image`, the `gpu` by the engine's name for it (none: CPUs), whether machines may be taken away
-    (`spot`)."""
+    """Machines for a run: a container `image` and the engine's name of a `gpu`.
+
+    `gpu` none means CPUs. The cloud may take `spot` machines away.
+    """
 
     image: str | None = None
     gpu: str | None = None
@@ -48,7 +50,7 @@ class Machines:
 
 
 def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secrets: list[str]) -> str:
-    """The text of the file, for its `folder`, with the names of `secrets`. Raises UserError where the machines of the run are not known, or are named by others."""
+    """Return the file's text, for its `folder`, with the names of `secrets`. Raises UserError for unknown or already numbered machines."""
     config, topology = job.points[0].config, job.topology
     per_node, nodes = topology.gpus_per_node, topology.nodes or 1
     named = [key for key in ("node_rank", "main_address") if getattr(topology, key) is not None]
@@ -83,7 +85,7 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
     values: dict[str, Any] = {
         "made_by": "\n# ".join(f"Made by {clean(shlex.join(job.invoked_as))}".splitlines()),
         "summary": f"{counted(nodes, 'machines')} × {per_node} = {counted(plan.num_processes, 'processes')}",
-        "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # as a host may be called
+        "name": (name if re.match("[a-z].", name) else f"run-{name}")[:40].strip("-"),  # valid as a host name
         "here": os.path.relpath(".", folder),
         "nodes": nodes,
         "per_node": per_node,
@@ -102,9 +104,9 @@ def deployment(engine: Engine, job: Job, machines: Machines, folder: Path, secre
 
 
 def submit_or_write(engine: Engine, job: Job, machines: Machines, *, submit: bool, file: Path | None) -> int:
-    """Hands the file to the engine's client (`submit`), writes it to `file`, or to stdout; returns the exit code.
+    """Submit the file by the engine's client, or write it to `file` or stdout. Returns the exit code.
 
-    Raises UserError where the client is not installed.
+    Raises UserError if the client is not installed.
     """
     secrets = sorted(name for name in os.environ if speaks_of_secrets(name) and re.match("(HF|WANDB|AWS)_", name))
     text = deployment(engine, job, machines, file.parent if file else Path(), secrets)

@@ -1,9 +1,9 @@
-"""Carrying out a LaunchPlan: files in the run folder, the processes of this machine, and one exit code for all of them.
+"""Execution of a LaunchPlan: run-folder files, this machine's processes, and one exit code for all.
 
-torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
-The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
-report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py), or meet again and
-start again (Restarts).
+torchrun ends with 1 after any failure of its workers, so each worker writes its exit code to a folder of this launch (worker.py).
+The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own workers
+(supervisor.py), and report to machine 0 over the control channel (coordinator.py). They end with the same code (exit_status.py), or
+meet and start again (Restarts).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAUNCHER_LOG = "launcher.log"
 MAX_SILENCE_S = 30
 LOOPBACK = "127.0.0.1"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE", ON_RAY)
-"""Variables of torchrun, Open MPI, other MPIs, srun, DeepSpeed's launcher and Ray; a process without any of them was started by hand."""
+"""Variables of torchrun, Open MPI, other MPIs, srun, DeepSpeed's launcher and Ray. A process with none was started by hand."""
 
 
 def execute(
@@ -58,12 +58,12 @@ def execute(
     given: str | None = None,
     on_end: Callable[[RunFolder], object] = lambda _: None,
 ) -> int:
-    """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
+    """Carry out the plan. Returns the exit code: 0, or the workers' most informative one.
 
-    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `on_end` is
-    called in the one process that has opened the run folder, when the run is over, however it went. Raises UserError if the plan
-    cannot be carried out from here, the run folder cannot be written, holds files that packtrain did not make, or is in use;
-    CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
+    A run of one process calls `train()` here; other plans start their commands. `given` is the path of the config. The one process that
+    has opened the run folder calls `on_end` when the run is over, with or without success. Raises UserError if the plan cannot be carried
+    out from here, or if the run folder cannot be written, holds files that packtrain did not make, or is in use; CheckFailed if machines
+    differ where they must not; PeerFailed if a machine is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
@@ -71,11 +71,11 @@ def execute(
     if plan.role == "srun":
         begun = time.time()
         code = run_srun(plan.srun)
-        # srun's code is that of a lost machine, though the run may have gone on without it
+        # srun returns a lost machine's code, even if the run went on without it
         done = plan.survives_lost_machines and folder.status() == "done" and folder.summary.stat().st_mtime > begun
         return 0 if done else code
     if plan.role == "ray":
-        numbers = dict.fromkeys(("nodes", "gpus_per_node", "min_nodes"))  # as Ray has placed them
+        numbers = dict.fromkeys(("nodes", "gpus_per_node", "min_nodes"))  # Ray decides them
         joined = replace(config, topology=replace(config.topology, kind="env", **numbers))
         inside = to_yaml(replace(joined, trainer=replace(config.trainer, restarts=0)))
         return run_on_ray(inside, config.objective.kind, folder, plan, config.topology.join_timeout)
@@ -103,7 +103,7 @@ def execute(
             return _launch_and_restart(plan, config, folder, open_folder)
         if _writes_run_folder(plan):
             open_folder(plan, config.trainer.resume)
-            Restarts(0, folder).write_record([])  # drops the record of launches that did not begin to train
+            Restarts(0, folder).write_record([])  # drop the record of launches that did not begin to train
         os.environ.update(plan.command.env)
         by_hand = plan.num_processes == 1 or not any(name in os.environ for name in _LAUNCHER_VARIABLES)
         stack.enter_context(watched(folder.logs, _limits(config), plan.num_processes, by_hand=by_hand))
@@ -115,8 +115,9 @@ def execute(
 def _launch_and_restart(
     plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_folder: Callable[[LaunchPlan, str], None]
 ) -> int:
-    """Launches a run, again after each failure that trainer.restarts allows, with the machines that are still up; returns the exit
-    code of the last launch. On machine 0 `open_folder` opens the run folder."""
+    """Launch a run, and again after each failure that trainer.restarts allows.
+
+    Only machines that are still up start again. On machine 0 `open_folder` opens the run folder. Returns the last exit code."""
     restarts = Restarts(plan.restarts, folder)
     me = Member(
         node=plan.node,
@@ -137,7 +138,7 @@ def _launch_and_restart(
     )
 
     @cache
-    def plan_for(*machines: int) -> LaunchPlan:  # numbered from 0 in their order
+    def plan_for(*machines: int) -> LaunchPlan:  # renumbered from 0 in their order
         if machines == tuple(range(plan.nodes)):
             return plan
         return plan_launch(config, detect_surroundings(), config.objective.kind, machines=machines)
@@ -171,25 +172,25 @@ def _main_address(plan: LaunchPlan) -> str:
 
 
 def _writes_run_folder(plan: LaunchPlan) -> bool:
-    """Whether this process writes the run folder for all: it has rank 0, or is alone (whatever RANK is set)."""
+    """Return whether this process writes the run folder. It must have rank 0, or be alone; RANK is then ignored."""
     rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if plan.num_processes > 1 else "0"
     return plan.node == 0 and rank == "0"
 
 
 def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
-    """Runs the workers of this machine; returns the verdict when those of all machines have ended."""
+    """Run this machine's workers; return the verdict when the workers of all machines have ended."""
     limits = _limits(config)
-    silence_s = min(MAX_SILENCE_S, limits.step_s / 2)  # after which a machine is lost
+    silence_s = min(MAX_SILENCE_S, limits.step_s / 2)  # silence that makes a machine lost
     with writing():
         folder.logs.mkdir(parents=True, exist_ok=True)
-    # machines that share a disk have a file each
+    # machines that share a disk need a file each
     log = folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         scratch = Path(made)
         serving = _serving_coordinator(plan, folder, group, limits, silence_s, restarts)
         machine_0 = group.client or stack.enter_context(serving)
         argv = _argv_with_copies(plan, config, folder, scratch, group.store_port)
-        # `accelerate launch …` through worker.py, which writes torchrun's messages to the log
+        # worker.py runs `accelerate launch …` and writes torchrun's messages to the log
         torchrun = [sys.executable, "-m", "packtrain.launch.worker", str(log), *argv[2:]]
         command = argv if plan.num_processes == 1 else torchrun
         with Reporter(plan.node, group.names[0], silence_s, machine_0) as reporter:
@@ -200,7 +201,7 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
                     print(line, file=sys.stderr, flush=True)
             if isinstance(machine_0, Coordinator):
                 machine_0.wait_until_all_informed()
-            # a signal may have come after the verdict
+            # a signal may have arrived after the verdict
             return verdict if reporter.report.signal is None else replace(verdict, restart=())
 
 
@@ -208,7 +209,7 @@ def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
 def _serving_coordinator(
     plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float, restarts: Restarts
 ) -> Iterator[Coordinator]:
-    """Machine 0's part of the control channel: the watchdog over all ranks, and the record of all machines."""
+    """Serve machine 0's part of the control channel. It has the watchdog over all ranks, and the record of all machines."""
     assert group.server is not None
     per_node = plan.gpus_per_node
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
@@ -223,13 +224,13 @@ def _serving_coordinator(
 def _environment(
     plan: LaunchPlan, folder: RunFolder, group: Group, scratch: Path, limits: TimeLimits
 ) -> dict[str, str]:
-    """The environment variables of torchrun and its workers."""
+    """Return the environment variables of torchrun and its workers."""
     return {
         **os.environ,
         **plan.command.env,
-        # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer
+        # torchrun kills workers 30 s after it gets a signal, but a step and a checkpoint may take longer
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.collective_s("checkpoint")),
-        # hides torch's warning of each process that an address has no host name
+        # hide the warning that torch prints in each process about an address without a host name
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         EXIT_DIR: str(scratch),
         STACKS: str(scratch),
@@ -241,8 +242,9 @@ def _environment(
 
 
 def _argv_with_copies(plan: LaunchPlan, config: RunConfig, folder: RunFolder, scratch: Path, port: int) -> list[str]:
-    """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `scratch`, because a
-    machine may not see that folder."""
+    """Return the plan's `accelerate launch …` with torch's store at `port`.
+
+    It reads copies of the run folder's files in `scratch`, because a machine may not see that folder."""
     settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
     if plan.deepspeed is not None:

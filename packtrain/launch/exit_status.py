@@ -1,6 +1,6 @@
-"""The exit code of a run, from how the processes of every machine ended.
+"""Exit code of a run, decided from the ends of all its processes.
 
-One failure makes the other ranks end with "lost a peer"; so a wrong config or a failed check wins over a bug, and both over a
+After one failure the other ranks end with "lost a peer". So a wrong config or a failed check wins over a bug, and both win over a
 lost peer (MOST_TELLING). Ranks that ended only because they lost others are named last.
 
 The first row that applies decides (`decide_exit`):
@@ -29,7 +29,7 @@ from packtrain.exit_code import BUG, stopped_by
 from packtrain.monitor.processes import ProcessState
 
 MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
-_PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
+_PRINTED_BY_RANK_0 = (2, 3, 4)  # rank 0 prints its own PacktrainError on the terminal
 TAIL_LINES = 20
 _HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
 _STEP_LINE = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
@@ -42,24 +42,24 @@ _LOST = (
 
 
 def tail_of(log: Sequence[str]) -> list[str]:
-    """The last lines of a log: what its process reported about its end, if it did, and not the traceback or the steps before that."""
+    """Return the last lines of a log. If the process reported its end, they are that report; steps are left out."""
     last = list(log[max((at + 1 for at, line in enumerate(log) if _STEP_LINE(line)), default=0) :][-TAIL_LINES:])
     return last[max((at for at, line in enumerate(last) if _HEAD(line)), default=0) :]
 
 
 def is_failure(code: int | None) -> bool:
-    """Whether this is a failure: an error, a signal, or no known code (None); not an orderly stop (128 + signal)."""
+    """Return whether a code is a failure: an error, a signal or None (unknown). An orderly stop (128 + signal) is none."""
     return code is None or code < 0 or 0 < code <= 128
 
 
 @dataclass(slots=True)
 class MachineReport:
-    """A launcher's report of machine `node`: the processes of its `ranks`, the `stacks` of those that crashed, the `signal` that it
-    received, and its first failure in words (`failed`).
+    """A launcher's report about machine `node` and the processes of its `ranks`.
 
-    Once all processes have `ended`, `ranks` leaves out those that the launcher ended because others had failed. `launched` is
-    torchrun's own exit code (0 if the launcher ended it), `tails` are the last lines of failed ranks, under -1 those of torchrun if
-    no rank has started; `log` is torchrun's own log, beside those of the ranks. `lost` is why nothing is known of a machine.
+    `stacks` are from crashed processes, `signal` is the one that the launcher received, and `failed` is its first failure in words. Once all
+    processes have `ended`, `ranks` leaves out those that the launcher ended because others had failed. `launched` is torchrun's exit code (0
+    if the launcher ended it). `tails` are the last lines of failed ranks, or under -1 torchrun's if no rank has started. `log` is
+    torchrun's log, beside the ranks' logs. `lost` says why nothing is known of a machine.
     """
 
     node: int
@@ -75,21 +75,21 @@ class MachineReport:
 
     @property
     def codes(self) -> dict[int, int | None]:
-        """Exit code by rank, negative for a signal; None where a rank did not write the code itself (os._exit)."""
+        """Exit code by rank, negative for a signal. None: the rank did not write the code itself (os._exit)."""
         known = {rank: process.reported or (process.code or 0) < 0 for rank, process in self.ranks.items()}
         return {rank: process.code if known[rank] else None for rank, process in sorted(self.ranks.items())}
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has failed, so that the other machines end, too."""
+        """Whether the run has failed, so that the other machines must end, too."""
         codes = self.codes.values()
-        stopped = self.signal is not None or any((code or 0) > 128 for code in codes)  # of which torchrun makes a 1
+        stopped = self.signal is not None or any((code or 0) > 128 for code in codes)  # torchrun turns these into 1
         return any(map(is_failure, codes)) or bool(self.lost) or (self.launched != 0 and not stopped)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, what machine 0's terminal shows, and the machines that `restart` the run, if any do."""
+    """The exit code of every launcher, machine 0's last `lines`, and machines that `restart`."""
 
     code: int
     lines: Sequence[str] = ()
@@ -105,9 +105,9 @@ def decide_exit(
     diagnosis: Sequence[str] = (),
     waits: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a run whose machines, by number, ended as `reports` say.
+    """Return the verdict on a run from the `reports` of its machines, by number.
 
-    `first` is the machine that failed first, `diagnosis` the watchdog's if the run stood still or ranks were killed, `waits` what
+    `first` is the machine that failed first. `diagnosis` is the watchdog's, if the run stood still or ranks were killed. `waits` says what
     the ranks did when machines were lost. See the table above.
     """
     code_of = {rank: code for report in reports.values() for rank, code in report.codes.items()}
@@ -120,8 +120,10 @@ def decide_exit(
         return [f"{names[node]}, rank {rank}: {line}" for line in reports[node].tails.get(rank, ())]
 
     def describe_rank(*among: int | None) -> list[str]:
-        """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has printed
-        the error already. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
+        """Describe the first rank that failed with a code `among` these, with its last lines.
+
+        Empty without such a rank, or if rank 0 has printed the error. Codes 2 and 3 mostly end all ranks: rank 0 is then named.
+        """
         failed = [rank for rank, code in code_of.items() if code in among]
         if not failed:
             return []
@@ -163,7 +165,7 @@ def decide_exit(
 
 
 def _describe_torchrun(reports: Mapping[int, MachineReport], names: Mapping[int, str]) -> list[str]:
-    """The last lines of torchrun, for a failure that no rank explains."""
+    """Return torchrun's last lines, for a failure that no rank explains."""
     lines = []
     for node, report in sorted(reports.items()):
         if report.launched:

@@ -1,10 +1,9 @@
-"""A run on the machines of a Ray cluster (topology=ray): Ray Train places a worker for each device, and each starts packtrain, which
-joins the others as under torchrun.
+"""Runs on a Ray cluster (topology=ray). Ray Train places a worker for each device.
 
-packtrain is a process of its own below the worker, since a worker's code is not in the main thread, which signals go to. A `Board`, an
-actor beside the launcher, carries what rank 0 prints to the terminal, signals to all, and the exit codes back. Where processes have failed
-or a worker is lost, Ray Train starts all of them again, trainer.restarts times (its FailureConfig), from the newest checkpoint.
-"""
+Each worker starts packtrain, which joins the others as under torchrun. packtrain is a separate process below the worker: a worker's code
+is not in the main thread, and signals go to the main thread. A `Board`, an actor beside the launcher, carries rank 0's output to the
+terminal, signals to all, and the exit codes back. After a failed process or a lost worker, Ray Train starts all of them again from the
+newest checkpoint, trainer.restarts times (its FailureConfig)."""
 
 from __future__ import annotations
 
@@ -36,24 +35,25 @@ from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
 ON_RAY = "PACKTRAIN_ON_RAY"
-"""The variable by which a process knows that a worker of Ray has started it, with which it ends."""
+"""Processes with this variable were started by a worker of Ray. They end with it."""
 _POLL_S = 0.3
 _SILENT_S = 60
-"""After which the cluster is lost, or the workers of a launch of which none says anything."""
+"""Seconds of silence that make the cluster lost, or all workers of a launch."""
 _LEAVE_S = 30
-"""For the processes of a launch to end after the first of them has failed, as with torchrun; then they are killed."""
+"""Seconds that a launch may go on after its first failure, as with torchrun. Then its processes are killed."""
 _GOES_ALONG = re.compile("(HF|WANDB|AWS)_(?!.*(HOME|DIR|CACHE|FILE))")
-"""Variables of the launcher that workers get, which may run elsewhere: no paths."""
+"""Variables of the launcher that workers get too. Workers may run elsewhere, so paths are left out."""
 _OF_JOBS = "working_dir_files"
-"""The folder in which Ray has its copies of the folders of jobs."""
+"""The folder of Ray's copies of job folders."""
 _AGAIN = (1, *MOST_TELLING[3:])
-"""The exit codes after which a new launch may help: a crash, a lost peer."""
+"""Exit codes that a new launch may mend: a crash, a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What each worker gets: the `board`, the run as a YAML, its `verb`, run folder, the folder that its paths start from, and the
-    variables for it that a machine may lack."""
+    """Input of each worker: the `board`, `config` as YAML, its `verb`, the run folder.
+
+    `root` is the run folder. Relative paths start from `folder`. `variables` are those that a machine may lack."""
 
     board: Any
     config: str
@@ -65,7 +65,7 @@ class Given:
 
 
 class Board:
-    """What workers and launcher tell each other; an actor of Ray."""
+    """Messages between workers and launcher; an actor of Ray."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -75,7 +75,7 @@ class Board:
         self.codes: dict[int, int] = {}
 
     def begin(self, rank: int) -> int:
-        """Notes a worker; the number of the launch, from 1."""
+        """Note a worker; return the number of the launch, from 1."""
         if rank in self.begun or not self.begun:
             self.begun, self.codes, self.launches, self.failed_at = set(), {}, self.launches + 1, math.inf
         self.begun.add(rank)
@@ -83,11 +83,11 @@ class Board:
         return self.launches
 
     def say(self, stream: int, line: str) -> None:
-        """A line for the terminal's stdout (1) or stderr (2)."""
+        """Add a line for the terminal's stdout (1) or stderr (2)."""
         self.lines.append((stream, line))
 
     def read(self) -> tuple[list[tuple[int, str]], int]:
-        """The lines since the last call, and how many workers there are."""
+        """Return the lines since the last call, and the number of workers."""
         lines, self.lines = self.lines, []
         return lines, len(self.begun) if time.monotonic() - self.heard_at < _SILENT_S else 0
 
@@ -95,7 +95,7 @@ class Board:
         self.signals.append(number)
 
     def sent(self, known: int) -> list[int]:
-        """The signals for all processes after the `known` first."""
+        """Return the signals for all processes after the first `known` ones."""
         self.heard_at = time.monotonic()
         return [signal.SIGKILL] if self.heard_at - self.failed_at > _LEAVE_S else self.signals[known:]
 
@@ -105,15 +105,15 @@ class Board:
             self.failed_at = min(self.failed_at, time.monotonic())
 
     def ended(self) -> dict[int, int]:
-        """The exit codes by rank."""
+        """Return the exit codes by rank."""
         return self.codes
 
 
 def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join_timeout_s: float) -> int:
-    """Runs `config`, the YAML of a joined process, on the cluster that `ray status` shows from here; returns the exit code.
+    """Run `config` on the cluster that `ray status` shows; return the exit code.
 
-    Raises UserError where Ray is not installed or no cluster is found, PeerFailed where workers are not placed within `join_timeout_s`.
-    """
+    `config` is the YAML of a joined process. Raises UserError if Ray is not installed or no cluster is found, PeerFailed if workers are
+    not placed within `join_timeout_s`."""
     try:
         ray, trainer_class = _ray(), _trainer_class()
     except ImportError as error:
@@ -150,7 +150,7 @@ def run_on_ray(config: str, verb: str, folder: RunFolder, plan: LaunchPlan, join
             thread.start()
             placed = _follow(ray, board, thread, received, processes, join_timeout_s)
         if not placed:
-            signal.raise_signal(received[0])  # which ends the command, now that nobody listens here
+            signal.raise_signal(received[0])  # ends the command, now that nobody listens here
         codes = ray.get(board.ended.remote()).values()
     finally:
         ray.shutdown()
@@ -162,12 +162,12 @@ def _trainer_class() -> Any:
 
 
 def _make_trainer(kind: Any, given: Given, plan: LaunchPlan) -> Any:
-    """Of one worker for each process, with a GPU each where the cluster has any."""
+    """Return a trainer with one worker for each process. Each gets a GPU if the cluster has any."""
     train = import_module("ray.train")
     placement = {"use_gpu": _ray().cluster_resources().get("GPU", 0) > 0, "num_workers": given.processes}
     placement |= {"placement_strategy": "PACK" if plan.nodes > 1 else "STRICT_PACK"}
     return kind(
-        lambda: work(given),  # Ray would show a train_loop_config in its dashboard
+        lambda: work(given),  # Ray's dashboard would show a train_loop_config
         backend_config=_seeing_all_gpus(),
         scaling_config=train.ScalingConfig(**placement),
         run_config=train.RunConfig(
@@ -178,10 +178,10 @@ def _make_trainer(kind: Any, given: Given, plan: LaunchPlan) -> Any:
 
 
 def _exit_code(codes: Collection[int], processes: int, lost: BaseException | None) -> int:
-    """That of the run, from the `codes` of the processes that have one; `lost` is why Ray gave up, though nobody asked it to."""
+    """Return the run's exit code from the `codes` of processes that have one. `lost` says why Ray gave up unasked."""
     if len(codes) == processes and not any(codes):
         return 0
-    # the others of a lost worker have been stopped by Ray, by SIGTERM
+    # when a worker is lost, Ray stops the others by SIGTERM
     code = next((code for code in MOST_TELLING if code in codes), 4 if lost else max(codes, default=4))
     if lost and code not in codes:
         said = str(lost).strip().splitlines()[-1][:300]
@@ -190,16 +190,16 @@ def _exit_code(codes: Collection[int], processes: int, lost: BaseException | Non
 
 
 def _connect(ray: Any) -> None:
-    """Raises UserError where no cluster is found."""
+    """Connect to the cluster. Raises UserError if none is found."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:
-        if port.isdecimal() and "//" not in host:  # ray.init waits for minutes where nothing listens
+        if port.isdecimal() and "//" not in host:  # ray.init waits for minutes if nothing listens
             socket.create_connection((host, int(port)), timeout=10).close()
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        signal.signal(signal.SIGTERM, handler)  # Ray's own ends the process with code 15
-    except Exception as error:  # also for an address of another kind, a cluster of another version, a missing token
+        signal.signal(signal.SIGTERM, handler)  # Ray's own handler ends the process with code 15
+    except Exception as error:  # also an address of another kind, a cluster of another version, a missing token
         what = f"no Ray cluster is found from here ({address}): {first_line(error)}"
         fix = "Start one with ray start --head, name it (RAY_ADDRESS=HOST:6379), or give it the command: ray job submit -- packtrain …"
         raise UserError(what, where="topology.kind", fix=fix) from error
@@ -208,16 +208,16 @@ def _connect(ray: Any) -> None:
 def _follow(
     ray: Any, board: Any, thread: threading.Thread, received: list[int], processes: int, limit_s: float
 ) -> bool:
-    """Prints what rank 0 prints until the run has ended; returns False if a signal was `received` while no worker is there.
+    """Print rank 0's output until the run has ended. Return False if a signal was `received` while no worker is there.
 
-    Raises PeerFailed where some workers are not placed after `limit_s`.
+    Raises PeerFailed if some workers are not placed after `limit_s`.
     """
     complete_at = said_at = time.monotonic()
     while True:
         alive = thread.is_alive()
         try:
             lines, begun = ray.get(board.read.remote(), timeout=_SILENT_S)
-        except ray.exceptions.RayError as error:  # it may hang when it is shut down, too
+        except ray.exceptions.RayError as error:  # a cluster that shuts down may also hang
             fix = "ray status says what there is; the same command goes on from the newest checkpoint."
             lost = PeerFailed(f"the Ray cluster no longer answers: {first_line(error)}", where="Ray", fix=fix)
             leave(report_error(lost))
@@ -245,7 +245,7 @@ def _ray() -> Any:
 
 
 def _seeing_all_gpus() -> Any:
-    """Ray's settings of workers that each see all GPUs of their machine that are theirs, as torchrun's do."""
+    """Return Ray settings for workers. Each sees all GPUs of its machine that the run owns, as torchrun's workers do."""
     backend: Any = import_module("ray.train.backend")
 
     class Shared(backend.Backend):
@@ -260,7 +260,7 @@ def _seeing_all_gpus() -> Any:
 
 
 def work(given: Given) -> None:
-    """In a worker of Ray: one process of the run. Raises RuntimeError where all are to be started again."""
+    """Run one process of the run in a worker of Ray. Raises RuntimeError if all processes must start again."""
     ray, train, collective = _ray(), import_module("ray.train"), import_module("ray.train.collective")
     context = train.get_context()
     rank, board = context.get_world_rank(), given.board
@@ -296,11 +296,13 @@ def work(given: Given) -> None:
 
 
 def _run(command: list[str], env: dict[str, str], given: Given, rank: int) -> tuple[int, list[str]]:
-    """Runs the process, with signals from the board; its exit code and last lines. Ray's log has all that it prints, and the board
-    what rank 0 does."""
+    """Run the process, with signals from the board; return its exit code and last lines.
+
+    Ray's log gets all that it prints, and the board gets rank 0's output.
+    """
     ray, folder = _ray(), given.folder if os.path.isdir(given.folder) else None
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # Ray's workers block SIGINT, and a process inherits that
+    # Ray's workers block SIGINT, and child processes inherit that
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     process = subprocess.Popen(command, env=env, cwd=folder, **streams)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -1,8 +1,8 @@
-"""The rendezvous: the launchers of all machines connect before a worker is started, and compare configs, versions and counts.
+"""Rendezvous of all launchers before any worker starts: they compare configs, versions and counts.
 
-Machine 0 serves the control channel on the run's port; the others call `join` repeatedly, each with a description of its machine,
-and all get the same answer: wait, go, or stop with the reason. Faults on which torchrun would hang silently, or train wrongly,
-become errors that name the machine. The channel stays open for the whole run (coordinator.py); torch's own store gets another
+Machine 0 serves the control channel on the run's port. The others call `join` repeatedly, each with a description of its machine,
+and all get the same answer: wait, go, or stop with the reason. Some faults would make torchrun hang silently or train wrongly; here
+they become errors that name the machine. The channel stays open for the whole run (coordinator.py); torch's own store gets another
 port, which the answer contains.
 """
 
@@ -29,20 +29,20 @@ from packtrain.run_folder import as_type
 from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
-GONE_S = 15  # of silence, after which machine 0 is taken to have left the rendezvous
+GONE_S = 15  # seconds of silence until machine 0 counts as gone from the rendezvous
 POLL_S = 0.3
 ABSENT_S = 5  # a machine that is silent this long counts as not joined
-_FAREWELL_S = 3  # that machine 0 keeps answering after a failure, so that the others get the reason
+_FAREWELL_S = 3  # machine 0 keeps answering this long after a failure, so that the others get the reason
 _LINK_LOCAL = ("169.254.", "fe80:")
 
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where the machines connect: machine 0 listens on `port` (0: a free one), the others call `address` for up to `timeout_s` seconds.
+    """The place where machines connect: machine 0 listens on `port`, the others call `address`.
 
-    `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
-    known beforehand. The rendezvous waits for all machines in `expected` (None: for every machine); once `timeout_s` is over, it
-    goes on with `least` of them (None: it needs all).
+    Port 0 means a free one. The others call for up to `timeout_s` seconds. `job` is the run's folder; launchers recognise each other by
+    it. `names` are the host names by number that are known beforehand. The rendezvous waits for all machines in `expected` (None:
+    every machine). After `timeout_s` it goes on with at least `least` of them (None: it needs all).
     """
 
     address: str
@@ -55,27 +55,27 @@ class MeetingPoint:
 
     @property
     def password(self) -> str:
-        """What a launcher shows to join: the run's folder, and the secret that a batch script has given to all machines."""
+        """Password to join: the run's folder, and the secret that batch scripts pass to machines."""
         return f"{os.environ.get(SECRET, '')} {self.job}"
 
     def describe_machine(self, node: int, per_node: int = 0) -> str:
-        """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
+        """Describe a machine in words: "n2 (machine 1, ranks 4 to 7)"."""
         ranks = [ranks_in_words(range(node * per_node, (node + 1) * per_node))] if per_node else []
         known = node < len(self.names)
         about = ", ".join([f"machine {node}", *ranks] if known else ranks)
         return f"{self.names[node] if known else f'machine {node}'}{f' ({about})' if about else ''}"
 
     def departure_error(self, why: str) -> PeerFailed:
-        """The error that machine 0 ended before the run began."""
+        """Return the error that machine 0 ended before the run began."""
         what = f"{self.describe_machine(0)} left before the run began: {why}"
         return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The machines of a run after the rendezvous: names by number, the channel's place, and the port for torch's store.
+    """The machines of a run after the rendezvous: names by number, channel, store port.
 
-    `server` is machine 0's, `client` that of any other. `prepared` is what machine 0 has prepared for all.
+    torch's store uses `store_port`. Machine 0 has a `server`, the others a `client`. `prepared` is machine 0's preparation for all.
     """
 
     names: Mapping[int, str]
@@ -93,12 +93,12 @@ Prepare = Callable[[Mapping[int, str]], str]
 
 @contextmanager
 def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -> Iterator[Group]:
-    """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
+    """Let all machines join and agree; inside the block machine 0 serves the channel.
 
-    Machine 0 calls `prepare` with the names of those that have joined, before they go on: all get what it returns, and its
-    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree, or if machine 0 does not have
-    the address or the port; PeerFailed if a machine is missing after `place.timeout_s` seconds, or joins after the run has started.
-    Prints what it waits for on stderr every PROGRESS_S seconds.
+    Machine 0 calls `prepare` with the names of the joined machines before they go on. All get its result, and its errors end all
+    machines. Raises CheckFailed, the same on every machine, if they disagree, or if machine 0 does not have the address or the
+    port; PeerFailed if a machine is missing after `place.timeout_s` seconds, or joins after the run has started.
+    Prints the missing machines on stderr every PROGRESS_S seconds.
     """
     if me.node:
         yield _join_machine_0(me, place)
@@ -115,7 +115,7 @@ def meet(me: Member, place: MeetingPoint, prepare: Prepare = lambda names: "") -
 
 
 def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -> Group:
-    """The rendezvous on machine 0: waits for the others and answers all of them."""
+    """Hold the rendezvous on machine 0: wait for the others and answer all of them."""
     joining = _JoinServer(me, place)
     server.serve("join", joining.join, open=True)
     store_port = free_port()
@@ -136,7 +136,7 @@ def _gather(me: Member, place: MeetingPoint, server: Server, prepare: Prepare) -
 
 
 class _JoinServer:
-    """Machine 0's record of the launchers that have joined, and its `final` answer to all of them."""
+    """Machine 0's record of joined launchers, and its `final` answer to all of them."""
 
     def __init__(self, me: Member, place: MeetingPoint) -> None:
         self._me, self._place = me, place
@@ -149,7 +149,7 @@ class _JoinServer:
         self.final: dict[str, Any] | None = None
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answers a launcher: {"wait": text}, {"go": …}, or {"stop": problems}; called by the channel's threads."""
+        """Answer a launcher: {"wait": text}, {"go": …}, or {"stop": problems}. The channel's threads call this."""
         place = self._place
         if not hmac.compare_digest(str(body.get("password", "")).encode(), place.password.encode()):
             return _reject(place, "another run, with another trainer.output_dir, uses this port")
@@ -168,7 +168,7 @@ class _JoinServer:
             return self.final or {"wait": self._waiting}
 
     def wait(self) -> list[Member]:
-        """The machines once all have joined and agree. Raises PacktrainError if they disagree, or a machine is missing."""
+        """Return the machines once all have joined and agree. Raises PacktrainError if they disagree or one is missing."""
         begun, printed, nodes, place = time.monotonic(), 0, self._me.nodes, self._place
         while True:
             with self._lock:
@@ -201,15 +201,15 @@ class _JoinServer:
         return members
 
     def _members(self) -> list[Member]:
-        """The machines that have joined: this one, and the others by number."""
+        """Return the machines that have joined: this one, and the others by number."""
         others = [member for member, _ in self._joined.values()]
         return [self._me, *sorted(others, key=lambda member: member.node)]
 
 
 def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
-    """The rendezvous on the other machines: finds machine 0 and waits for its answer.
+    """Join the rendezvous from another machine: find machine 0 and wait for its answer.
 
-    Raises the error that machine 0 answers; PeerFailed if machine 0 could not be reached for `place.timeout_s` seconds, or left.
+    Raises machine 0's error, or PeerFailed if machine 0 could not be reached for `place.timeout_s` seconds, or left.
     """
     body = {"member": asdict(me), "token": new_secret(), "password": place.password}
     joined = False
@@ -219,7 +219,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
         try:
             limit_s = max(min(GONE_S, place.timeout_s - waited_s), 1)
             with socket.create_connection((place.address, place.port), timeout=limit_s) as connection:
-                # later calls do not ask the name server, which may be slow
+                # later calls skip the name server, which may be slow
                 client = Client(str(connection.getpeername()[0]), place.port)
             answer = client.call("join", body, timeout_s=limit_s)
             joined, words, heard = True, str(answer.get("wait", "")), time.monotonic()
@@ -252,7 +252,7 @@ def _join_machine_0(me: Member, place: MeetingPoint) -> Group:
 
 
 def _check_address(me: Member, place: MeetingPoint) -> None:
-    """Raises CheckFailed if topology.main_address, which the others call, is not an address of this machine 0."""
+    """Raise CheckFailed if topology.main_address is not an address of this machine 0. The others call it there."""
     try:
         addresses = resolve(place.address, place.port)
     except OSError as error:
@@ -269,13 +269,13 @@ def _check_address(me: Member, place: MeetingPoint) -> None:
 
 
 def resolve(address: str, port: int) -> list[str]:
-    """The addresses of a host name, in the system's order. Raises OSError (socket.gaierror)."""
+    """Return the addresses of a host name, in the system's order. Raises OSError (socket.gaierror)."""
     answers = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
 
 
 def is_own(address: str) -> bool:
-    """Whether `address` is one of this machine's: only such an address can be bound to."""
+    """Return whether `address` belongs to this machine: only then can a socket bind to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind((address, 0))
@@ -284,7 +284,7 @@ def is_own(address: str) -> bool:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """The addresses of this machine that others may use; () if they cannot be found out."""
+    """Return this machine's addresses that others may use; () if unknown."""
     addresses = [address for interface in (addresses_by_interface() or {}).values() for address in interface]
     usable = (address for address in addresses if not is_loopback(address) and not address.startswith(_LINK_LOCAL))
     return tuple(dict.fromkeys(usable))

@@ -1,6 +1,6 @@
-"""Slurm: a run as a script for sbatch, made from slurm/run.sbatch.j2, and as one srun task for each machine of a job.
+"""Slurm runs: a script for sbatch from slurm/run.sbatch.j2, or one srun task per machine.
 
-The template explains what a script does and why; `script` computes the values for it. Everything that comes from the user is
+The template explains what a script does and why; `script` computes the values for it. Everything from the user is
 quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
 """
 
@@ -39,17 +39,17 @@ from packtrain.wording import counted
 TEMPLATE = "run.sbatch.j2"
 _MADE = "# Made by packtrain sbatch"
 _GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"}
-_MODULE = re.compile(r"\s*(module|ml)\b")  # which only a login shell knows
+_MODULE = re.compile(r"\s*(module|ml)\b")  # only a login shell knows these
 _CAPTURED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120, "check": False}
-_STEP_S = 20  # for Slurm to name and signal a step
+_STEP_S = 20  # time for Slurm to name and signal a step
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`packtrain verb arguments…` as a Slurm job that starts in `folder`, by the command `program` outside containers.
+    """`packtrain verb arguments…` as a Slurm job. It starts in `folder`.
 
-    `points` are the runs: one, or those of a sweep, which share `arguments`. `invoked_as` is the command that asked for the job.
-    """
+    Outside containers the command is `program`. `points` are the runs: one, or a sweep's, which share `arguments`. `invoked_as` is the
+    command that asked for the job."""
 
     verb: str
     invoked_as: tuple[str, ...]
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def config(self) -> str | None:
-        """The path of the config, or its name; None where the arguments are all overrides."""
+        """The path of the config, or its name; None if all arguments are overrides."""
         return next((first for first in self.arguments[:1] if "=" not in first or Path(first).is_file()), None)
 
     @property
@@ -75,21 +75,23 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """The folder of Slurm's logs: logs/ of the run folder, or of the folder that contains all run folders of a sweep."""
+        """The folder of Slurm's logs: logs/ of the run folder. For a sweep: of the folder around its run folders."""
         return RunFolder(Path(os.path.commonpath([self.run_folder(point).root for point in self.points]))).logs
 
     def run_folder(self, point: Point) -> RunFolder:
-        """The run folder of a point, by its absolute path."""
+        """Return the run folder of a point, with its absolute path."""
         return RunFolder(self.folder / RunFolder.of(point.config.trainer).root)
 
     def log(self, job: str) -> Path:
-        """Slurm's log of `job`: its number, or a pattern of Slurm's."""
+        """Return the path of Slurm's log. `job` is a job number, or a pattern of Slurm's."""
         return self.logs / f"slurm-{job}.log"
 
 
 def plan_job(job: Job) -> LaunchPlan:
-    """What each machine of the job will start. Raises UserError if machines or GPUs are not known beforehand, are numbered by
-    others than Slurm, or differ between the points of a sweep."""
+    """Plan the start on each machine of the job. Raises UserError if it cannot be planned.
+
+    Machines and GPUs must be known beforehand, numbered by Slurm, and the same for all points of a sweep.
+    """
     topology = job.topology
     asked = count_gpus(topology)
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)
@@ -118,7 +120,7 @@ def plan_job(job: Job) -> LaunchPlan:
 
 
 def script(job: Job, plan: LaunchPlan) -> str:
-    """The whole script; `plan` is `plan_job(job)`."""
+    """Return the whole script; `plan` is `plan_job(job)`."""
     topology, given = job.topology, parse_options(job.topology.sbatch)
     points = [
         {"words": shlex.join(point.chosen), "checkpoints": shlex.quote(str(job.run_folder(point).checkpoints))}
@@ -145,7 +147,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
 
 
 def render(template: Path, values: dict[str, Any]) -> str:
-    """The text that a template of jinja makes of `values`, all of which it has to be given."""
+    """Render a jinja template. `values` must have everything that it uses."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     source = FileSystemLoader(template.parent)
@@ -154,7 +156,7 @@ def render(template: Path, values: dict[str, Any]) -> str:
 
 
 def summary(job: Job, plan: LaunchPlan) -> str:
-    """Machines and processes of the job, in one line."""
+    """Describe the machines and processes of the job in one line."""
     unit = "processes on CPUs" if count_gpus(job.topology) == 0 else "GPUs"
     machines = f"{counted(plan.nodes, 'machines')} × {plan.gpus_per_node} {unit}"
     words = f"{machines} = {counted(plan.num_processes, 'processes')}"
@@ -162,16 +164,16 @@ def summary(job: Job, plan: LaunchPlan) -> str:
 
 
 def directive(value: str) -> str:
-    """A value as sbatch reads it on a `#SBATCH` line, which it splits at blanks and ends at a `#`."""
+    """Return a value quoted for a `#SBATCH` line. sbatch splits it at blanks and ends it at a `#`."""
     if re.fullmatch(r"[\w@%+=:,./|&*()\[\]-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool) -> int:
-    """Plans the job, then submits its script (`submit`) or writes it (to `file`, else to stdout); returns 0.
+    """Plan the job, then submit its script, or write it to `file` or stdout. Returns 0.
 
-    Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
+    Raises UserError if the job is impossible, if sbatch is missing or refuses, or if a file cannot be written or is not packtrain's.
     """
     plan = plan_job(job)
     text = script(job, plan)
@@ -200,7 +202,7 @@ def submit_or_write(job: Job, *, submit: bool, file: Path | None, as_json: bool)
 
 
 def print_unchanged(text: str) -> None:
-    """Prints a script unredacted: the user's lines of topology.setup must stay as they are."""
+    """Print a script unredacted: the user's lines of topology.setup must stay unchanged."""
     print(text, end="", file=getattr(sys.stdout, "unchanged", sys.stdout))
 
 
@@ -234,7 +236,7 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
 
 
 def _runs(job: Job, number: str) -> dict[str, object]:
-    """Where logs and run folders of a job are, for --json."""
+    """Return the paths of a job's logs and run folders, for --json."""
     folders = [str(job.run_folder(point).root) for point in job.points]
     if not job.is_sweep:
         return {"log": str(job.log(number)), "output_dir": folders[0]}
@@ -247,7 +249,7 @@ def _runs(job: Job, number: str) -> dict[str, object]:
 
 
 def _state(number: str) -> str:
-    """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
+    """Return the state of a job in Slurm's words. "RUNNING", "PENDING (Resources)"; "?" if squeue does not say."""
     try:
         states = subprocess.run(["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"], **_CAPTURED).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -256,8 +258,8 @@ def _state(number: str) -> str:
 
 
 def _sbatch(arguments: list[str], text: str) -> str:
-    """sbatch's answer to the script `text`: its stdout, for a test its stderr. Raises UserError if it refuses."""
-    # in a shell of salloc sbatch would read that job's variables as options of the new one
+    """Return sbatch's answer to the script `text`: its stdout, for a test its stderr. Raises UserError if it refuses."""
+    # in a shell of salloc, sbatch would take that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
         done = subprocess.run(["sbatch", *arguments], env=env, input=text, **_CAPTURED)
@@ -275,10 +277,10 @@ def _sbatch(arguments: list[str], text: str) -> str:
 
 
 def run_srun(argv: Sequence[str]) -> int:
-    """Runs srun by `argv`; each of its tasks ends with the exit code of the whole run, which this returns.
+    """Run srun by `argv`. Returns the exit code of the run, the same for all tasks.
 
-    srun does not forward signals: at the first SIGINT it only prints a message, at SIGTERM it kills its tasks; so scancel sends
-    the first signal to the tasks. A second one goes to srun. Raises PeerFailed if srun ends with 1: it could not start its tasks.
+    srun does not forward signals: at the first SIGINT it only prints a message, at SIGTERM it kills its tasks. So scancel sends
+    the first signal to the tasks, and srun gets the second. Raises PeerFailed if srun ends with 1: it could not start its tasks.
     """
     step = f"packtrain-{os.getpid()}"
     received: list[int] = []
@@ -310,7 +312,7 @@ def run_srun(argv: Sequence[str]) -> int:
 
 
 def _signal_step(name: str, number: int) -> bool:
-    """Sends a signal through Slurm to the tasks of the step `name` of this job; False if that fails."""
+    """Send a signal through Slurm to the tasks of this job's step `name`. Return False if that fails."""
     queue = ["squeue", "--steps", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID')}", "--format=%i %j"]
     try:
         listing = subprocess.run(queue, capture_output=True, text=True, timeout=_STEP_S, check=True).stdout

@@ -1,8 +1,8 @@
-"""The processes of one machine: started by torchrun, watched while they run, and ended together, with no process left.
+"""Supervision of one machine's processes: torchrun starts them; they end together, with none left.
 
 torchrun sees a worker's end within a tenth of a second, but gives the others half a minute, and knows nothing of other
-machines. So the launcher watches the workers itself (each writes its process id, and its exit code at the end): after the first
-failure on any machine the others have SELF_EXIT_S to exit by themselves and print their error, then get SIGTERM, and TERM_S
+machines. So the launcher itself watches the workers (each writes its process id, and its exit code at the end). After the first
+failure on any machine, the others have SELF_EXIT_S to exit by themselves and print their error. Then they get SIGTERM, and TERM_S
 later SIGKILL.
 """
 
@@ -29,7 +29,7 @@ from packtrain.time_limit import in_time
 SELF_EXIT_S = 2
 TERM_S = 5
 TORCHRUN_EXIT_S = 3
-"""Seconds for torchrun to report how its workers ended, once they are gone."""
+"""Seconds that torchrun has to report how its workers ended, once they are gone."""
 EXIT_LIMIT_S = 600
 """Seconds that finished processes may take to exit: trackers upload their last files."""
 _POLL_S = 0.1
@@ -37,27 +37,28 @@ _TAIL_BYTES = 2**16
 
 
 class Supervisor:
-    """torchrun and its workers, the `ranks` of this machine (`host`); or the one worker of a run, without torchrun.
+    """torchrun and its workers on this machine, or a run's only worker without torchrun.
 
-    Each of them leads a session of its own, which has its loader processes, too. Workers write process ids, exit codes and stacks
-    to the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own. `reporter` is the connection to machine 0.
+    The workers are the `ranks` of this machine (`host`). Each leads a session of its own, which includes its loader processes. Workers write
+    process ids, exit codes and stacks to the folder `exits`. logs/rank-*.log are beside `log`, torchrun's own. `reporter` is the
+    connection to machine 0.
     """
 
     def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
         self._exits, self._log, self._ranks, self._host, self._reporter = exits, log, ranks, host, reporter
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
         self._old_sizes = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
-        self._received: int | None = None  # the signal for which all are to stop
+        self._received: int | None = None  # the signal that stops all
         self._passed_on = 0
         self._ending_since: float | None = None
         self._terminated = False
-        self._all_finished_since: float | None = None  # since when all workers have written exit codes
+        self._all_finished_since: float | None = None  # when all workers had written exit codes
         self._workers: dict[int, int] = {}  # process ids by rank
         self._memory_kills = count_oom_kills()
         self._torchrun: subprocess.Popen[bytes] | None = None
 
     def run(self, argv: list[str], environment: Mapping[str, str]) -> Verdict:
-        """Runs torchrun by `argv` to its end and to that of all machines, and returns the verdict on the run.
+        """Run torchrun by `argv` until it and all machines have ended. Returns the verdict on the run.
 
         Signals to this process stop all machines cleanly.
         """
@@ -75,7 +76,7 @@ class Supervisor:
         return self._torchrun is None or self._torchrun.poll() is not None
 
     def _watch(self) -> None:
-        """Returns when everything has ended."""
+        """Watch until everything has ended."""
         while self._torchrun is not None and not self._torchrun_ended:
             with suppress(subprocess.TimeoutExpired):
                 self._torchrun.wait(_POLL_S)
@@ -95,11 +96,11 @@ class Supervisor:
         _kill_sessions(self._workers.values())
 
     def _stop(self, number: int) -> None:
-        """Passes a signal on to the workers and, if it is the first, to the other machines. Raises Stopped for a further one
-        once the workers here have ended and only other machines are awaited."""
+        """Pass a signal on to the workers. The first signal also goes to the other machines.
+        Raises Stopped for a further signal when workers here have ended and only other machines are awaited."""
         if self._torchrun_ended and self._received is not None:
             raise Stopped
-        if self._reporter.report.signal is None:  # though machine 0 may have ordered a stop before
+        if self._reporter.report.signal is None:  # machine 0 may have ordered a stop before
             self._reporter.update(signal=number)
         self._pass_on(number)
 
@@ -114,10 +115,10 @@ class Supervisor:
                     os.killpg(self._torchrun.pid, number)
 
     def _update_states(self) -> None:
-        """Updates the report with the workers that have started, and their states."""
+        """Update the report with the workers that have started, and their states."""
         states: dict[int, ProcessState] = {}
         lives: dict[int, Life] = {rank: life_of(pid) for rank, pid in self._workers.items()}
-        # Files are read after `lives`, else a rank that exits in between looks crashed.
+        # Read files after `lives`, else a rank that exits in between looks crashed.
         for rank, facts in read_exits(self._exits).items():
             pid, life = facts.get("pid"), lives.get(rank, "running")
             if pid is None:  # torchrun ended it before it had started
@@ -132,7 +133,7 @@ class Supervisor:
         self._reporter.report.ranks = states
 
     def _follow_orders(self) -> None:
-        """Carries out machine 0's orders; if that is lost, ends everything."""
+        """Carry out machine 0's orders. If machine 0 is lost, end everything."""
         self._follow_stop_order()
         orders = self._reporter.orders
         end = orders.end or (self._reporter.lost and f"machine 0 was lost: {self._reporter.lost}")
@@ -147,7 +148,7 @@ class Supervisor:
             self._pass_on(orders.stop)
 
     def _failed(self) -> str:
-        """The failure of the first failed worker, in words; "" if none failed."""
+        """Describe the failure of the first failed worker; "" if none failed."""
         for rank, state in sorted(self._reporter.report.ranks.items()):
             if state.reported and is_failure(state.code):
                 return f"rank {rank} on {self._host} failed (exit code {state.code})"
@@ -156,7 +157,7 @@ class Supervisor:
         return ""
 
     def _fails_to_exit(self) -> bool:
-        """Whether all workers finished more than EXIT_LIMIT_S ago, but one of them, or torchrun, still runs."""
+        """Return whether a worker or torchrun still runs though all workers finished over EXIT_LIMIT_S ago."""
         states = self._reporter.report.ranks
         if any(rank not in states or not states[rank].reported for rank in self._ranks):
             return False
@@ -164,7 +165,7 @@ class Supervisor:
         return time.monotonic() - self._all_finished_since > EXIT_LIMIT_S
 
     def _send_due_signals(self, torchrun: int) -> None:
-        """Sends the signals that are due by now; torchrun is killed last, so that it can report how the workers ended."""
+        """Send the signals that are due by now. torchrun is killed last, so that it can report how the workers ended."""
         if self._ending_since is None:
             return
         since = time.monotonic() - self._ending_since
@@ -179,13 +180,13 @@ class Supervisor:
                 _kill_sessions([torchrun])
 
     def _final_facts(self) -> dict[str, Any]:
-        """How the processes of this machine ended, as fields of MachineReport."""
+        """Return how the processes of this machine ended, as fields of MachineReport."""
         facts_of, known, stacks = read_exits(self._exits), self._reporter.report.ranks, dict[int, str]()
         ended = self._torchrun.returncode if self._torchrun else 0
         ranks = {
             rank: ProcessState(facts.get("pid", 0), "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
             for rank, facts in facts_of.items()
-            # ended by this launcher: 128 + SIGTERM is no information
+            # skip workers ended by this launcher: 128 + SIGTERM is no information
             if "code" in facts and (self._ending_since is None or facts["code"] <= 128)
         }
         for rank, state in known.items():
@@ -210,14 +211,14 @@ class Supervisor:
         }
 
     def _tail(self, log: Path) -> list[str]:
-        """The last lines that were written to a log since the start."""
+        """Return the last lines that were written to a log since the start."""
         with log.open("rb") as file:
             file.seek(max(log.stat().st_size - _TAIL_BYTES, self._old_sizes[log]))
             return tail_of(file.read().decode(errors="replace").splitlines())
 
 
 def _kill_sessions(leaders: Iterable[int]) -> None:
-    """Kills all processes in the sessions of these process ids; those that have ended do no harm."""
+    """Kill all processes in the sessions of these process ids. Ended processes are skipped."""
     for pid in leaders:
         with suppress(OSError):
             os.killpg(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""A worker process of the launcher: where its output goes, how it ends, and which files it writes for the launcher.
+"""Worker process of the launcher: its output, its end, and its files for the launcher.
 
-`python -m packtrain.launch.worker LOG ARGUMENTS…` is its parent, `accelerate launch ARGUMENTS…`, with torchrun's messages in LOG
+`python -m packtrain.launch.worker LOG ARGUMENTS…` is its parent: `accelerate launch ARGUMENTS…`, with torchrun's messages in LOG
 (among them a traceback for every worker that ends with an error). Imports nothing heavy, so that from the first line on a signal
 ends a worker with a message and an exit code, not a traceback.
 """
@@ -31,9 +31,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_worker(work: Callable[[], int]) -> NoReturn:
-    """The main function of a worker: does `work`, with heartbeats, and ends the process with its exit code.
+    """Run `work` with heartbeats, and end the process with its exit code.
 
-    All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised; a lost peer is reported
+    All ranks but 0 write to logs/rank-0000N.log instead of the terminal. Errors are printed, never raised. A lost peer is reported
     to the launcher, which prints it if it finds no better cause.
     """
     rank, exits = int(os.environ.get("RANK", "0")), os.environ.get(EXIT_DIR)
@@ -74,7 +74,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def errors_copied_to(log: Path) -> Iterator[None]:
-    """Inside the block an error is written to `log`, too: packtrain doctor reads it after the terminal is gone."""
+    """Copy an error inside the block to `log`. packtrain doctor reads it after the terminal is gone."""
     try:
         yield
     except Exception as error:
@@ -86,10 +86,10 @@ def errors_copied_to(log: Path) -> Iterator[None]:
 
 
 def write_exit(exits: Path, rank: int, **facts: int | str) -> None:
-    """Adds `facts` about a rank to its file in the folder `exits`, which its launcher reads.
+    """Add `facts` about a rank to its file in the folder `exits`. Its launcher reads the file.
 
-    The rank writes its process id (`pid`) as it starts, its exit `code` as it ends, and its message if it ended only because it
-    `lost` the others; torchrun writes how the process `ended`: the exit code, negative for a signal.
+    The rank writes its process id (`pid`) as it starts and its exit `code` as it ends. If it ended only because it `lost` the others, it
+    writes that message. torchrun writes how the process `ended`: the exit code, negative for a signal.
     """
     known = read_exits(exits).get(rank, {})
     partial = exits / f".{rank}.json"
@@ -98,14 +98,14 @@ def write_exit(exits: Path, rank: int, **facts: int | str) -> None:
 
 
 def read_exits(exits: Path) -> dict[int, dict[str, Any]]:
-    """The facts in `exits`, by rank."""
+    """Return the facts in `exits`, by rank."""
     return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the system kill this process when `parent`, which started it, ends, however that happens (Linux only).
+    """Let the system kill this process when its `parent` ends for any reason (Linux only).
 
-    A killed launcher cannot end its workers, which have sessions of their own and would keep GPUs and port.
+    A killed launcher cannot end its workers, which lead their own sessions and would keep GPUs and port.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -114,9 +114,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def run_torchrun(log: str, arguments: list[str]) -> None:
-    """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure).
+    """Run `accelerate launch arguments…` in this process; end it with torchrun's exit code (1 for any failure).
 
-    The system kills it when the launcher that started it ends, and its workers with it.
+    When the launcher that started it ends, the system kills it and its workers.
     """
     end_with_parent(int(os.environ[PARENT]))
     os.environ[PARENT] = str(os.getpid())

@@ -1,1 +1,1 @@
-"""The model: loading it, adapters, its forward pass, the reference of preference training, and spreading it over processes."""
+"""The model: loading, adapters, forward pass, reference and sharding."""

@@ -1,7 +1,7 @@
-"""Adapters: new ones on a model, or a folder of saved ones (final/ of a LoRA run) given instead of a model.
+"""Adapters: new ones, or a folder of saved ones given as a model.
 
-Such a folder names its base model. As model.path with peft=lora its adapters are trained further, with peft=none they are
-merged first. As objective.reference it is a second, frozen set on the same base, or, if the bases differ, a merged model.
+A folder of adapters (final/ of a LoRA run) names its base model. Given as model.path with peft=lora its adapters are trained further; with
+peft=none they are merged first. Given as objective.reference it is a second, frozen set on the same base; if the bases differ, a merged model.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from packtrain.model.weights.source import check_base
 from packtrain.plan.known_model import is_adapted, is_at
 
 _TASKS: Any = {False: "CAUSAL_LM", True: "SEQ_CLS"}
-"""PEFT's names of what a model is for, by whether it has a score in place of the output head."""
+"""PEFT's task types, by whether the model has a score instead of the output head."""
 _WHOLE = re.compile(r"\.(\w+)(?<!lora_[AB])\.(?:base_layer\.)?weight$")
 _HEADS = ("classifier", "score")
-"""What PEFT copies of the latter."""
+"""Modules that PEFT copies for a SEQ_CLS model."""
 
 
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
-    """`model` with new adapters, which depend on `seed` alone, and the head of a reward model (`scores`) trained in full beside them, as
-    PEFT does it for classifiers. Raises UserError if they do not fit."""
+    """Add new adapters to `model`; they depend only on `seed`. With `scores` the head of a reward model is trained in full beside
+    them, as PEFT does for classifiers. Raises UserError if they do not fit."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def odd_layers(model: nn.Module) -> list[str]:
                     empty = {key: torch.empty(one.shape, device="meta") for key, one in layer.named_parameters()}
                     made = torch.func.functional_call(layer, empty, torch.empty(1, layer.in_features, device="meta"))
                     odd |= {name} if made.shape != (1, layer.out_features) else set()
-            except Exception:  # it gives a tuple, or does not take a matrix
+            except Exception:  # it returns a tuple, or does not accept a matrix
                 odd.add(name)
     return sorted(odd)
 
@@ -91,9 +91,9 @@ def joint_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
-    """Return `peft` with an all-linear that leaves out layers without adapters.
+    """Leave layers that cannot have adapters out of an all-linear `peft`, and return it.
 
-    Raises UserError where another choice has them, and for a name that no module has: PEFT would go on with the others, without a word.
+    Raises UserError if another choice names such layers, and for a name that no module has: PEFT would train the others without a word.
     """
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -111,7 +111,7 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
         patterns = peft.options.get(key, {})
         absent += [(f"options.{key}", at) for at in patterns if not any(is_at(at, name) for name in names)]
     tables, parts = conversion._MOE_TARGET_MODULE_MAPPING, {part for name in names for part in name.split(".")}
-    # what PEFT finds in joint tensors by itself
+    # names that PEFT itself finds in joint tensors
     known = tables.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, ""), {})
     joint = joint_tensors(model.named_parameters())
     of_experts = ("experts", "gate_up_proj", *(part for table in tables.values() for part in table)) if joint else ()
@@ -132,14 +132,14 @@ def fit_to_layers(model: PreTrainedModel, peft: Peft) -> Peft:
 
 
 def _names(model: PreTrainedModel) -> str:
-    """What the modules of a model are called."""
+    """Return a sentence with the names of a model's modules."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules() if not name.rpartition(".")[2].isdigit()}
     return f"Its modules are called {', '.join(sorted(names - {''}))}."
 
 
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
-    """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it. Raises UserError if their settings
-    differ from `peft`, or they do not fit."""
+    """Load the adapters of `folder`. With peft=lora they are trained further, else merged into `model`. Raises UserError if their
+    settings differ from `peft`, or they do not fit."""
     fitted = fit_to_layers(model, peft) if peft.kind == "lora" else peft
     adapted = load_adapters(model, folder, scores=scores, trained=peft.kind == "lora")
     if peft.kind != "lora":
@@ -158,7 +158,7 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
 
 
 def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained: bool) -> Any:
-    """PEFT's model of `model` with the adapters of `folder`, `trained` on or frozen. Raises UserError where they do not fit."""
+    """Return PEFT's model of `model` with the adapters of `folder`, `trained` or frozen. Raises UserError if they do not fit."""
     from peft import PeftConfig, PeftModel
 
     place = Path(folder).expanduser()
@@ -167,7 +167,7 @@ def load_adapters(model: PreTrainedModel, folder: str, *, scores: bool, trained:
         settings = PeftConfig.from_pretrained(str(place))
         let_copy(model, [*(getattr(settings, "modules_to_save", None) or []), *_HEADS])
         check_base(model, place)
-        settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # those of a language model become those of a reward model
+        settings.task_type = _TASKS[scores]  # type: ignore[assignment]  # adapters of a language model become a reward model's
         adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=trained)
         _check_weights(adapted, place)
         if (place / GENERATION_CONFIG_NAME).is_file() and not scores:  # they may have learned another end of an answer
@@ -192,7 +192,7 @@ def embeddings_in(folder: str) -> dict[str, int]:
 def take_vocabulary(model: PreTrainedModel, held: dict[str, int], folder: str) -> None:
     """Resize the embeddings of `model` to the rows that its adapters hold.
 
-    Tokens were added before these were trained. Raises UserError if the adapters have no output head for them.
+    Tokens were added before the adapters were trained. Raises UserError if the adapters have no output head for them.
     """
     rows = held.get(_name_of(model, embeddings := cast(Any, model.get_input_embeddings())))
     if rows in (None, len(embeddings.weight)):
@@ -210,8 +210,8 @@ def _name_of(model: PreTrainedModel, module: Any) -> str:
 
 
 def untie_if_adapted(adapted: Any) -> None:
-    """Gives the output head a weight of its own, before adapters are merged into the embeddings that it is tied to, or into it alone: the
-    adapted model reads the other one as it was."""
+    """Untie the output head from the embeddings before adapters are merged into one of them. The adapted model reads the other one
+    unchanged."""
     model, head = adapted.get_base_model(), adapted.get_base_model().get_output_embeddings()
     config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
     layers = [getattr(part, "base_layer", getattr(part, "original_module", part)) for part in (embeddings, head)]
@@ -225,7 +225,7 @@ def untie_if_adapted(adapted: Any) -> None:
 
 
 def _check_weights(adapted: Any, place: Path) -> None:
-    """Raises UserError if weights of the adapters are not in their file: PEFT would go on with new ones, without a word."""
+    """Raise UserError if the file of the adapters lacks weights. PEFT would use new ones without a word."""
     from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
@@ -240,7 +240,7 @@ def _check_weights(adapted: Any, place: Path) -> None:
 
 
 def add_reference(model: Any, folder: str) -> None:
-    """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, inactive except where TRL turns them on, not saved."""
+    """Add the adapters of `folder` to the adapted `model` as its reference. They are frozen, not saved, and inactive until TRL turns them on."""
     place = Path(folder).expanduser()
     check_model_folder(place)
     fix = f"See {place / 'adapter_config.json'}."
@@ -252,7 +252,7 @@ def add_reference(model: Any, folder: str) -> None:
 
 
 def _ready(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
-    """`adapted` to be trained; layers cast no input that autocast casts back. Raises UserError where the head is adapted."""
+    """Prepare `adapted` for training: its layers no longer cast inputs that autocast casts back. Raises UserError if the head is adapted."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 

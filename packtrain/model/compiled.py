@@ -1,9 +1,9 @@
-"""`trainer.torch_compile`: the parts of every layer run as compiled kernels, attention apart.
+"""`trainer.torch_compile`: compiled kernels for the parts of every layer except attention.
 
-Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): what is compiled for the first layer serves
-all. The regions are a layer's parts, not the whole layer, around whose forward transformers checkpoints activations. Attention by
+Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): the code compiled for the first layer serves
+all. The regions are a layer's parts, not the whole layer: transformers checkpoints activations around a layer's forward. Attention by
 Segments stays outside of the graphs, since the documents of a row are Python numbers that differ from row to row. FSDP2's hooks, which
-gather a layer's weights, are the layer's, and run as ever.
+gather a layer's weights, belong to the layer, so they run as usual.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ dynamo: Any = torch._dynamo.config
 KEY = "trainer.torch_compile"
 BACKEND = "inductor"
 MAX_VARIANTS = 16
-"""Times that a part is compiled anew: for proofs and training, rows and batches. After these it runs as it is written."""
+"""How often a part is compiled anew, for proofs and training, rows and batches. After that it runs uncompiled."""
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Has the parts of the layers of `model` compiled when they first run; returns how many layers that are.
+    """Compile the parts of the layers of `model` when they first run. Returns the number of layers.
 
-    Parameters keep their names. Raises UserError where the model's code does not allow it.
+    Parameters keep their names. Raises UserError if the model's code does not allow it.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if why := _why_not(model, layers):
         raise UserError(f"{type(model).__name__} cannot be compiled: {why}", where=KEY, fix=f"set {KEY}=false")
     for name in IMPLEMENTATIONS.values():
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
-    inductor.fallback_random = True  # dropout draws what it draws without compiling
+    inductor.fallback_random = True  # dropout draws the same numbers as without compiling
     dynamo.recompile_limit = MAX_VARIANTS
     for layer in layers:
         for part in layer.children():
@@ -50,12 +50,12 @@ def compile_layers(model: PreTrainedModel) -> int:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether layers of `model` are compiled."""
+    """Return whether layers of `model` are compiled."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
-    """What stands against compiling, in words; "" if nothing."""
+    """Return why `model` cannot be compiled, in words; "" if it can."""
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     reasons = {
         "its layers are not marked as such (transformers' GradientCheckpointingLayer)": not layers,

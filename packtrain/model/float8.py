@@ -1,8 +1,8 @@
-"""`trainer.mixed_precision=fp8`: the matrix products of the layers in 8-bit floating point by torchao, over autocast to bfloat16.
+"""`trainer.mixed_precision=fp8`: matrix products of the layers in 8-bit floating point by torchao.
 
-torchao's recipe "rowwise": each token and each row of a weight has a scale of its own. With one scale for a whole tensor, which is
-faster, the documents of a row would change each other's rounding. Embeddings, output head, routers and adapters stay as they are.
-Modules change their class in place, so that weights keep their names and their places in what shards them.
+It works over autocast to bfloat16, with torchao's recipe "rowwise": each token and each row of a weight has its own scale. One scale for a
+whole tensor is faster, but the documents of a row would change each other's rounding. Embeddings, output head, routers and adapters stay the
+same. Modules change their class in place, so weights keep their names and their places in the engine that shards them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from packtrain.proof.comparison import Tolerance
 
 KEY = "trainer.mixed_precision"
 TOLERANCE = Tolerance(outputs=math.inf, loss=2e-2, gradients=0.5)
-"""Of the first rows, against bfloat16. Rounding a factor to e4m3 (4 significant bits) costs 2.6 % in the mean square, so a product of
-two 3.7 %, and the products of all layers add up: emulated, 0.25 of the norm of all gradients on SmolLM2-135M (30 layers), 0.10 to
-0.34 on tiny models of seven families; of the loss up to 6e-3. A wrong product is off by about 1."""
-_MULTIPLE = 16  # of the sizes of a weight, which the products need
+"""For the first rows, against bfloat16. Rounding a factor to e4m3 (4 significant bits) costs 2.6 % in the mean square, a product of
+two 3.7 %, and errors add up over the products of all layers. Emulated, the gradients are off by 0.25 of their norm on SmolLM2-135M (30 layers)
+and by 0.10 to 0.34 on tiny models of seven families, the loss by up to 6e-3. A wrong product is off by about 1."""
+_MULTIPLE = 16  # the products need sizes of a weight that are multiples of it
 _ROUTERS = ("gate", "router")
 
 
 def check_float8(device: torch.device) -> None:
-    """Raises UserError unless `device` is a GPU that multiplies in 8-bit floating point."""
+    """Raise UserError unless `device` is a GPU that multiplies in 8-bit floating point."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
@@ -40,13 +40,13 @@ def check_float8(device: torch.device) -> None:
 
 
 def multiply_in_float8(model: PreTrainedModel, *, emulate: bool = False) -> Callable[[], None]:
-    """Has the linear modules in the layers of `model` multiply in 8 bits; returns the function that undoes it.
+    """Make the linear modules in the layers of `model` multiply in 8 bits. Returns the undo function.
 
-    `emulate`: on any device, by rounding the factors. Raises UserError where no module can.
+    `emulate`: on any device, by rounding the factors. Raises UserError if no module can.
     """
     torchao = import_module("torchao.float8")
     float8_linear: Any = import_module("torchao.float8.float8_linear").Float8Linear
-    # the gradient of a weight is a sum over the tokens of a row, whose number is made a multiple of 16 by zeros
+    # the gradient of a weight sums over the tokens of a row: zeros pad their number to a multiple of 16
     config = replace(torchao.Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True, emulate=emulate)
     modules = [module for layer in layers_of(model) for name, module in layer.named_modules() if _fits(name, module)]
     if not modules:

@@ -1,8 +1,8 @@
-"""The floating-point operations that training a model takes, for the logged MFU (model FLOPs utilisation).
+"""Floating-point operations of training a model, for the logged MFU (model FLOPs utilisation).
 
-As in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B) only what the training needs is counted: no padding, and nothing
+Only operations that the training needs count, as in Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B): no padding, and nothing
 that gradient checkpointing runs again. A weight of a linear layer takes 2 FLOPs a token forwards, 2 for the gradient of its input,
-from the first trained layer on, and 2 for its own, if it is trained. An expert counts by the share of tokens that it gets, the
+from the first trained layer on, and 2 for its own gradient, if it is trained. An expert counts by the share of tokens that it gets, the
 output head by the tokens that predict a target: it is computed at no others.
 Attention takes 2 FLOPs for every dimension of a query and a key that it may see, 2 for the value, and twice that backwards.
 """
@@ -21,10 +21,10 @@ from packtrain.model.spread import elements, layers_of
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """FLOPs by what they are done for.
+    """FLOPs by purpose.
 
-    Of a `token` in the linear layers, of a `target` in the output head, of a (query, key) pair in all attention layers `by_window`
-    (None: no window).
+    `token`: for a token in the linear layers. `target`: for a target in the output head. `by_window`: for a (query, key) pair in all attention
+    layers with this window (None: no window).
     """
 
     token: float
@@ -32,9 +32,9 @@ class TrainingFlops:
     by_window: dict[int | None, float]
 
     def of(self, lengths: np.ndarray, shared: np.ndarray | None, targets: int) -> float:
-        """FLOPs of documents of `lengths` int[n] tokens.
+        """Return the FLOPs of documents of `lengths` int[n] tokens.
 
-        They have `targets` trained targets together; `shared` int[m]: the tokens of their beginnings that are computed with another.
+        `targets`: their trained targets together. `shared` int[m]: lengths of beginnings that are computed once with another document.
         """
         shared = np.zeros(0, np.int64) if shared is None else shared
         tokens = int(lengths.sum(dtype=np.int64)) - int(shared.sum(dtype=np.int64))
@@ -44,7 +44,7 @@ class TrainingFlops:
 
 
 def visible_keys(lengths: np.ndarray, window: int | None) -> int:
-    """Σ over all queries of documents of `lengths` int[n] of the keys that each may see: l(l + 1) / 2 without a window."""
+    """Count the keys that all queries may see, in documents of `lengths` int[n]. Without a window a document has l(l + 1) / 2."""
     whole = lengths.astype(np.int64)
     inside = whole if window is None else np.minimum(whole, window)
     beyond = (whole - inside) * (window or 0)
@@ -52,7 +52,7 @@ def visible_keys(lengths: np.ndarray, window: int | None) -> int:
 
 
 def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlops:
-    """The FLOPs of training `model` (adapters included), with so many more `forwards` of it, such as DPO's of the reference."""
+    """Return the FLOPs of training `model` (adapters included). `forwards`: extra forward passes, such as DPO's of the reference."""
     base = base_model(model)
     config: Any = base.config.get_text_config()
     layers, embedding = layers_of(base), cast(Any, base.get_input_embeddings())
@@ -74,14 +74,14 @@ def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlop
 
 
 def _share_of_an_expert(config: Any) -> float:
-    """The mean share of the tokens that an expert gets."""
+    """Return the mean share of the tokens that an expert gets."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(config, name, None))), 1)
     return (getattr(config, "num_experts_per_tok", None) or experts) / experts
 
 
 def _attention(config: Any, layers: int, first: int, more: int) -> dict[int | None, float]:
-    """FLOPs of a (query, key) pair in all layers, by window. Layers before the `first` trained one have no backward pass."""
+    """Return the FLOPs of a (query, key) pair in all layers, by window. Layers before the `first` trained one have no backward pass."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return {}

@@ -1,9 +1,9 @@
-"""`model.kernels`: norms, rotation and activations of the layers by Liger's fused kernels (arXiv 2410.10989), in place of torch's operations.
+"""`model.kernels`: Liger's fused kernels (arXiv 2410.10989) for norms, rotation and activations.
 
-Its own functions patch the loaded model, type by type; its cross-entropies stay off, since the output head is model/forward.py's, and
-experts stay as they are: its kernel for them knows no autocast, and model.experts groups their products.
-They also patch names in transformers' files. There only functions stay, such as the rotation, which the layers look up in each call:
-classes become transformers' again, so that models loaded later are as they come.
+Liger's own functions patch the loaded model, by model type. Its cross-entropies stay off, since model/forward.py has the output head. Experts
+are not patched: Liger's kernel for them does not support autocast, and model.experts groups their products.
+The functions also patch names in transformers' files. There only functions stay patched, such as the rotation, which the layers look up in
+each call. Classes become transformers' again, so that models loaded later are unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN_HEAD = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
-    """Why Liger's kernels cannot serve `model` on `device`, in words; "" if they can be tried."""
+    """Return why Liger's kernels cannot serve `model` on `device`; "" if they can be tried."""
     if device.type != "cuda":
         return "they need a GPU"
     if find_spec("liger_kernel") is None or find_spec("triton") is None:
@@ -37,9 +37,9 @@ def why_no_liger(model: PreTrainedModel, device: torch.device) -> str:
 
 
 def fuse_by_liger(model: PreTrainedModel) -> Callable[[], None]:
-    """Has `model` compute by Liger's kernels; returns the undo function.
+    """Make `model` compute with Liger's kernels, and return the undo function.
 
-    A kernel runs first, alone: where this process cannot build or run it, that raises an exception before anything is changed.
+    One kernel runs first. If this process cannot build or run it, that raises an exception before anything is changed.
     """
     from liger_kernel.transformers import LigerRMSNorm  # pyright: ignore[reportMissingImports]
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]

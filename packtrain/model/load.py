@@ -1,4 +1,4 @@
-"""Loading the model: hub id, folder, .gguf file, or a config of the user's own with random weights."""
+"""Loading the model: hub id, folder, .gguf file, or a config with random weights."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from packtrain.proof.isolation import max_positions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 EXPANDED = ("compressed-tensors", "mxfp4")
-"""How weights are quantised that are loaded as what they stand for: they have no gradients, or adapters, otherwise."""
+"""Quantisation methods that are dequantised at loading: their weights would have no gradients, or no adapters."""
 _ROTARY_KEYS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
-"""What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
+"""Keys that a new config with rope_parameters accepts without a field of that name; most go into rope_parameters."""
 
 
 def check_before_loading(
     config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, despite: Iterable[str] = (), *, scores: bool = False
 ) -> None:
-    """Raises UserError for what the model's config shows to be wrong, before data is prepared and weights are read: a type that
-    does not train, keys that it does not have (also in `despite`, trainer.resume_despite), names in `peft` of no layer.
+    """Raise UserError for errors in the model's config. Called before data is prepared and weights are read.
 
-    Models with code of their own and .gguf files are checked when they are loaded.
+    Errors are: a type that does not train, keys that it does not have (also in `despite`, trainer.resume_despite), names in `peft` of no layer.
+    Models with their own code and .gguf files are checked when they are loaded.
     """
     config, where = _below_adapters(adapted := config)
     if config.trust_remote_code or (config.path or "").endswith(".gguf"):
@@ -84,12 +84,12 @@ def load_model(
     dequantize: bool = False,
     apart: bool = False,
 ) -> PreTrainedModel:
-    """The model to train, on the CPU (quantised: where it is computed with), in `model.dtype`, with adapters where asked for; with `scores` a reward model.
+    """Load the model to train, in `model.dtype`, with new or saved adapters.
 
-    `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
-    On a `mesh` (model/spread.py) each process reads its own slices of the weights in files, see weights/slices.py; where adapters are
-    merged into them, or are DoRA's, whole ones. `apart` loads adapters of model.path without training or merging them. `dequantize`: a quantised model has what its weights stand for, in the format of the others.
-    Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
+    It is on the CPU, a quantised one on its compute device. `scores`: a reward model. `model.path` may be a folder of adapters (adapters.py).
+    New weights (random model, adapters, a head) depend only on `seed`. On a `mesh` (model/spread.py) each process reads its own slices of the
+    weights in files (weights/slices.py); whole ones to merge adapters, or for DoRA. `apart` loads adapters of model.path frozen, not merged.
+    `dequantize`: quantised weights become numbers in the model's format. Raises UserError for a model that cannot be loaded or lacks embeddings.
     """
     torch.manual_seed(seed)
     config, where = _below_adapters(adapted := config)
@@ -102,7 +102,7 @@ def load_model(
             held = embeddings_in(str(adapted.path)) if config is not adapted else {}
             grown = bool(held) and known_sizes(config).get("vocab_size") not in held.values()
             whole = grown or (config is not adapted and peft.kind != "lora")
-            # DoRA begins with the norms of whole weights
+            # DoRA starts from the norms of whole weights
             with noting_files(), reading_slices(None if whole or peft.options.get("use_dora") else mesh):
                 model = _load_pretrained(config, tokenizer, seed, scores=scores)
             take_vocabulary(model, held, str(adapted.path))
@@ -132,7 +132,7 @@ def load_model(
 
 
 def _below_adapters(config: Model) -> tuple[Model, str]:
-    """`config` itself, or that of the model below a folder of adapters, and where the model is named."""
+    """Return the config of the model below a folder of adapters, and its place. Without a folder it is `config` itself."""
     if (base := below_adapters(config)) is not config:
         named = Path(cast(str, config.path)).expanduser() / "adapter_config.json"
         return base, f"{named}: base_model_name_or_path"
@@ -141,7 +141,7 @@ def _below_adapters(config: Model) -> tuple[Model, str]:
 
 @contextmanager
 def _loading(config: Model, where: str) -> Iterator[None]:
-    """Inside the block, what the hub and libraries raise is for the user, named at `where`."""
+    """Turn errors of the hub and of libraries into a UserError at `where`."""
     if config.path is not None:
         check_model_folder(Path(config.path).expanduser())
     made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
@@ -154,12 +154,12 @@ def _auto_class(scores: bool) -> Any:
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside adapters, or the model itself."""
+    """Return the transformers model inside adapters, or the model itself."""
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raises UserError if quantised weights would be trained, or float16 ones, whose updates underflow or overflow."""
+    """Raise UserError if quantised or float16 weights would be trained. Updates of float16 underflow or overflow."""
     if getattr(model, "is_quantized", False) and base_model(model) is model:
         method = cast(Any, model).hf_quantizer.quantization_config.quant_method
         fix = "take the model that they were made of, or train adapters (peft=lora)"
@@ -171,8 +171,8 @@ def check_trainable(model: PreTrainedModel) -> None:
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
-    """Raises UserError if a document of `longest` tokens exceeds the model's positions, or if rotary frequencies depend on the
-    longest document of a `padded` batch (longrope), so that the others would not be exact."""
+    """Raise UserError if a document of `longest` tokens exceeds the model's positions. Also if rotary frequencies depend on the
+    longest document of a `padded` batch (longrope): the others would not be exact."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -238,8 +238,8 @@ def _judge_untaken(model: Any, config: Model, named: str, *, scores: bool, quant
 
 
 def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
-    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random: except the
-    head of a causal language model that becomes a reward model, from `seed`."""
+    """Call `from_pretrained`. Raise UserError for weights missing or misshapen in the files: the library would draw them.
+    The head of a causal language model that becomes a reward model is drawn from `seed`."""
     kind = _auto_class(scores)
     model, info = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
@@ -255,7 +255,7 @@ def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedMode
 
 
 def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedConfig:
-    """The model's own config, or a new one with the tokenizer's special ids; with what model.config sets, and one score."""
+    """Return the model's config with the keys of model.config, and one score. A new config gets the tokenizer's special ids."""
     model_config = _new_config(dict(config.config), tokenizer) if config.path is None else _saved_config(config)
     return with_one_score(model_config) if scores else model_config
 
@@ -283,7 +283,7 @@ def _new_config(overrides: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
-    """Raises UserError for keys of model.config that neither `config` nor `taken` has: transformers would use them for nothing."""
+    """Raise UserError for keys of model.config that neither `config` nor `taken` has. transformers would ignore them."""
     known, problems = {*config.to_dict(), *config.attribute_map, *taken}, []
     parts = [f"model.config.{part}" for part in ("rope_parameters", "text_config") if hasattr(config, part)]
     elsewhere = f"Remove it, or write it into {' or '.join(parts)}." if parts else "Remove it."
@@ -296,7 +296,7 @@ def _check_keys(names: Iterable[str], config: PreTrainedConfig, taken: Iterable[
 
 
 def _advice(config: Model, online: bool, error: BaseException) -> str:
-    """The fix to suggest if a model cannot be made or read."""
+    """Return the fix to suggest if a model cannot be made or read."""
     if config.init == "random" or "Unrecognized configuration class" in str(error):
         return "see the keys of model.config; docs/architectures.md and docs/reward.md say which types train"
     return fix_of(online, error)

@@ -1,4 +1,4 @@
-"""The number formats of a run's weights and computation: decided once, when the model is loaded."""
+"""The number formats of a run's weights and computation, chosen when the model is loaded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from packtrain.plan.known_model import choose_precision
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The formats of the loaded `weights` and of `autocast` (None: no mixed precision), and `why`. `fp8`: products of layers are to
-    be in 8 bits (float8.py), over autocast."""
+    """The number formats of a model's loaded `weights` and of `autocast` (None: no mixed precision).
+    `why` is the reason. `fp8`: products of layers are computed in 8 bits (float8.py), over autocast."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
@@ -36,14 +36,14 @@ class Precision:
 
     @property
     def mixed(self) -> str:
-        """As trainer.mixed_precision: no | bf16 | fp8."""
+        """Return the value of trainer.mixed_precision: no | bf16 | fp8."""
         return "fp8" if self.fp8 else "bf16" if self.autocast else "no"
 
 
 def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
-    """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; `recorded` is that of the run that is resumed.
+    """Choose the formats of the loaded `model`. `asked`: trainer.mixed_precision; `recorded`: the choice of the resumed run.
 
-    A rank that cannot compute in bfloat16, or is not faster in it, decides for all. Raises UserError where fp8 cannot be computed.
+    A rank that cannot compute in bfloat16, or is not faster in it, decides for all. Raises UserError if fp8 cannot be computed.
     """
     weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
     formats = {"no": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -68,7 +68,7 @@ def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str |
 
 
 def bf16_speed(limit_s: float = 0.2) -> float:
-    """How many times as fast as in float32 this CPU multiplies matrices in bfloat16: the best of several, in `limit_s` seconds."""
+    """Measure how much faster this CPU multiplies in bfloat16 than in float32. It is the best of several products, in `limit_s` seconds."""
     best: dict[torch.dtype, float] = {}
     begun = time.perf_counter()
     while not best or time.perf_counter() - begun < 0.7 * limit_s:
@@ -81,11 +81,11 @@ def bf16_speed(limit_s: float = 0.2) -> float:
 
 
 def settle_kernels() -> None:
-    """Set the kernels of this process: float32 in IEEE's precision, sdpa without cuDNN.
+    """Set the kernels of this process: float32 in IEEE precision, sdpa without cuDNN.
 
     The environment may ask for TF32. cuDNN, which torch 2.11 prefers on H100, builds a plan for each new length of a document: 0.1 to 1 s.
     """
-    if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":  # it stands above torch
+    if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":  # torch cannot overrule it
         del os.environ["NVIDIA_TF32_OVERRIDE"]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -93,7 +93,7 @@ def settle_kernels() -> None:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has every forward pass of `model` run under autocast, with float32 outputs, as accelerate does it for DDP."""
+    """Run every forward pass of `model` under autocast. Outputs are float32, as accelerate does for DDP."""
     base: Any = base_model(model)
     inner = base.forward
 
@@ -106,10 +106,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Has the embeddings and the layers of `model` hand on `dtype` under autocast, so that its residual stream flows in it; returns the
-    undo function.
+    """Make the residual stream of `model` flow in `dtype` under autocast. Returns the undo function.
 
-    Autocast leaves embeddings, sums and norms in the format of their inputs: with float32 weights that of the whole stream is float32.
+    Autocast leaves embeddings, sums and norms in the format of their inputs. With float32 weights the whole stream would be float32. So the
+    embeddings and layers cast their outputs.
     """
 
     def cast(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -127,8 +127,8 @@ def carry_in(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 @contextmanager
 def weights_cast_once() -> Iterator[None]:
-    """Inside the block autocast keeps its copies of trained weights from one forward pass to the next: one cast a step, not one
-    for each micro-batch. Nothing may change the weights inside it, or run them for training after a pass without gradients."""
+    """Keep autocast's copies of trained weights in the block. Each is cast once a step, not once for each micro-batch.
+    Inside it nothing may change the weights, or run them for training after a pass without gradients."""
     torch.autocast_increment_nesting()
     try:
         yield

@@ -1,7 +1,7 @@
-"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed (plan/known_model.py decides).
+"""The reference of dpo and kto: a separate model, or precomputed log-probabilities.
 
-Precomputed ones are kept beside the data cache, named by a hash of everything they depend on. Each process computes its share,
-and rank 0 writes the file.
+plan/known_model.py decides which. Precomputed ones are kept beside the data cache, named by a hash of everything they depend on. Each process
+computes its share, and rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def load_reference(
     seed: int,
     autocast: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel | None, str]:
-    """The frozen reference model, spread by the strategy, and the hash of its weights; None and "" if it is no separate model.
+    """Load the frozen reference model, sharded by the strategy. Returns it and the hash of its weights; None and "" if there is none.
 
-    `named` is objective.reference; `model`, `seed` and `autocast` are those of the trained model.
+    `named` is objective.reference; `model`, `seed` and `autocast` belong to the trained model.
     """
     if reference.kind not in ("model", "path"):
         return None, ""
@@ -67,9 +67,9 @@ def precompute(
     ranks: Ranks,
     logps: Callable[[Any], torch.Tensor],
 ) -> np.ndarray:
-    """float32 of this `shape`: log-probabilities of all examples, read from `place`.npy, or computed and written.
+    """Return the log-probabilities of all examples, float32 of this `shape`. They are read from `place`.npy, or computed and written there.
 
-    `parts` of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs.
+    `parts` of this process: the numbers of examples, and the micro-batch that `logps` reads.
     """
     done = place.with_suffix(".npy")
     with waiting("rank 0 to read the reference"):
@@ -80,7 +80,7 @@ def precompute(
     for numbers, batch in parts:
         if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
             own = logps(batch).float()[: len(numbers)]
-            if batch.part == 0:  # of a row that ranks split, all have them
+            if batch.part == 0:  # all ranks have the values of a row that they split
                 values[numbers] = own
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
@@ -96,7 +96,7 @@ def precompute(
 
 
 def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-    """What an earlier run has computed; None if there is none, or the file is damaged."""
+    """Read the values of an earlier run. None if there are none, or the file is damaged."""
     with suppress(OSError, ValueError, EOFError):
         if (values := np.load(file)).shape == shape:
             return values
@@ -104,10 +104,10 @@ def _read(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def computer(device: torch.device) -> str:
-    """What rounds: the device's name and torch's version."""
+    """Return the device's name and torch's version: rounding depends on both."""
     return f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, torch {torch.__version__}"
 
 
 def cache_key(*depends_on: object) -> str:
-    """The file name of precomputed log-probabilities: a hash of everything they depend on."""
+    """Return the file name of precomputed log-probabilities: a hash of everything they depend on."""
     return hashlib.blake2b(repr(depends_on).encode(), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""The load-balancing loss of mixture-of-experts routers, over the real tokens of a whole optimizer step.
+"""The load-balancing loss of mixture-of-experts routers, over a whole optimizer step.
 
-transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair,
-P_e its mean probability. Per micro-batch that would depend on the layout, so here f and P are those of the whole step, as of all
-documents in one padded batch. Once f is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks
+transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often a (token, layer) pair chooses expert e,
+P_e the expert's mean probability. Per micro-batch that would depend on the layout. So here f and P are over the real tokens of the whole step,
+as if all documents were in one padded batch. Once f is known the loss is a sum over tokens. To know f, a step of several micro-batches or ranks
 runs its model once more, without gradients and output head, on the same random numbers: about a quarter more time.
 """
 
@@ -30,10 +30,10 @@ _EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def balance(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Scalar: what the tokens of `part` add to N · Σ f · P over `whole`, with the gradient of `part`'s probabilities.
+    """Return the share of `part` in N · Σ f · P over `whole`.
 
-    Both are loads, float64 [2N + 1], which are sums over tokens: how often each of N experts was chosen, the sum of its
-    probability over (token, layer) pairs, and the number of these. Only the probabilities have a gradient.
+    Both are loads, float64 [2N + 1], summed over tokens: how often each of N experts was chosen, the sum of its probability
+    over (token, layer) pairs, and the number of these pairs. The result is a scalar; only the probabilities of `part` have a gradient.
     """
     experts = len(whole) // 2
     pairs = whole[-1].clamp(min=1)
@@ -41,9 +41,10 @@ def balance(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLoss | None:
-    """The loss by `weight`, by default the model's own; None if that is 0, or not given and not switched on in the model.
+    """Return the loss with this `weight`, or the model's own; None if it is off.
 
-    Raises UserError if transformers has no such loss for `model`, or a different one.
+    It is off if the weight is 0, or neither given nor switched on in the model. Raises UserError if transformers has no such loss for `model`,
+    or a different one.
     """
     switched_on = getattr(model.config.get_text_config(), "output_router_logits", False)
     if weight == 0 or (weight is None and not switched_on):
@@ -61,7 +62,7 @@ def router_loss(model: PreTrainedModel, weight: float | None = None) -> RouterLo
 
 
 class RouterLoss:
-    """`weight` times the load-balancing loss of `model`, step by step: `open_step`, then `watching` and `part` per micro-batch."""
+    """`weight` times the load-balancing loss of `model`. Each step calls `open_step`, each micro-batch `watching` and `part`."""
 
     def __init__(self, model: PreTrainedModel, weight: float, top_k: int) -> None:
         self.weight, self._top_k = weight, top_k
@@ -70,8 +71,7 @@ class RouterLoss:
         self._values: list[torch.Tensor] = []
 
     def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
-        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one, `examples` of which
-        is 0 for a filler."""
+        """Count the load of the step over all its micro-batches and ranks. `run` is the forward pass of one batch; a filler has 0 `examples`."""
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:
             return
@@ -88,8 +88,8 @@ class RouterLoss:
 
     @contextmanager
     def watching(self, *, real: bool = True) -> Iterator[list[torch.Tensor]]:
-        """Inside the block every call of the model's backbone appends its load (see `balance`), without padding and without what
-        checkpointing recomputes; an empty one unless `real`."""
+        """Append the load (see `balance`) of every call of the model's backbone to the list. Padding and recomputed calls do not count;
+        without `real` the load is empty."""
         loads: list[torch.Tensor] = []
 
         def ask(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -103,7 +103,7 @@ class RouterLoss:
             yield loads
 
     def part(self, loads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This micro-batch's part of the weighted loss, from the `loads` of its calls; the parts of a step add up to its loss."""
+        """Return this micro-batch's part of the weighted loss, from the `loads` of its calls. The parts add up to the step's loss."""
         load = _sum(loads)
         if not load.requires_grad:
             raise CheckFailed("no gradient reaches the routers", where=KEY, fix=f"set {KEY} to 0")
@@ -114,18 +114,18 @@ class RouterLoss:
         return self.weight * balance(load, step)
 
     def mark(self) -> Callable[[], None]:
-        """Returns the function that forgets the losses of steps from now on."""
+        """Return a function that forgets the losses of steps from now on."""
         values, known = self._values, len(self._values)
         return lambda: values.__delitem__(slice(known, None))
 
     def value(self) -> float | None:
-        """The loss, without its weight, as a mean over the steps since the last call; None if there were none."""
+        """Return the unweighted mean loss of the steps since the last call; None without steps."""
         values, self._values = self._values, []
         return torch.stack(values).mean().item() if values else None
 
     def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
-        """Compares the loss over one collated micro-batch with the model's own, in `autocast`. Raises CheckFailed where they differ by
-        more than rounding, UserError where no layer has a router."""
+        """Compare the loss of one collated micro-batch with the model's own, in `autocast`. Raises CheckFailed if they differ more than by
+        rounding, UserError if no layer has a router."""
         plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
         with torch.no_grad(), evaluating(model, autocast):
             with self.watching() as loads:
@@ -140,7 +140,7 @@ class RouterLoss:
             raise CheckFailed(what, where=KEY, fix=fix)
 
     def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> torch.Tensor:
-        """The load of one call: `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
+        """Return the load of one call. `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
         layers: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         if not layers:
             raise UserError("no layer of this model has a router", where=KEY, fix=f"set {KEY} to 0")
@@ -158,7 +158,7 @@ class RouterLoss:
 
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` without labels, so that its forward pass can skip the output head."""
+    """Return `batch` without labels, so that its forward pass can skip the output head."""
     labels = torch.full_like(batch["shift_labels"], IGNORE)
     return {**batch, "shift_labels": labels, "label_places": np.zeros(0, np.int64)}
 

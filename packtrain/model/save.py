@@ -1,7 +1,7 @@
-"""Saving what from_pretrained loads, so that no training is lost at its end: tried before step 1, and the weights come what may.
+"""Saving a model for from_pretrained, so that no training is lost at its end.
 
-transformers checks when it saves what it did not check when it loaded (a generation_config.json with `do_sample: false` and a
-temperature, as Llama 2 ships), and writes the weights last.
+Saving is tried before step 1, and the weights are written even if the rest fails. transformers checks more when it saves than when it loads (a
+generation_config.json with `do_sample: false` and a temperature, as in Llama 2), and writes the weights last.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _STAYS = re.compile(
     r"ot|tflite|nemo|pkl|pdparams|csv|log|lock)",
     re.IGNORECASE,
 )
-"""Files beside a model that do not go along: weights, states, figures of others, and what lies there by chance."""
+"""Files beside a model that are not copied: weights, states, figures of other weights, and unrelated files."""
 _OF_TOKENIZERS = re.compile(r".*token.*|vocab.*|merges.*|chat_template.*|.*\.(model|tiktoken|spm|bpe)", re.IGNORECASE)
 
 
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Switches sampling on where the library refuses to save without it; what that does not mend is saved as it came. Returns what
-    will be saved and why; "" where the library refuses nothing."""
+    """Switch sampling on if the library refuses to save without it. If that does not help, save the config unchecked. Returns
+    a sentence about it; "" if the library refuses nothing."""
     base = base_model(model)
-    align_special_tokens(base, tokenizer)  # which may mend it
+    align_special_tokens(base, tokenizer)  # this may mend it
     settings = getattr(base, "generation_config", None)  # None: a model that cannot generate
     if settings is None or not (refusal := _refusal(settings)):
         return ""
     before, settings.do_sample = settings.do_sample, True
-    if not _refusal(settings) and settings.temperature != 0:  # with 0 greedy answers are meant, and sampling fails
+    if not _refusal(settings) and settings.temperature != 0:  # 0 means greedy answers, and sampling fails
         return f"{GENERATION_CONFIG_NAME} is saved with do_sample: true, since the library says of it: {refusal}"
     settings.do_sample = before
     base.generation_config = _AsItCame.from_dict(settings.to_dict())
@@ -68,15 +68,15 @@ def end_answers_at(model: Any, ends: Sequence[int]) -> list[int]:
 
 
 class _AsItCame(GenerationConfig):
-    """A generation config that is saved without the library's checks."""
+    """A generation config saved without the library's checks."""
 
     def save_pretrained(self, save_directory: Any, *given: Any, **settings: Any) -> None:
         self.to_json_file(Path(save_directory, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
 
 def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
-    """Saves all but the weights into a temporary folder, as at the end: those of adapters, and with `whole` of the model. Raises
-    UserError for what cannot be saved."""
+    """Save everything except the weights into a temporary folder, as at the end. `whole`: for the model too, not only for adapters.
+    Raises UserError for parts that cannot be saved."""
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
         with _raising_user_error("the model's config", "model.path"):
             for part in {model, base_model(model)} if whole else {model}:
@@ -89,7 +89,7 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
 
 
 def complete(model: Any, settings: Model, folder: Path) -> str:
-    """Add other weights and files of the first model to the one saved in `folder`.
+    """Add other weights and files of the first model to the saved one in `folder`.
 
     They stay unchanged; weights/source.py has the weights. Files of the tokenizer come from its own place. Returns words for the last lines
     of a run. Raises UserError if the files are gone.
@@ -109,7 +109,7 @@ def complete(model: Any, settings: Model, folder: Path) -> str:
 
 @contextmanager
 def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
-    """Writes the weights (by default those of `model`) where the block fails to save them, then raises UserError with its reason."""
+    """Write the weights (by default of `model`) if the block fails to save them. Then raise UserError with the reason."""
     try:
         yield
     except Exception:
@@ -121,17 +121,17 @@ def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | N
 
 @contextmanager
 def _raising_user_error(what: str, where: str) -> Iterator[None]:
-    """Makes a UserError of what the block raises, but for a full disk: train/library_errors.py has the words for that."""
+    """Turn errors of the block into UserErrors. Not for a full disk: train/library_errors.py has the words for that."""
     try:
         yield
-    except Exception as error:  # of every kind, some from code that came with the model
+    except Exception as error:  # every kind of error: some come from code of the model
         if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno):
             raise
         raise UserError(f"{what} cannot be saved: {first_line(error)}", where=where) from error
 
 
 def _refusal(settings: GenerationConfig) -> str:
-    """The first reason why the library refuses to save a generation config, "" if it does not."""
+    """Return why the library refuses to save a generation config; "" if it does not. It is the first reason."""
     try:
         settings.validate(strict=True)
     except ValueError as error:

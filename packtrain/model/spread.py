@@ -1,14 +1,13 @@
-"""How weights, gradients and optimizer states are spread over the processes of a run, by `strategy.name`.
+"""Sharding of weights, gradients and optimizer states over the processes, by `strategy.name`.
 
-Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and FSDP2 none has: it is spread right after
-loading, which each process does on the CPU. From then on every call of the model, proofs included, is a call of all processes
-together: one that calls it once more than the others hangs.
+Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and FSDP2 none has: each process loads it on the CPU, and it is
+sharded right after. From then on all processes make each call of the model together, proofs included: one that calls it once more hangs.
 
-FSDP2 is applied here, not by accelerate, which would silently use DDP on CPUs: one group for each layer, one for the embedding if no
-other layer has its weights, and one for the rest, which stays gathered during a forward pass, since the loss reads the output head's
+FSDP2 is applied here, not by accelerate, which would silently use DDP on CPUs. There is one group for each layer, one for the embedding if no
+other layer has its weights, and one for the rest. The rest stays gathered during a forward pass, since the loss reads the output head's
 weights without calling it. The embedding is not gathered for its backward pass, which needs only the tokens. No order of prefetching is
-set (torchtitan does that for expert parallelism alone): the CPU queues the next layer's gathering while the device computes one, as nothing
-in a layer waits for it (experts run by grouped_mm). Gradients are summed in float32. Its checkpoints are torch's distributed ones, which any number of processes can load.
+set (torchtitan sets one only for expert parallelism): the CPU queues the next layer's gathering while the device computes one, because nothing
+in a layer waits for it (experts run by grouped_mm). Gradients are summed in float32. Any number of processes can load its checkpoints.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
 "leaf"), since calls within a layer may differ by process (experts).
@@ -62,33 +61,33 @@ _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a run and this process's own, known once they have joined; `strategy` is strategy.name."""
+    """The ranks of a run and this process's own, known once they have joined. `strategy` is strategy.name."""
 
     rank: int
     world_size: int
     device: torch.device
     strategy: str = "ddp"
     copies: int = 1
-    """Groups of neighbouring ranks that each have the whole model between them, where no process has it."""
+    """Number of copies of a sharded model. Neighbouring ranks hold each copy between them."""
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Return whether this process prints and writes."""
         return self.rank == 0
 
     @property
     def sharded(self) -> bool:
-        """Whether no process has all weights, so that all of them have to call the model together."""
+        """Return whether no process has all weights. All processes then have to call the model together."""
         return self.strategy in SHARDED_WEIGHTS
 
     @property
     def gathers_by_engine(self) -> bool:
-        """Whether it is ZeRO-3, whose engine has no backward pass without an optimizer."""
+        """Return whether ZeRO-3's engine gathers weights. It has no backward pass without an optimizer."""
         return self.sharded and self.strategy in STAGES
 
 
 def machines_of(processes: int) -> int:
-    """The number of machines of a launch, all of as many processes. Raises UserError where that cannot be."""
+    """Return the number of machines of a launch. Raises UserError unless all have the same number of processes."""
     machines, left = divmod(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     if left:
         what = f"{processes} processes are not as many on each machine (LOCAL_WORLD_SIZE)"
@@ -97,7 +96,7 @@ def machines_of(processes: int) -> int:
 
 
 def open_strategy(strategy: str) -> None:
-    """Called before the processes join: removes a launcher's strategy settings from the environment, and makes a single process
+    """Prepare the environment for `strategy`, before the processes join. Removes a launcher's strategy settings, and makes a single process
     a group of one if the strategy needs a group."""
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
@@ -110,13 +109,13 @@ def open_strategy(strategy: str) -> None:
 
 
 def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = None) -> None:
-    """Puts `model` (adapters included) where the strategy wants it; FSDP2 gathers weights in `autocast`, of mixed precision."""
+    """Move or shard `model` (adapters included) by the strategy. FSDP2 gathers weights in `autocast`, the format of mixed precision."""
     if ranks.sharded and ranks.device.type == "cpu":
         map_large_blocks()
     if ranks.strategy in STAGES:
         import deepspeed.ops
 
-        # CPU inference by shared memory, whose compilation takes a minute
+        # CPU inference by shared memory: compiling it takes a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ranks.gathers_by_engine:
         _partition(model, ranks)
@@ -125,12 +124,12 @@ def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = 
     else:
         cast(Any, model).to(ranks.device)
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-        # which are the same (train/sync.py): DDP would send all of a base from the first rank, and cannot those in 8 bits
+        # frozen weights are equal (train/sync.py): DDP would send a whole base from the first rank, and cannot send 8-bit weights
         cast(Any, model)._ddp_params_and_buffers_to_ignore = frozen
 
 
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
-    """Makes a model that was `spread` callable without an optimizer. Returns the function that ends this."""
+    """Make a sharded model callable without an optimizer. Returns the function that ends this."""
     if not ranks.gathers_by_engine:
         return lambda: None
     import deepspeed
@@ -154,14 +153,14 @@ def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model: the modules that it lists in `_no_split_modules`."""
+    """Return the layers of a transformers model: the modules named in its `_no_split_modules`."""
     base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     return [module for module in base.modules() if type(module).__name__ in names]
 
 
 def embedding_apart(base: PreTrainedModel) -> Any:
-    """The embedding of the tokens, if no other module has its weights and it has no adapters; else None."""
+    """Return the token embedding if it shares no weights and has no adapters; else None."""
     embedding = base.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return None
@@ -171,8 +170,8 @@ def embedding_apart(base: PreTrainedModel) -> Any:
 
 @cache
 def mesh_of(ranks: Ranks) -> DeviceMesh | None:
-    """The processes as a model is spread over them: sharded over the last dimension, copied over the first of two. None where each has
-    all of it. Called by all ranks together the first time."""
+    """Return the mesh of a sharded model; None if each process has all of it. The last dimension shards, the first of
+    two copies. All ranks make the first call together."""
     if not ranks.sharded:
         return None
     shape = (ranks.copies, ranks.world_size // ranks.copies) if ranks.copies > 1 else (ranks.world_size,)
@@ -181,7 +180,7 @@ def mesh_of(ranks: Ranks) -> DeviceMesh | None:
 
 
 def reading_mesh(ranks: Ranks) -> DeviceMesh | None:
-    """The processes that share the reading of a model's weights between them; None if each reads all."""
+    """Return the processes that read a model's weights together; None if each reads all."""
     mesh = mesh_of(ranks)
     return None if mesh is None else mesh[FSDP]
 
@@ -189,7 +188,7 @@ def reading_mesh(ranks: Ranks) -> DeviceMesh | None:
 def _fully_shard(model: PreTrainedModel, mesh: DeviceMesh, autocast: torch.dtype | None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # inputs are autocast's matter; gradients of bfloat16 weights, too, are added up in float32
+    # autocast casts the inputs; gradients are added up in float32, also for bfloat16 weights
     policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     base: Any = base_model(model)
     layers, embedding, slices = layers_of(model), embedding_apart(base), take_slices(model)
@@ -238,17 +237,17 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def loading_whole() -> AbstractContextManager[None]:
-    """Inside the block models are loaded whole: with a ZeRO-3 trainer, transformers would shard each one."""
+    """Load models whole inside the block. With a ZeRO-3 trainer, transformers would shard each one."""
     return holding(hf_deepspeed, _hf_deepspeed_config_weak_ref=None)
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Number of elements of the whole parameter, of which this process may hold only a part."""
+    """Return the number of elements of the whole parameter. This process may hold only a part of it."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
-    """The largest `number` of any process."""
+    """Return the largest `number` of all processes."""
     most = torch.tensor(number, device=device)
     if dist.is_initialized():
         with waiting("the numbers of all ranks"):
@@ -257,8 +256,8 @@ def max_over_ranks(number: int, device: torch.device) -> int:
 
 
 def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
-    """Raises CheckFailed if what is about to train is not spread by the strategy `wanted`: each process would train by itself.
-    `wrapped` is what is called in training, `model` the model inside."""
+    """Raise CheckFailed if the model is not sharded by `wanted`. Each process would train alone.
+    `wrapped` is called in training, `model` is inside it."""
     if wanted == "fsdp2":
         active = isinstance(base_model(model), FSDPModule)
     elif wanted in STAGES:
@@ -272,19 +271,19 @@ def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This process's share of the trained weights and of the optimizer's state, for `save_shards`."""
+    """Return this process's share of the trained weights and of the optimizer's state, for `save_shards`."""
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": weights, "optimizer": states}
 
 
 def save_shards(shards: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes `shards_of` the model, called by all processes, which talk over `group` (None: that of training)."""
+    """Write `shards_of` the model. All processes call it, and talk over `group` (None: the group of training)."""
     with _own_errors():
         dcp.save(shards, checkpoint_id=checkpoint / SHARDS, process_group=group)
 
 
 def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Puts what `save_shards` wrote back in place."""
+    """Load the shards that `save_shards` wrote into the model and the optimizer."""
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     with _own_errors():
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
@@ -293,12 +292,12 @@ def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: 
 
 
 def shards_in(checkpoint: Path) -> dict[str, Any]:
-    """What `save_shards` wrote: name (`model.…`, `optimizer.state.…`) → torch's description."""
+    """Return torch's descriptions of the shards in a checkpoint, by name (`model.…`, `optimizer.state.…`)."""
     return dict(dcp.FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata)
 
 
 def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
-    """The whole tensors and plain values that `described` has of `shards_in`, on the CPU; by this process alone."""
+    """Return the whole tensors and plain values of `described` (from `shards_in`), on the CPU. Only this process reads."""
     values = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in described.items()
@@ -309,7 +308,7 @@ def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
-    """The state dict of a model under FSDP2, gathered on the CPU of the main process; {} elsewhere. Called by all ranks."""
+    """Gather the state dict of a model under FSDP2. All ranks call it; the main process gets it on the CPU, others get {}."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
     whole = get_model_state_dict(model, options=options)
     first: dict[int, str] = {}
@@ -323,7 +322,7 @@ def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Inside the block an error on one process (a full disk) is raised on all; CheckpointException itself is no Exception."""
+    """Raise an error of one process (a full disk) on all. CheckpointException itself is not an Exception."""
     try:
         yield
     except CheckpointException as error:

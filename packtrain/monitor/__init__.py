@@ -1,1 +1,1 @@
-"""Progress reports of all ranks during a run, and the watchdog that finds which rank keeps the others waiting."""
+"""Progress reports of all ranks, and the watchdog. The watchdog finds the rank that the others wait for."""

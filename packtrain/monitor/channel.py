@@ -1,8 +1,8 @@
-"""The control channel of a run: JSON over HTTP, served by one process and called by all others, each call with a time limit.
+"""Control channel of a run: JSON over HTTP. One process serves it, all others call it.
 
 The launcher of machine 0 serves it on topology.main_port; in a run of another launcher rank 0 serves it on a free port.
-`POST /NAME` with a JSON object is answered with an object by the handler of that name.
-A caller sends the run's secret in a header, so that no other program can give orders; only handlers marked `open`, which are for
+The handler called NAME answers `POST /NAME` with a JSON object. Each call has a JSON object, too, and a time limit.
+A caller sends the run's secret in a header, so that no other program can give orders. Only handlers marked `open`, which are for
 joining, accept calls without it. Nothing is pickled, and no call blocks for ever: if the server is stopped, or another program
 listens at that port, the call fails after `timeout_s`.
 
@@ -28,7 +28,7 @@ from typing import Any
 from packtrain.time_limit import in_time
 
 SECRET = "PACKTRAIN_SECRET"
-"""Environment variable with the run's secret, if a launcher or a batch script gives one to all machines."""
+"""Environment variable with the run's secret. A launcher or a batch script may give one to all machines."""
 ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
 PUBLISHED = "channel.json"
@@ -36,13 +36,13 @@ CALL_S = 5.0
 MAX_BYTES = 16 * 2**20
 _IDLE_S = 5  # for a caller that connects and sends nothing
 _HEADER = "X-Packtrain-Secret"
-_NAME = "packtrain"  # the Server header, by which a client recognises packtrain
+_NAME = "packtrain"  # the Server header; a client recognises packtrain by it
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """Nothing listens there (`nothing_listens`), the server did not answer in time, or another program did."""
+    """Nothing listens there (`nothing_listens`), or no answer came in time, or another program answered."""
 
     def __init__(self, what: str, *, nothing_listens: bool = False) -> None:
         super().__init__(what)
@@ -50,7 +50,7 @@ class NoAnswer(OSError):
 
 
 class Rejected(OSError):
-    """packtrain answered with an error: the server belongs to another run, or has no such handler (`unknown`; it may get one later)."""
+    """packtrain answered with an error. The server belongs to another run, or lacks the handler (`unknown`; it may come later)."""
 
     def __init__(self, what: str, *, unknown: bool = False) -> None:
         super().__init__(what)
@@ -62,7 +62,7 @@ def new_secret() -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the channel from its creation to `close`, in threads of its own.
+    """HTTP server of the channel, from its creation to `close`, in its own threads.
 
     `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) if the port cannot be bound.
     """
@@ -74,7 +74,7 @@ class Server(ThreadingHTTPServer):
         self.socket.close()
         dual = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-        # HTTPServer's own bind looks up the host's full name, which blocks if the name server does not answer
+        # HTTPServer's own bind looks up the host's full name, and blocks if the name server does not answer
         self.socket = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
         self.secret = secret
         self.port: int = self.socket.getsockname()[1]
@@ -82,16 +82,16 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
-        """Registers `handler` for `POST /name`; it runs in a thread of its own. `open` handlers need no secret."""
+        """Register `handler` for `POST /name`. It runs in its own thread. `open` handlers need no secret."""
         self._handlers[name] = (handler, open)
 
     def close(self) -> None:
-        """Stops listening, when calls in progress have been answered: the process may end after this."""
+        """Answer the calls in progress and stop listening. The process may end after this."""
         self.shutdown()
         self.server_close()
 
     def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
-        """The HTTP status and the result of the handler `name`."""
+        """Return the HTTP status and the result of the handler `name`."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
             return 404, {"error": f"no handler is called {name!r} here"}
@@ -103,7 +103,7 @@ class Server(ThreadingHTTPServer):
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that disconnect."""
+        """Ignore clients that disconnect."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -126,17 +126,17 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(reply)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Does nothing: the base class would write every request to stderr."""
+        """Do nothing: the base class would write every request to stderr."""
 
 
 class Client:
-    """Calls the channel at `address`:`port`, never through a proxy; thread-safe."""
+    """Thread-safe client of the channel at `address`:`port`. It never uses a proxy."""
 
     def __init__(self, address: str, port: int, *, secret: str = "") -> None:
         self.address, self.port, self.secret = address, port, secret
 
     def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
-        """The answer of the handler `name`. Raises NoAnswer or Rejected."""
+        """Return the answer of the handler `name`. Raises NoAnswer or Rejected."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
@@ -160,7 +160,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What logs/channel.json says: where the server of a run answers, its secret, and the process that runs it."""
+    """Content of logs/channel.json: address and secret of a run's server, and its process."""
 
     address: str
     port: int
@@ -171,7 +171,7 @@ class Channel:
 
 @contextmanager
 def published(logs: Path, server: Server, address: str) -> Iterator[None]:
-    """Inside the block logs/channel.json, readable by the user only, has the address of `server`, for packtrain doctor."""
+    """Keep the address of `server` in logs/channel.json inside the block, for packtrain doctor. Only the user can read it."""
     file, partial = logs / PUBLISHED, logs / f".{PUBLISHED}"
     channel = Channel(address, server.port, server.secret, socket.gethostname(), os.getpid())
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Why a run stands still: from the states of all ranks to the ranks that cause it, the likely cause, and what to do. Pure functions.
+"""Diagnosis of a run that stands still: the culprit ranks, the likely cause, and advice. Pure.
 
-When one rank stops, all the others soon wait for it, so the culprit is a rank that stands still WITHOUT waiting for others.
-Every rank reports whether it waits; inside a forward or backward pass, where a strategy may wait unreported, its progress
+When one rank stops, all the others soon wait for it. So the culprit is a rank that stands still WITHOUT waiting for others.
+Every rank reports whether it waits. Inside a forward or backward pass, where a strategy may wait unreported, its progress
 decides, then torch's flight recorder. Causes are tried in this order: a dead or stopped rank; one that finished too early; one
 that does not wait, the least advanced first; one without heartbeats; if all wait, the ranks in another collective than the
 others; else the network between them. If no cause can be singled out, the facts are reported.
@@ -21,7 +21,7 @@ from packtrain.wording import ranks_in_words
 
 FRAMES_SHOWN = 10
 SILENT_S = 30
-"""Seconds without a beat after which a rank counts as silent; less may only be a busy machine."""
+"""Seconds without a beat that make a rank silent. Less may only be a busy machine."""
 _MAX_GROUPS = 3
 
 Cause = Literal["memory", "died", "stopped", "ended", "data", "storage", "stuck", "collectives", "network"]
@@ -68,17 +68,17 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
         "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it",
     ),
 }
-"""What each cause is, and what to do about it."""
+"""Each cause in words, and advice about it."""
 _PHASE_CAUSES: Mapping[Phase, Cause] = {"data": "data", "prepare": "data", "checkpoint": "storage", "final": "storage"}
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of a rank: seconds since its last beat (`heard_s`, None before the first), since it last reported progress
-    (`still_s`) and since its process was stopped (`stopped_s`); `process` is the launcher's view of the process.
+    """The known facts about a rank. Times are in seconds.
 
-    Its `stack` (innermost call first), its `pending` collective and the last one that it `finished` are the rank's answer to a
-    request for them.
+    `heard_s` counts from its last beat (None before the first), `still_s` from its last progress report, `stopped_s` from the stop of its
+    process. `process` is the launcher's view of the process. The rank answers a request with its `stack` (innermost call first), its
+    `pending` collective and the last one that it `finished`.
     """
 
     rank: int
@@ -117,7 +117,7 @@ class RankState:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it waits for other ranks, by its own report or torch's flight recorder, or has lost them."""
+        """Whether it waits for other ranks, or has lost them. Its own report or torch's flight recorder says so."""
         return bool(self.waits or self.pending or self.process.lost)
 
     @property
@@ -136,7 +136,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a run stands still; `ranks` are the culprits, () if the network between them is."""
+    """Why a run stands still. `ranks` are the culprits; () blames the network between them."""
 
     cause: Cause
     ranks: tuple[int, ...]
@@ -155,18 +155,18 @@ class Diagnosis:
 
 
 def live_among(states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that have neither ended nor finished."""
+    """Return the ranks that have neither ended nor finished."""
     return [state for state in states if not (state.gone or state.has_finished)]
 
 
 def diagnose(states: Sequence[RankState]) -> Diagnosis | None:
-    """The one diagnosis of a run that stands still or has lost ranks, from the states of all; None if all have finished."""
+    """Return the one diagnosis of a run that stands still or has lost ranks. None if all have finished."""
     if dead := [state for state in states if state.dead]:
         return _diagnose_dead(dead, states)
     if stopped := [state for state in states if state.process.state == "stopped"]:
         return _blame("stopped", stopped, f"{_verb(stopped, 'is', 'are')} stopped, in {stopped[0].place}", states)
     ended = [state for state in states if state.has_finished]
-    # the main process alone writes the results
+    # only the main process writes the results
     if ended and any(state.waits_for_others and state.phase != "final" and not state.has_finished for state in states):
         return _blame("ended", ended, f"{_verb(ended, 'has', 'have')} finished, the others have not", states)
     live = live_among(states)
@@ -188,7 +188,7 @@ def _diagnose_dead(dead: Sequence[RankState], states: Sequence[RankState]) -> Di
 
 
 def _diagnose_not_waiting(free: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
-    """Names the least advanced of the ranks that wait for no other, or of those without heartbeats."""
+    """Blame the least advanced of `free`: ranks that do not wait, or send no heartbeats."""
     least = min(state.progress for state in free)
     culprits = [state for state in free if state.progress == least]
     first = culprits[0]
@@ -202,8 +202,10 @@ def _diagnose_not_waiting(free: Sequence[RankState], states: Sequence[RankState]
 
 
 def _diagnose_waiting(live: Sequence[RankState], states: Sequence[RankState]) -> Diagnosis:
-    """Groups ranks by the collective (or place) in which they wait; the culprits are the least advanced group, by the number of
-    the collective if all are of one process group; of equal groups the smaller one."""
+    """Blame the least advanced group of ranks that wait in the same collective or place.
+
+    Collective numbers decide if all collectives belong to one process group, then progress, then the smaller group.
+    """
     groups: dict[Any, list[RankState]] = defaultdict(list)
     for state in sorted(live, key=lambda state: state.pending is None):
         where = state.pending or state.progress
@@ -234,7 +236,7 @@ def _blame(cause: Cause, culprits: Sequence[RankState], what: str, states: Seque
 
 
 def describe_waits(states: Sequence[RankState]) -> tuple[str, ...]:
-    """What ranks do, in words; ranks that do the same share a line."""
+    """Describe what ranks do. Ranks that do the same share a line."""
     groups: dict[str, list[RankState]] = defaultdict(list)
     for state in states:
         if not state.has_finished and not state.dead:

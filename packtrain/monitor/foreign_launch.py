@@ -1,9 +1,9 @@
-"""Runs without packtrain's launcher: those of torchrun, mpirun, srun or DeepSpeed's launcher, and runs of one process.
+"""Monitoring without packtrain's launcher: under torchrun, mpirun, srun or DeepSpeed, or in one process.
 
-Rank 0 serves the control channel from threads of its own and runs the watchdog; the others get its port through torch's store
+Rank 0 serves the control channel from its own threads and runs the watchdog. The others get its port through torch's store
 and send their heartbeats to it. A rank ends itself with exit code 4 if rank 0 orders it, if rank 0 is gone or silent for too
-long, and if the launcher that started it is gone. Processes of one's own machine that cannot end themselves are killed. In a run
-of one process the channel serves packtrain doctor, and the watchdog ends it only where a disk has stopped.
+long, or if the launcher that started it is gone. Processes on this machine that cannot end themselves are killed. In a run
+of one process the channel serves packtrain doctor, and the watchdog ends the run only if a disk has stopped.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from packtrain.monitor.processes import ProcessState, count_oom_kills, life_of
 from packtrain.monitor.watchdog import POLL_S, Watchdog
 
 SETTLE_S = 2
-"""Seconds between the first death and the diagnosis, so that ranks which die of it are seen, too."""
+"""Seconds between the first death and the diagnosis. Ranks that die of it are seen by then."""
 PEER_GRACE_S = 5
-"""Seconds for ranks to end by themselves after another one has failed in training."""
+"""Seconds that ranks have to end by themselves after another one has failed in training."""
 RANK_0_GONE_S = 10
-"""Seconds without a listener at rank 0's port after which it counts as gone."""
+"""Seconds without a listener at rank 0's port until rank 0 counts as gone."""
 _DELIVERY_S = 3  # for the other ranks to receive an order with their next beat
 _HOST = socket.gethostname()
 _watched_rank: _WatchedRank | None = None  # of this process, inside `watched`
@@ -40,9 +40,9 @@ _watched_rank: _WatchedRank | None = None  # of this process, inside `watched`
 
 @contextmanager
 def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Iterator[None]:
-    """Inside the block this process, one of `ranks`, is watched; if there are several, from `beat_to_rank_0` on.
+    """Watch this process, one of `ranks`, inside the block. With several ranks, watching begins at `beat_to_rank_0`.
 
-    `by_hand`: started from a shell, whose end is no reason to end the run.
+    `by_hand`: the process was started from a shell, whose end is no reason to end the run.
     """
     global _watched_rank
     _watched_rank = _WatchedRank(logs, limits, ranks, by_hand=by_hand)
@@ -63,16 +63,16 @@ def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Ite
 
 
 def beat_to_rank_0(share: Callable[[str], str]) -> None:
-    """Called by all ranks once torch's store connects them; does nothing if packtrain's launcher watches.
+    """Send this rank's beats to rank 0. All ranks call this once torch's store connects them.
 
-    `share` gives the value that rank 0 passes to all ranks; the others pass "".
+    Does nothing if packtrain's launcher watches. `share` gives rank 0's value to all ranks; the others pass "".
     """
     if _watched_rank is not None:
         _watched_rank.connect(share)
 
 
 class _SingleProcessLimits(TimeLimits):
-    """A single process has no deadline for its steps, as no rank waits for it: only its writing is limited."""
+    """Limits of a single process. No rank waits for its steps, so only its writing has a deadline."""
 
     def deadline_s(self, phase: Phase) -> float:
         return super().deadline_s(phase) if phase in ("checkpoint", "final") else math.inf
@@ -92,7 +92,7 @@ class _WatchedRank:
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
         self._memory_kills = count_oom_kills()
-        self._asked = False  # whether rank 0's own stacks and collectives are wanted
+        self._asked = False  # rank 0's own stacks and collectives are wanted
         self._ended_at: float | None = None  # when the first rank was seen to have failed or died
         self._heartbeat.enter("start")
         if ranks == 1:
@@ -110,7 +110,7 @@ class _WatchedRank:
         return server
 
     def connect(self, share: Callable[[str], str]) -> None:
-        """Rank 0 serves the channel; the other ranks begin to send beats to it."""
+        """Serve the channel on rank 0. Other ranks begin to send beats to it."""
         address = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             server = self._serve(address)
@@ -122,7 +122,7 @@ class _WatchedRank:
         self._heartbeat.connect(self._client, self._ranks, on_end=self._on_end_order, on_silence=self._on_silence)
 
     def leave(self, code: int, lost: str) -> bool:
-        """Reports the end of this rank; returns whether rank 0, which prints the cause, has the report of another rank."""
+        """Report the end of this rank. Returns whether rank 0, which prints the cause, got the report of another rank."""
         if code == 0:
             self._heartbeat.enter("done")
         message = {**self._heartbeat.message(), "ended": code, "lost": lost}
@@ -147,7 +147,7 @@ class _WatchedRank:
             return False
 
     def _watch(self) -> None:
-        """The body of the thread that every rank has."""
+        """Watch in the thread that every rank has."""
         while not self._over.wait(POLL_S):
             if not self._by_hand and os.getppid() != self._parent:
                 _end(f"the launcher on {_HOST} is gone: ending its processes")
@@ -155,7 +155,7 @@ class _WatchedRank:
                 self._end_all(self._watchdog, lines)
 
     def _find_end(self, watchdog: Watchdog) -> Sequence[str]:
-        """Why all ranks have to be ended, in lines; () while they need not."""
+        """Return why all ranks must end, in lines; () while they need not."""
         self._asked = watchdog.receive_beat(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks > 1:
             oom = count_oom_kills() > self._memory_kills
@@ -182,7 +182,7 @@ class _WatchedRank:
         return (f"no more heartbeats from {names}" if silent else ended[0].process.lost,)
 
     def _end_all(self, watchdog: Watchdog, lines: Sequence[str]) -> NoReturn:
-        """Has the other ranks end, kills those of this machine that do not, and ends this process."""
+        """Order the other ranks to end, and end this process. Ranks of this machine that stay are killed first."""
         watchdog.end_reason = lines[0]
         with suppress(OSError):
             print("\n".join(lines), file=sys.stderr, flush=True)
@@ -198,7 +198,7 @@ class _WatchedRank:
         _end(f"rank {self.rank} on {_HOST} is ended: {why}")
 
     def _on_silence(self, silent_s: float, error: NoAnswer) -> None:
-        """Called when rank 0 does not answer: ends this rank if that lasts too long."""
+        """End this rank if rank 0 has not answered for too long."""
         if error.nothing_listens and silent_s > RANK_0_GONE_S:
             _end(f"{self._rank_0} is gone: no process listens at its port any more")
         if not error.nothing_listens and silent_s > self._limits.deadline_s(self._heartbeat.phase):

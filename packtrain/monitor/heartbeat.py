@@ -1,7 +1,7 @@
-"""What every rank reports while it works: its phase, step and micro-batch, and whether it waits for the others.
+"""Heartbeat of every rank: its phase, step and micro-batch, and whether it waits for others.
 
-`enter` sets the phase, `waiting` encloses everything that waits for other ranks (collectives, barriers, the store, joining),
-`progress` reports that a long operation advances. Each only assigns a few values; a thread sends them to the watchdog once a
+`enter` sets the phase, `waiting` encloses everything that waits for other ranks (collectives, barriers, the store, joining), and
+`progress` reports that a long operation advances. Each only assigns a few values. A thread sends them to the watchdog once a
 second (`connect`), with stacks and pending collectives if the watchdog asks for them.
 """
 
@@ -39,12 +39,12 @@ IN_WORDS: Mapping[Phase, str] = {
     "final": "writing the results",
     "done": "its end",
 }
-"""All phases, in the order in which a rank passes them; those from `data` to `eval` in every step."""
+"""All phases in the order of a run. Every step passes the phases from `data` to `eval`."""
 PHASES = tuple(IN_WORDS)
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 LONG = ("prepare", "load", "proof", "final")
 """Phases that may take hours. No rank waits in a collective in them, so they have no limit as long as they make progress."""
-_CHECKPOINT_STEPS = 3  # a checkpoint may take as long as so many steps
+_CHECKPOINT_STEPS = 3  # a checkpoint may take as long as this many steps
 _MIN_CPU = 0.05  # of a core: a process that uses this much is computing
 _BEATS_A_SECOND = 200  # of all ranks together
 _DIAGNOSE_AHEAD_S = 5
@@ -52,18 +52,20 @@ _DIAGNOSE_AHEAD_S = 5
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds that a collective operation of a step may take (topology.step_timeout), and that ranks wait for each other at
-    the start (topology.join_timeout). They give each phase its deadline: how long a rank may be in it without progress."""
+    """Time limits in seconds: collectives of a step (`step_s`), ranks that join (`join_s`).
+
+    They come from topology.step_timeout and topology.join_timeout, and set how long a rank may be in a phase without progress.
+    """
 
     step_s: float = 600
     join_s: float = 300
 
     def collective_s(self, phase: Phase) -> float:
-        """The limit of a collective operation which begins in `phase`."""
+        """Return the limit in seconds of a collective operation that begins in `phase`."""
         return self.step_s * (_CHECKPOINT_STEPS if phase in ("checkpoint", *LONG) else 1)
 
     def deadline_s(self, phase: Phase) -> float:
-        """How long a rank may stand still in `phase`."""
+        """Return how many seconds a rank may stand still in `phase`."""
         if phase in ("start", "join"):  # joining has its own, shorter timeout and a clearer error
             return 2 * self.join_s + 60
         limit_s = self.collective_s(phase)
@@ -72,18 +74,18 @@ class TimeLimits:
 
 
 def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
-    """Progress as a sortable tuple; the rank with the smallest one keeps the others waiting."""
+    """Return progress as a sortable tuple. The rank with the smallest one keeps the others waiting."""
     order = PHASES.index(phase)
     if phase in BEFORE_TRAINING:
         return (0, order)
     if phase in ("final", "done"):
         return (2, order)
-    forward_order = PHASES.index("forward")  # forward and backward of a micro-batch come before those of the next
+    forward_order = PHASES.index("forward")  # both passes of a micro-batch come before the next one's
     return (1, step, forward_order if phase == "backward" else order, micro, order)
 
 
 def place_of(phase: Phase, step: int, micro: int) -> str:
-    """In words: "the forward pass of step 12 (micro-batch 3)"."""
+    """Describe a place: "the forward pass of step 12 (micro-batch 3)"."""
     words = IN_WORDS[phase]
     if phase in BEFORE_TRAINING or phase in ("final", "done"):
         return words
@@ -100,7 +102,7 @@ class _State(NamedTuple):
 
 
 class Heartbeat:
-    """One rank's heartbeat; thread-safe. `usual_s` is the time of an ordinary step in seconds, 0 while that is not known."""
+    """One rank's thread-safe heartbeat. `usual_s` is the time of an ordinary step in seconds, 0 if not yet known."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.usual_s = rank, 0.0
@@ -113,17 +115,17 @@ class Heartbeat:
         return self._state.phase
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
-        """Enters `phase` of `step` (None: the current step); returns time.monotonic()."""
+        """Enter `phase` of `step` (None: the current step); return time.monotonic()."""
         self._change(phase=phase, step=self._state.step if step is None else step, micro=micro)
         return time.monotonic()
 
     def progress(self) -> None:
-        """Reports progress within the phase: the time without progress starts again at 0."""
+        """Report progress within the phase: the time without progress starts again at 0."""
         self._change()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Inside the block the rank waits for others: for `what`, in words that follow "waits for"."""
+        """Mark the block as waiting for other ranks. `what` is in words that follow "waits for"."""
         before = self._state.waits
         self._change(waits=what)
         try:
@@ -135,7 +137,7 @@ class Heartbeat:
         self._state = self._state._replace(changes=self._state.changes + 1, **values)
 
     def message(self, *, asked: bool = False) -> dict[str, Any]:
-        """The body of a beat, with stacks and collectives if `asked`.
+        """Return the body of a beat, with stacks and collectives if `asked`.
 
         `changes` grows with every report of the rank; while it does not, the rank stands still. In a LONG phase CPU time
         counts as progress, too: libraries that work there cannot call `progress`.
@@ -167,9 +169,9 @@ class Heartbeat:
         on_end: Callable[[str], None] = lambda reason: None,
         on_silence: Callable[[float, NoAnswer], None] = lambda silent_s, error: None,
     ) -> None:
-        """Sends beats to the watchdog from now on, more seldom the more `ranks` there are, to bound its load.
+        """Send beats to the watchdog from now on. More `ranks` send them less often, to bound its load.
 
-        `on_end` is called with the reason when the watchdog orders the rank to end; `on_silence` when it does not answer, with
+        `on_end` is called with the reason when the watchdog orders the rank to end. `on_silence` is called when it does not answer, with
         the seconds since its last answer.
         """
 
@@ -197,7 +199,7 @@ class Heartbeat:
 
 @functools.cache
 def own_heartbeat() -> Heartbeat:
-    """The heartbeat of this process; call it before heavy imports. It sends beats if packtrain's launcher has set a channel."""
+    """Return this process's heartbeat; call it before heavy imports. It sends beats if packtrain's launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
     processes.write_stacks_on_signal()
     if ADDRESS in os.environ:
@@ -208,10 +210,10 @@ def own_heartbeat() -> Heartbeat:
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """`with waiting("…")` around code that waits for other ranks: the watchdog then does not blame this rank."""
+    """Wrap code that waits for other ranks: `with waiting("…")`. The watchdog then does not blame this rank."""
     return own_heartbeat().waiting(what)
 
 
 def progress() -> None:
-    """Call it regularly in long operations, so that they do not count as standing still."""
+    """Report progress. Long operations call it regularly, so that they do not count as standing still."""
     own_heartbeat().progress()

@@ -1,8 +1,8 @@
-"""The processes of ranks: their state in the operating system, the Python stacks of their threads, and pending collectives.
+"""Rank processes: their state in the operating system, Python stacks, and pending collectives.
 
-A rank's heartbeat thread reads its own stacks (`own_stacks`), also while the main thread waits in a collective, which releases
-Python's lock (the GIL), and has its loader processes write theirs on SIGUSR2 (`write_stacks_on_signal`, `dump`). Collectives come from torch's
-flight recorder, which gloo and NCCL always keep.
+A rank's heartbeat thread reads its own stacks (`own_stacks`), even while the main thread waits in a collective, which releases
+Python's lock (the GIL). SIGUSR2 makes its loader processes write theirs (`write_stacks_on_signal`, `dump`). Collectives come from
+torch's flight recorder, which gloo and NCCL always keep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 
 Life = Literal["running", "stopped", "gone"]
 STACKS = "PACKTRAIN_STACKS"
-"""Environment variable of a rank: the folder that stacks are written into, one per launch and machine."""
+"""Environment variable of a rank: the folder for stacks, one per launch and machine."""
 DUMP_S = 1.0
 
 
@@ -33,9 +33,9 @@ DUMP_S = 1.0
 class ProcessState:
     """A rank's process as its launcher sees it.
 
-    `code` is its exit code, negative for a signal, None if not known; `reported`: the worker reported it before it ended. `lost` is
-    the worker's message if it ended only because others were gone, `oom` whether the kernel's out-of-memory killer has killed a
-    process on that machine.
+    `code` is its exit code, negative for a signal, None if not known. `reported`: the worker reported the code before it ended. `lost` is
+    the worker's message if it ended only because others were gone. `oom`: the kernel's out-of-memory killer has killed a process on
+    that machine.
     """
 
     pid: int = 0
@@ -62,7 +62,7 @@ def life_of(pid: int) -> Life:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free on the machine, or in the tightest cgroup (version 2) that this process is in."""
+    """Return the free memory in bytes. It is the machine's, or the tightest cgroup's (version 2) of this process if less."""
     free = psutil.virtual_memory().available
     with suppress(OSError):
         own = Path(Path("/proc/self/cgroup").read_text().partition("0::")[2].partition("\n")[0])
@@ -75,7 +75,7 @@ def free_memory() -> int:
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has killed on this machine, in all cgroups; 0 except on Linux."""
+    """Count the kernel's out-of-memory kills on this machine, in all cgroups; 0 except on Linux."""
     with suppress(OSError):
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(counters.get("oom_kill", 0))
@@ -84,7 +84,7 @@ def count_oom_kills() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective operation: its name, its number in its group of processes, and what it moves ("Float 4x8")."""
+    """A collective operation. `number` counts in its process `group`, `what` is the data ("Float 4x8")."""
 
     name: str
     number: int
@@ -96,8 +96,8 @@ class Collective:
 
 
 def write_stacks_on_signal() -> None:
-    """From now on this process, a rank or a loader process of one, writes its stacks into STACKS on SIGUSR2 and on a crash. Does
-    nothing without STACKS."""
+    """Write this process's stacks into STACKS on SIGUSR2 and on a crash, from now on.
+    The process is a rank or one of its loaders. Does nothing without STACKS."""
     if STACKS in os.environ:
         path = Path(os.environ[STACKS], f"{os.getpid()}.stacks")
         partial = path.with_suffix(".partial")
@@ -110,7 +110,7 @@ def write_stacks_on_signal() -> None:
 
 
 def own_stacks() -> str:
-    """The stacks of all threads of this process, and of its loader processes."""
+    """Return the stacks of all threads of this process, and of its loader processes."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -121,7 +121,7 @@ def own_stacks() -> str:
 
 
 def dump(folder: Path, pid: int) -> str:
-    """The stacks of process `pid`; "" if it has not called `write_stacks_on_signal`, or wrote none within DUMP_S (it is stopped or gone)."""
+    """Return the stacks of process `pid`. "" if it never called `write_stacks_on_signal`, or wrote none within DUMP_S (stopped, gone)."""
     file = folder / f"{pid}.stacks"
     with suppress(OSError):
         os.truncate(file, 0)  # fails if it has not called `write_stacks_on_signal`
@@ -135,7 +135,7 @@ def dump(folder: Path, pid: int) -> str:
 
 
 def crash_of(folder: Path, pid: int) -> str:
-    """The stacks that a crash of process `pid` left; "" if it did not crash, or had not called `write_stacks_on_signal`."""
+    """Return the stacks from a crash of process `pid`. "" if it did not crash, or never called `write_stacks_on_signal`."""
     with suppress(OSError):
         text = (folder / f"{pid}.stacks").read_text(errors="replace")
         return "".join(text.partition("Fatal Python error")[1:])
@@ -143,13 +143,13 @@ def crash_of(folder: Path, pid: int) -> str:
 
 
 def main_stack(text: str) -> tuple[str, ...]:
-    """The main thread's calls in a dump of faulthandler, which writes that thread last; innermost call first."""
+    """Return the main thread's calls in a faulthandler dump, innermost first. The dump has that thread last."""
     main = text.rpartition("(most recent call first):")[2]
     return tuple(line.strip() for line in main.splitlines() if line.startswith('  File "'))
 
 
 def own_collectives() -> dict[str, Any]:
-    """`last_collectives` of this process; {} without torch.
+    """Return `last_collectives` of this process; {} without torch.
 
     torch has one flight recorder for all backends, and in builds with NCCL maybe one more.
     """
@@ -164,8 +164,10 @@ def own_collectives() -> dict[str, Any]:
 
 
 def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """From one flight recorder's dump, as fields of Collective or None: `pending`, the first operation that was begun and has
-    not ended, and `finished`, the last that has. Point-to-point operations are left out: they have numbers of their own."""
+    """Return the `pending` and `finished` operations of one flight recorder's dump.
+
+    `pending` is the first that has not ended, `finished` the last that has; each has the fields of Collective, or is None. Point-to-point
+    operations have numbers of their own: they are left out."""
     last: dict[str, Any] = {"pending": None, "finished": None}
     for entry in recorded.get("entries", ()):
         status = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})

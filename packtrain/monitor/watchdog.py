@@ -1,8 +1,8 @@
-"""The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
+"""Watchdog of a run: it collects heartbeats, and finds when and why ranks stand still.
 
-There is one, in the process that serves the control channel, which calls `diagnose` once a second. A rank may be without progress
+The process that serves the control channel has the only watchdog, and calls `diagnose` once a second. A rank may be without progress
 until the deadline of its phase (TimeLimits); ranks that report that they wait for others are exempt. Shortly before the deadline
-all ranks are asked for their stacks and pending collectives, and one diagnosis is made of the answers. Late beats alone are no
+all ranks are asked for their stacks and pending collectives, and their answers lead to one diagnosis. Late beats alone are no
 stall: a rank without heartbeats has the whole deadline from its last beat on.
 """
 
@@ -30,20 +30,21 @@ POLL_S = 1.0
 STOPPED_S = 5
 """Seconds that a process may be stopped (SIGSTOP) before the run is ended."""
 _ANSWER_S = 7  # for ranks to send their stacks
-_STALL_S, _USUAL_STEPS = 5, 3  # shorter pauses are ignored; packtrain doctor reports a stall from here on
+_STALL_S, _USUAL_STEPS = 5, 3  # shorter pauses are ignored; packtrain doctor reports longer ones
 _FIRST_STALL_S = 60  # the same while no step is known
 _ASK_AHEAD_S = 10  # before a deadline, so that the stacks are there in time
 _ASK_AGAIN_S = 30
 _ENDED_LIMIT_S = 30
-_LATE_BEAT_S = 10  # after a longer silence a stall counts from the last beat on: what happened since is unknown
+_LATE_BEAT_S = 10  # after a longer silence, a stall counts from the last beat on: progress since then is unknown
 _BEAT_FIELDS = ("pid", "phase", "step", "micro", "waits", "usual_s")
 _LONGEST_PAUSE_S = 3  # a longer one between two rounds: this process was suspended, and ranks did not stand still
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of a rank of machine `node`: its `state`, whose times are those of its last report (`heard`), of its last
-    progress (`since`) and of its stop; `changes` is the number of its progress reports, `text` the dump of its stacks."""
+    """The watchdog's record of a rank of machine `node`.
+
+    Times: last report (`heard`), last progress (`since`), stop. `changes` counts progress reports; `text` is the dump of its stacks."""
 
     node: int
     state: RankState
@@ -54,7 +55,7 @@ class _Rank:
     text: str = ""
 
     def keep_answer(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
-        """Keeps stacks and collectives; an empty text discards those that are out of date."""
+        """Keep stacks and collectives. An empty text discards outdated ones."""
         last = {name: value and Collective(**value) for name, value in (collectives or {}).items()}
         known: dict[str, Any] = {"pending": None, "finished": None, **last}
         self.text, self.state = text, replace(self.state, stack=main_stack(text), **known)
@@ -71,9 +72,9 @@ def stacks_of(logs: Path, rank: int) -> Path:
 
 
 class Watchdog:
-    """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread.
+    """Watchdog over `machines` (host name and ranks of each). It writes into `logs`; any thread may call its methods.
 
-    `end` is the reason for which all ranks must end themselves; it is set only if no launcher of packtrain would end them.
+    `end_reason` says why all ranks must end themselves. It is set only if no launcher of packtrain would end them.
     """
 
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
@@ -96,12 +97,12 @@ class Watchdog:
                 earlier.unlink()
 
     def attach(self, server: Server) -> None:
-        """Registers the handlers for beats and for packtrain doctor."""
+        """Register the handlers for beats and for packtrain doctor."""
         server.serve("beat", self.receive_beat)
         server.serve("ranks", self.answer_doctor)
 
     def receive_beat(self, beat: Mapping[str, Any]) -> dict[str, Any]:
-        """Receives a beat (Heartbeat.message); returns whether stacks are wanted (`ask`), and the reason to `end`, if any."""
+        """Receive a beat (Heartbeat.message). Returns whether stacks are wanted (`ask`), and the reason to `end`, if any."""
         with self._lock:
             rank = self._ranks.get(beat["rank"])
             if rank is None:
@@ -121,7 +122,7 @@ class Watchdog:
             return {"ask": asked, "end": self.end_reason or None}
 
     def receive_processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
-        """Takes the states of the processes of machine `node` from its launcher; called once a second for each machine."""
+        """Take the process states of machine `node` from its launcher. Called once a second for each machine."""
         with self._lock:
             self._launchers[node] = time.monotonic()
             for number, process in states.items():
@@ -131,7 +132,7 @@ class Watchdog:
                     rank.stopped = (rank.stopped or time.monotonic()) if process.state == "stopped" else None
 
     def receive_stacks(self, texts: Mapping[int, str]) -> None:
-        """Takes stacks that ranks left as they crashed."""
+        """Take stacks that ranks left as they crashed."""
         with self._lock:
             for number, text in texts.items():
                 if number in self._ranks and not self._ranks[number].text:
@@ -142,15 +143,15 @@ class Watchdog:
             return [rank.state_at(time.monotonic()) for _, rank in sorted(self._ranks.items())]
 
     def has_begun_training(self) -> bool:
-        """Whether any rank has begun to train."""
+        """Return whether any rank has begun to train."""
         return any(state.phase not in BEFORE_TRAINING for state in self.states())
 
     def describe_waits(self, but: Collection[int] = ()) -> tuple[str, ...]:
-        """What the ranks do, in words, except those in `but`."""
+        """Describe what the ranks do, except those in `but`."""
         return describe_waits([state for state in self.states() if state.rank not in but])
 
     def diagnose(self) -> Diagnosis | None:
-        """The diagnosis for which the run has to be ended, None while it goes on; called once a second.
+        """Return the diagnosis that must end the run, None while it goes on. Called once a second.
 
         None also once a rank has ended with an error or died: the end of the run then has that cause (`diagnose_deaths`).
         """
@@ -176,8 +177,9 @@ class Watchdog:
         return self._conclude(diagnose(self.states()))
 
     def _find_standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float, Sequence[RankState]]:
-        """Why no rank makes progress, for how many seconds, and the ranks that cause it; (None, 0, ()) if a rank that does not wait
-        makes some."""
+        """Return why no rank makes progress, the seconds since then, and the culprits.
+
+        (None, 0, ()) if a rank that does not wait makes progress."""
         live = live_among(states)
         broken = any(state.dead or state.process.state == "stopped" for state in states)
         if not broken and not (live and all(state.waits or state.still_s >= _STALL_S for state in live)):
@@ -187,14 +189,14 @@ class Watchdog:
         return diagnosis, min((state.stopped_s or state.still_s for state in culprits), default=0), culprits
 
     def diagnose_deaths(self) -> Diagnosis | None:
-        """Why ranks of a run died; None if that is not known, or if they reported their errors themselves."""
+        """Return why ranks died. None if that is unknown, or if they reported their errors themselves."""
         diagnosis = None if self._diagnosis else diagnose(self.states())
         if diagnosis is not None and diagnosis.cause in ("memory", "died", "ended"):
             self._conclude(diagnosis)
         return self._diagnosis
 
     def _ask(self, states: Sequence[RankState], fresh_s: float) -> None:
-        """Asks for stacks and collectives, unless that was done in the last `fresh_s` seconds."""
+        """Ask for stacks and collectives, unless that was done in the last `fresh_s` seconds."""
         with self._lock:
             if time.monotonic() - self._asked > fresh_s:
                 self._asked = time.monotonic()
@@ -202,12 +204,12 @@ class Watchdog:
                     self._ranks[state.rank].keep_answer("")
 
     def _have_answered(self, states: Sequence[RankState]) -> bool:
-        """Whether all ranks answered, or had the time to."""
+        """Return whether all ranks answered, or had the time to."""
         silent = [state for state in states if not self._ranks[state.rank].text and state.process.state != "stopped"]
         return not silent or time.monotonic() - self._asked > self._answer_limit_s
 
     def _conclude(self, diagnosis: Diagnosis | None) -> Diagnosis | None:
-        """Writes the diagnosis and the stacks to logs/; returns the diagnosis."""
+        """Write the diagnosis and the stacks to logs/; return the diagnosis."""
         self._diagnosis = diagnosis
         if diagnosis is not None:
             self._write_stacks()
@@ -223,11 +225,11 @@ class Watchdog:
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
 
     def write_diagnosis(self, diagnosis: str) -> None:
-        """Writes a diagnosis to logs/, where packtrain doctor finds it."""
+        """Write a diagnosis to logs/ for packtrain doctor."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
 
     def answer_doctor(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of every rank; with `stacks`, or if the ranks stand still, it asks them for stacks first.
+        """Return the state of every rank. With `stacks`, or in a stall, ask the ranks for stacks first.
 
         It reports a stall sooner than `diagnose` does.
         """
@@ -246,7 +248,7 @@ class Watchdog:
         return self.to_json(self._diagnosis or (diagnose(self.states()) if stalled else None))
 
     def to_json(self, diagnosis: Diagnosis | None = None) -> dict[str, Any]:
-        """Plain containers: `ranks` (RankState), `machines` (host, ranks, seconds since its launcher was heard) and `diagnosis`."""
+        """Return the states as plain containers. `ranks`: RankState; `machines`: host, ranks, age of the last report in s; `diagnosis`."""
         heard = {node: round(time.monotonic() - at, 1) for node, at in self._launchers.items()}
         machines = [
             {"host": host, "ranks": list(ranks), "heard_s": heard.get(node)}
@@ -256,5 +258,5 @@ class Watchdog:
         return {"ranks": [asdict(state) for state in self.states()], "machines": machines, "diagnosis": fields}
 
     def close(self) -> None:
-        """Writes the last states of the ranks to logs/, for packtrain doctor after the run."""
+        """Write the last states of the ranks to logs/, for packtrain doctor after the run."""
         in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._diagnosis)), None)

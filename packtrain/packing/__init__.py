@@ -1,2 +1,2 @@
-"""From document lengths to what the model reads: `schedule` (the documents of a step), `bins` (rows filled over an epoch), `balance`
-(a step over ranks and micro-batches), `collate` (tensors), and `segments` (which tokens of a row may attend to which)."""
+"""Packing: turn document lengths into model inputs. `schedule` chooses the documents of a step, `bins` fills rows over an epoch, `balance`
+spreads a step over ranks and micro-batches, `collate` makes tensors, and `segments` says what each token of a row may attend to."""

@@ -1,14 +1,14 @@
-"""The documents of one optimizer step over ranks and micro-batches, each doing about the same work.
+"""Lay out the documents of one optimizer step over ranks and micro-batches of similar work.
 
 All ranks wait for the slowest one. A document of l tokens costs `l + attention_cost · l²` (linear layers, and attention). So we
 
-1. take the smallest number M of micro-batches per rank that holds the documents within the limits of a device,
+1. take the smallest number M of micro-batches per rank that keeps all of them within the limits of a device,
 2. spread the documents over `world_size · M` parts of similar cost,
-3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
-   within it the costliest part goes to the rank that has done least.
+3. deal the parts out, costliest first, `world_size` at a time: micro-batch m costs about the same on all ranks, and
+   the costliest of these parts goes to the rank with the least work so far.
 
-Documents are placed longest first, each into the cheapest part that it fits into (Graham 1969: at most 4/3 of the best), or by best
-fit where that needs fewer parts. With padding or kept order, consecutive documents are cut so that the costliest part is cheapest.
+Each document, longest first, goes into the cheapest part with room for it (Graham 1969: at most 4/3 of the best), or by best
+fit if that needs fewer parts. With padding or kept order, we cut consecutive documents so that the costliest part is as cheap as possible.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from packtrain.packing.bins import best_fit
 
 Layout = list[list[np.ndarray]]
 """[rank][micro-batch]: int64 [documents]."""
-TOLERANCE = 0.01  # by which the largest cost of consecutive parts may be above the smallest possible one
+TOLERANCE = 0.01  # the search stops within this relative gap to the smallest possible largest cost
 
 
 class SplitLayout(list[list[np.ndarray]]):
-    """A Layout whose first `split` micro-batches of each group of ranks are rows that it splits (split_rows.py): the first
-    rank has them, the others none."""
+    """Layout with split rows: the first `split` micro-batches of each group of ranks (split_rows.py).
+    The group's first rank lists the rows, its other ranks list empty arrays."""
 
     split: int = 0
     ranks_per_row: int = 1
@@ -39,20 +39,20 @@ class SplitLayout(list[list[np.ndarray]]):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimits:
-    """What one device takes at once: at most `examples` documents and `tokens` token slots."""
+    """Limits of one micro-batch: at most `examples` documents and `tokens` token slots."""
 
     examples: float = math.inf
     tokens: float = math.inf
 
 
 def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
-    """Work of documents of `lengths` int[n] tokens, in units of one token through the linear layers: float64[n]."""
+    """Return the work of documents, in units of one token through the linear layers: float64[n]. `lengths` int[n] in tokens."""
     lengths = np.asarray(lengths, dtype=np.float64)
     return lengths + attention_cost * lengths**2
 
 
 def cost_of_attention(config: Any, parameters: int) -> float:
-    """The `attention_cost` of a model of this transformers config: forward and backward take 6 · parameters operations a token, and
+    """Return the `attention_cost` of a model with this transformers config. Forward and backward take 6 · parameters operations a token, and
     6 · layers · heads · head_dim · l for causal attention."""
     try:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -71,13 +71,12 @@ def lay_out(
     keep_order: bool = False,
     cost: np.ndarray | None = None,
 ) -> Layout:
-    """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n]. `cost` float[n] is their work, by
-    default that of documents which share nothing; without order and padding only.
+    """Spread the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
 
-    Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
-    empty. In packed mode `limits.examples` is ignored; in padding mode a document counts as many tokens as the longest of its
-    micro-batch. With `keep_order`, micro-batch by micro-batch and rank by rank within it, the documents are in their order.
-    ValueError where a document alone is above `limits.tokens`.
+    `cost` float[n] is the work of each (default: `costs`); it is ignored with kept order or padding. All ranks get equally many
+    micro-batches, as few as possible; with fewer documents than ranks some are empty. Packed mode ignores `limits.examples`; in padding
+    mode a document counts as many tokens as the longest of its micro-batch. `keep_order` keeps the order: by micro-batch, then by rank.
+    ValueError if a document exceeds `limits.tokens`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
@@ -94,7 +93,7 @@ def lay_out(
 
 
 def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
-    """The micro-batches of a rank, and whether each is a row that it splits with its neighbours."""
+    """Return the micro-batches of a rank. The flag is True for a row that it splits with its neighbours."""
     if not isinstance(layout, SplitLayout):
         return [(part, False) for part in layout[rank]]
     first = layout[rank - rank % layout.ranks_per_row][: layout.split]
@@ -102,7 +101,7 @@ def parts_of_rank(layout: Layout, rank: int) -> list[tuple[np.ndarray, bool]]:
 
 
 def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
-    """Gives each rank the same number of `parts` (arrays of documents) of `cost` float[parts]; empty parts complete the last round."""
+    """Give each rank the same number of `parts`, arrays of documents. `cost` is float[parts]; empty parts complete the last round."""
     empty = -len(parts) % world_size
     parts, cost = [*parts, *[np.zeros(0, dtype=np.int64)] * empty], np.append(cost, np.zeros(empty))
     order = np.arange(len(parts)) if keep_order else np.argsort(-cost, kind="stable")
@@ -117,14 +116,13 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
 
 
 def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
-    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1. Ranks that split a row have equal
-    shares of its cost."""
+    """Return the imbalance of ranks: largest cost of a rank / mean cost - 1. Ranks that split a row each have an equal share of its cost."""
     ranks = work_of_ranks(layout, lambda part: part_costs([part], np.asarray(lengths), mode, attention_cost)[0])
     return float(ranks.max() / ranks.mean() - 1) if ranks.any() else 0.0
 
 
 def work_of_ranks(layout: Layout, cost_of: Callable[[np.ndarray], float]) -> np.ndarray:
-    """float64 [ranks]: the work of each, its micro-batches having `cost_of` their documents."""
+    """Return the work of each rank: float64 [ranks]. `cost_of` gives the cost of a micro-batch's documents."""
     cost = np.array([[cost_of(part) for part in parts] for parts in layout])
     if isinstance(layout, SplitLayout):
         split = cost[:, : layout.split].reshape(-1, layout.ranks_per_row, layout.split).mean(axis=1)
@@ -133,7 +131,7 @@ def work_of_ranks(layout: Layout, cost_of: Callable[[np.ndarray], float]) -> np.
 
 
 def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:
-    """The cost of each part, padding included: float64[parts]."""
+    """Return the cost of each part, padding included: float64[parts]."""
     if mode == "padding":
         longest = np.array([lengths[part].max(initial=0) for part in parts])
         return costs(longest, attention_cost) * [len(part) for part in parts]
@@ -141,7 +139,7 @@ def part_costs(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, 
 
 
 def _fill_evenly(lengths: np.ndarray, work: np.ndarray, world_size: int, limits: MicroBatchLimits) -> list[np.ndarray]:
-    """Parts of similar cost within `limits`: the smallest multiple of `world_size` that holds the documents."""
+    """Fill parts of similar cost within `limits`; use the smallest possible multiple of `world_size`."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
     cost = work.tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
@@ -163,10 +161,10 @@ def fill_cheapest_first(
     limits: MicroBatchLimits,
     work: list[float] | None = None,
 ) -> list[list[int]] | None:
-    """Each document of `order` (longest first) into the cheapest of `part_count` parts that it fits into; None if one fits nowhere.
-    Parts may begin with some `work`.
+    """Put each document of `order` (longest first) into the cheapest part with room for it. Return None if one has no room.
 
-    A part that a document does not fit into is parked, by its free tokens, until documents are short enough.
+    There are `part_count` parts; they may start with some `work`. A part without room is parked, ordered by free tokens, until the
+    documents are short enough.
     """
     parts: list[list[int]] = [[] for _ in range(part_count)]
     free = [limits.tokens] * part_count
@@ -202,7 +200,7 @@ def _cut_evenly(
     limits: MicroBatchLimits,
     attention_cost: float,
 ) -> list[np.ndarray]:
-    """Consecutive parts, of the documents in their order or longest first, whose largest cost is as small as possible."""
+    """Cut the documents into consecutive parts with the smallest largest cost. The order is theirs, or longest first."""
     if len(lengths) == 0:
         return []
     order = np.arange(len(lengths)) if keep_order else np.argsort(-lengths, kind="stable")
@@ -226,10 +224,10 @@ def _cut_evenly(
 def _cut_by_cost(
     lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, part_count: int
 ) -> list[int] | None:
-    """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if that takes more than `part_count`."""
+    """Cut the fewest consecutive parts within `limits` and cost `most`; return their ends. None if they exceed `part_count`."""
     ends: list[int] = []
-    start, longest, costliest = 0, 0, 0.0  # of the documents of the current part
-    tokens, work = 0, 0.0  # of the whole part; padded documents all count as its longest
+    start, longest, costliest = 0, 0, 0.0  # longest and costliest document of the current part
+    tokens, work = 0, 0.0  # the current part as a whole; padded documents all count as the longest
     for index, (length, document_cost) in enumerate(zip(lengths, cost, strict=True)):
         count = index - start + 1
         longest, costliest = max(longest, length), max(costliest, document_cost)

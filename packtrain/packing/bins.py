@@ -1,12 +1,12 @@
-"""Which documents share a row: bin packing over millions of lengths.
+"""Bin packing: choose which documents share a row, for millions of lengths.
 
-**Best fit** is best-fit-decreasing: the longest document first, each into the fullest row that still takes it. Rows with the
-same free space are interchangeable, and so are documents of the same length, so we place whole groups at once, found on the HISTOGRAM of
-lengths: "these 5,000 rows with 812 free tokens take one document of 810 each". That makes exactly as many rows as plain
-best-fit-decreasing, in a second for ten million documents where that takes minutes.
+**Best fit** is best-fit-decreasing: place the longest document first, and each document into the fullest row with room for it. Rows with
+the same free space are interchangeable, like documents of the same length. We therefore place whole groups at once, using the HISTOGRAM of
+lengths: "these 5,000 rows with 812 free tokens take one document of 810 each". The number of rows is exactly the number that plain
+best-fit-decreasing makes. Ten million documents take a second instead of minutes.
 
-Neighbours change with the random generator. In a small data set most lengths are unique, so the order of placing is
-perturbed too (lengths are scaled by up to 15 %) if that costs no row. **In order** (next fit) keeps the order given.
+The random generator decides which documents become neighbours. In a small data set most lengths are unique, so we also perturb the order
+of placing (lengths are scaled by up to 15 %) if that costs no row. **In order** (next fit) keeps the given order.
 
 Sources: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027: packing on the
 histogram); Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830: best fit for training).
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PERTURBATIONS = (0.3, 0.1)  # ranges by which lengths are scaled to order them; the first that costs no row is taken
-FEW_PER_LENGTH = 10  # with more documents per length than this, shuffling those of equal length is random enough
+PERTURBATIONS = (0.3, 0.1)  # ranges of the random scale factors; we use the first that costs no row
+FEW_PER_LENGTH = 10  # above this many documents per length, shuffling documents of equal length is random enough
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Documents in rows: row r holds `documents[offsets[r]:offsets[r + 1]]`, which are indices into the lengths that were planned;
-    int64[n] and int64[rows + 1]."""
+    """Documents in rows: row r holds `documents[offsets[r]:offsets[r + 1]]`.
+    `documents` int64[n] are indices into the planned lengths; `offsets` is int64[rows + 1]."""
 
     documents: np.ndarray
     offsets: np.ndarray
@@ -39,14 +39,14 @@ class Rows:
 
 
 def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Rows:
-    """Rows of at most `capacity` tokens by best-fit-decreasing, in random order.
+    """Fill rows of at most `capacity` tokens by best-fit-decreasing, in random order.
 
-    `lengths` int[n] in tokens. The number of rows does not depend on `rng`. ValueError where a length is above `capacity`.
+    `lengths` int[n] in tokens. The number of rows does not depend on `rng`. ValueError if a length exceeds `capacity`.
     """
     lengths = _check_lengths(lengths, capacity)
     histogram = np.bincount(lengths)
     order, (first_row, rows, copies), row_count = _place_in_best_order(histogram, capacity, rng)
-    # each placement fills the consecutive rows first_row, first_row + 1, …: these numbers, placement by placement
+    # each placement fills consecutive rows first_row, first_row + 1, …; list these row numbers for all placements
     within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
     filled = np.repeat(first_row, rows) + within
     shuffled = rng.permutation(row_count).astype(np.int32)[filled]
@@ -59,7 +59,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
 
 
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
-    """As `best_fit`, by next fit: documents in the order given, a new row where one does not fit."""
+    """Fill rows by next fit: a document that does not fit starts a new row. Keeps the given order."""
     lengths = _check_lengths(lengths, capacity)
     ends = np.cumsum(lengths, dtype=np.int64)
     next_start = np.searchsorted(ends, ends - lengths + capacity, side="right").data  # for a row that starts here
@@ -79,7 +79,8 @@ def _check_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _place_in_best_order(
     histogram: np.ndarray, capacity: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The order in which lengths are placed (disturbed if that costs no row), the placements, and the number of rows."""
+    """Place the documents in a random order of lengths, if that costs no row.
+    Return the order of lengths, the placements and the number of rows."""
     exact = np.flatnonzero(histogram)[::-1]  # descending
     placements, row_count = _place(histogram, exact, capacity)
     if histogram.sum() <= FEW_PER_LENGTH * len(exact):
@@ -93,10 +94,10 @@ def _place_in_best_order(
 
 
 def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Best fit of `histogram[length]` documents, lengths in `order`: int64[3, placements] (first_row, rows, copies), each of `rows`
-    consecutive rows from `first_row` takes `copies` of the next documents; and the number of rows."""
+    """Place `histogram[length]` documents of each length by best fit, taking lengths in `order`. Return the number of rows and
+    int64[3, placements] (first_row, rows, copies): each of `rows` rows, starting at `first_row`, takes the next `copies` documents."""
     placements: list[tuple[int, int, int]] = []
-    groups: dict[int, list[tuple[int, int]]] = {}  # free space: ranges (first row, rows) that have it
+    groups: dict[int, list[tuple[int, int]]] = {}  # free space: ranges (first row, rows) with that space
     spaces: list[int] = []  # the keys of groups, ascending
     row_count = 0
     for length in order.tolist():
@@ -123,7 +124,7 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
 
 
 def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
-    """Removes up to `wanted` rows from `ranges` and returns them, splitting a range where needed."""
+    """Remove up to `wanted` rows from `ranges` and return them; split a range where needed."""
     taken = []
     while wanted and ranges:
         first, rows = ranges.pop()
@@ -136,10 +137,10 @@ def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
 
 
 def _sort_by_group(group: np.ndarray, members: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """`members` (a permutation of 0 … n-1) sorted by `group`, in random order inside a group: int64[n].
+    """Sort `members` (a permutation of 0 … n-1) by `group`: int64[n]. The order inside a group is random.
 
-    Group, random bits and member are sorted as ONE 64-bit integer, group in the highest bits: several times faster than an
-    argsort. 10 M documents in 1 M rows leave 20 random bits; ties are broken by the member.
+    We sort group, random bits and member as ONE 64-bit integer, with the group in the highest bits. This is several times faster than an
+    argsort. 10 M documents in 1 M rows leave 20 random bits; the member breaks ties.
     """
     count = len(members)
     member_bits, group_bits = count.bit_length(), int(group.max(initial=0)).bit_length()

@@ -1,11 +1,10 @@
-"""Documents or preference pairs → the keyword arguments of one forward pass: padded rows, or one flattened row.
+"""Turn documents or preference pairs into the arguments of one forward pass.
 
-Labels are shifted here, document by document, so no label crosses a border and the model's own shift is not used:
-`shift_labels[t]` is the token that position t has to predict, or IGNORE.
-
-Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The model runs
-on a flattened row, whose tokens an AnswerLayout maps to their places in that batch (model/forward.py). With shared prompts a pair
-is three segments: the prompt without its last token, and for each answer that token, which predicts the answer, and the answer.
+The arguments hold padded rows or one flattened row. Labels are shifted here, document by document: no label crosses a border and the
+model's own shift is not used. `shift_labels[t]` is the token that position t has to predict, or IGNORE.
+Pairs always come with the padded batch that TRL's losses read: all chosen answers first, then all rejected ones. The model runs
+on a flattened row. An AnswerLayout maps its tokens to their places in that batch (model/forward.py). With shared prompts a pair
+is three segments: the prompt without its last token, then for each answer that last token (it predicts the answer) and the answer.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from packtrain.packing.prefixes import SharedRow
 from packtrain.packing.segments import Segments, SplitSegments, own_tokens, split_row
 
 RowLayout = Literal["padding", "flat", "shared"]
-"""What the model runs on: the padded batch, a flattened row, or one in which prompts (of documents: prefixes) are shared."""
+"""Input of the model: the padded batch, a flattened row, or a flattened row with shared prompts (for documents: shared prefixes)."""
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
-"""The fillers of an empty micro-batch (a step with fewer documents than ranks): forward passes that train nothing."""
+"""Fillers of an empty micro-batch (a step with fewer documents than ranks): their forward passes train nothing."""
 
 
 def shifted_labels(document: Document) -> torch.Tensor:
-    """int64 [length]: at t the token t + 1 where that one is trained, else IGNORE; IGNORE at the last position."""
+    """Return the next token at each position where it is trained, else IGNORE: int64 [length]. The last position has IGNORE."""
     labels = np.full(len(document.input_ids), IGNORE, dtype=np.int64)
     trained = document.loss_mask[1:]
     labels[:-1][trained] = document.input_ids[1:][trained]
@@ -39,21 +38,21 @@ def shifted_labels(document: Document) -> torch.Tensor:
 
 
 def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
-    """Right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
+    """Collate a right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
     documents = documents or [FILLER]
     labels = [shifted_labels(document) for document in documents]
     return {**_pad(documents, pad_token_id), "shift_labels": pad_sequence(labels, True, IGNORE)}
 
 
 def _pad(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask`, int64 [documents, longest]."""
+    """Return `input_ids` and `attention_mask`, int64 [documents, longest]."""
     ids = [torch.from_numpy(document.input_ids.astype(np.int64)) for document in documents]
     mask = [torch.ones_like(tokens) for tokens in ids]
     return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
 
 
 def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
-    """One row of T = Σ lengths tokens: `input_ids` and `shift_labels` int64 [1, T], and what `row_arguments` gives."""
+    """Collate one row of T = Σ lengths tokens. Returns `input_ids` and `shift_labels` int64 [1, T], and `row_arguments`."""
     documents = documents or [FILLER]
     segments = Segments(tuple(len(document.input_ids) for document in documents))
     return {
@@ -64,8 +63,8 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, Any]:
-    """As `collate_flat`, of the documents of `row` (in their order), in which what they begin with alike is once. `label_places` int64 [n]
-    has a token's place as often as documents train it.
+    """Collate the documents of `row` (in its order) with each shared beginning once. Like `collate_flat` otherwise.
+    `label_places` int64 [n] lists a token's place once for each document that trains it.
     """
     ids = np.concatenate([document.input_ids for document in documents])[row.sources].astype(np.int64)
     labels = torch.full((row.segments.tokens,), IGNORE)
@@ -81,8 +80,8 @@ def collate_shared(documents: Sequence[Document], row: SharedRow) -> dict[str, A
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """What a model needs of a flattened row, or of a part of one, beside its tokens: `segments`, `position_ids`, and, unless it shares
-    prefixes or is split, what flash kernels take."""
+    """Return the model's arguments for a flattened row besides its tokens: `segments` and `position_ids`. Also takes a part of a row.
+    A row that is neither split nor shares prefixes also gets the arguments of flash kernels."""
     arguments = {"position_ids": segments.position_ids()[:, own_tokens(segments)], "segments": segments}
     if not any(segments.prefix_lengths) and not isinstance(segments, SplitSegments):
         borders, longest = segments.cumulative_lengths(), max(segments.lengths)
@@ -92,8 +91,8 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
 
 
 def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
-    """Part number `part` of a collated row: of documents its tokens, their labels and `label_places`, of answers (which stay padded) its
-    `layout`."""
+    """Return part number `part` of a collated row. For documents it has tokens, labels and `label_places`.
+    Answers stay padded: only their `layout` is split."""
     if (layout := batch.get("layout")) is not None:
         return {**batch, "layout": replace(layout, segments=split_row(layout.segments, part, parts))}
     segments = split_row(batch["segments"], part, parts)
@@ -106,16 +105,16 @@ def part_of(batch: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
 
 
 def label_positions(labels: torch.Tensor) -> np.ndarray:
-    """int64 [n]: flat positions of the labels in `labels` [rows, T]; found on the CPU, so that nothing waits for a device."""
+    """Return flat positions of the labels in `labels` [rows, T]: int64 [n]. The CPU finds them, so that no device is waited for."""
     return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLayout:
-    """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
+    """Places of a flattened row's T tokens in the padded batch: `rows`, `columns` (int64 [T]).
 
-    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (as of `label_positions`): those that
-    predict a token of an answer. `ends` int64 [documents]: the tokens that are scored, in a row for a reward model.
+    `inside` (int64): the tokens outside the last column, which predicts nothing. `trained` (like `label_positions`): the tokens that
+    predict an answer's token. `ends` int64 [documents]: the token that a reward model scores in each document.
     """
 
     segments: Segments
@@ -126,13 +125,13 @@ class AnswerLayout:
     ends: torch.Tensor | None = None
 
     def pin_memory(self) -> AnswerLayout:
-        """A copy in pinned memory."""
+        """Return a copy in pinned memory."""
         values = {name: getattr(self, name) for name in ("rows", "columns", "inside", "ends")}
         return replace(self, **{name: value.pin_memory() for name, value in values.items() if value is not None})
 
 
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
-    """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` is "padding", their `layout`."""
+    """Collate `input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and a `layout` unless `rows` is "padding"."""
     pairs = pairs or [FILLER_PAIR]
     batch = _pad_answers(_list_documents(pairs), pad_token_id)
     return batch if rows == "padding" else _add_layout(batch, _lay_out_pairs(pairs, rows))
@@ -149,7 +148,7 @@ def _lay_out_pairs(pairs: Sequence[Preference], rows: RowLayout) -> AnswerLayout
 
 
 def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: RowLayout) -> dict[str, Any]:
-    """As `collate_pairs`, of answers alone, each with its prompt: [B, L]."""
+    """Collate single answers, each with its prompt, like `collate_pairs`: [B, L]."""
     documents = documents or [FILLER]
     batch = _pad_answers(documents, pad_token_id)
     if rows == "padding":
@@ -159,13 +158,13 @@ def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: Row
 
 
 def _pad_answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
-    """`input_ids`, `attention_mask`, `completion_mask` int64 [documents, longest]."""
+    """Return `input_ids`, `attention_mask`, `completion_mask` int64 [documents, longest]."""
     targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
     return {**_pad(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
 
 
 def _add_layout(batch: dict[str, Any], layout: AnswerLayout) -> dict[str, Any]:
-    """`batch` with the `layout` of its flattened row, which also says what is trained."""
+    """Add the `layout` of the flattened row to `batch`, with the positions that are trained."""
     predicts = batch["completion_mask"].roll(-1, dims=1)  # roll wraps into the last column, which `inside` leaves out
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
     return {**batch, "layout": replace(layout, trained=trained.numpy())}
@@ -174,9 +173,9 @@ def _add_layout(batch: dict[str, Any], layout: AnswerLayout) -> dict[str, Any]:
 def collate_scored(
     pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: RowLayout
 ) -> dict[str, Any]:
-    """`input_ids` and `attention_mask` int64 [2B, L], or of a flattened row [1, T] with its `layout`; `margin` float32 [B].
+    """Collate pairs for a reward model: `input_ids` and `attention_mask` int64 [2B, L], `margin` float32 [B].
 
-    The token that is scored is the last one that is not a padding token, as in transformers' models.
+    A flattened row gives [1, T] and its `layout`. The last token that is not padding is scored, as in transformers' models.
     """
     pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
     padded, margin = _pad(_list_documents(pairs), pad_token_id), torch.tensor(margins, dtype=torch.float32)
@@ -188,15 +187,15 @@ def collate_scored(
     places[row.rows, row.columns] = torch.arange(len(row.rows))
     document = torch.arange(len(ids))
     ends, chosen_ends = places[document, last], places[document % len(pairs), last]
-    # a shared prompt is at the places of the chosen document
+    # the tokens of a shared prompt are at the places of the chosen document
     layout = replace(row, ends=torch.where(ends < 0, chosen_ends, ends))
     flat = ids[row.rows, row.columns][None]
     return {"input_ids": flat, "attention_mask": torch.ones_like(flat), "margin": margin, "layout": layout}
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> AnswerLayout:
-    """The flattened row of a padded batch whose rows have `lengths` tokens. All rows of group g begin with the same
-    `prompts[g]` tokens; if these are at least two, all but the last are computed once."""
+    """Lay out a padded batch as a flattened row; its rows have `lengths` tokens. All rows of group g begin with the same
+    `prompts[g]` tokens. If these are two or more, all but the last are computed once."""
     pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
     for group, prompt in zip(groups, prompts, strict=True):
         common, prefix = 0, None
@@ -215,14 +214,14 @@ def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: 
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on `device`; copied from pinned memory, so that it does not wait for the work that is queued there."""
+    """Copy `tensor` to `device` via pinned memory, without waiting for work that is queued there."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """`batch` with its tensors on `device`."""
+    """Move the tensors of `batch` to `device`."""
     return {
         name: to_device(value, device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
     }

@@ -1,7 +1,7 @@
-"""Steps of a stream (data/streaming.py), made ahead of the training by a thread: each one is a data set and a schedule of its own.
+"""Steps of a stream (data/streaming.py), prepared by a thread during training.
 
-So a step of a stream is laid out, collated and trained as any other step: the objective's `Steps` (train/loader.py) are those of the first
-rows, and in `Steps.at` the feed puts the step at hand in their place.
+Each step is a small data set with its own schedule. It is laid out, collated and trained like any other step: the objective's `Steps`
+(train/loader.py) hold the first rows, and in `Steps.at` the feed replaces them with the current step.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from packtrain.monitor.heartbeat import progress, waiting
 from packtrain.packing.schedule import Schedule
 
 PLACE = "stream.json"
-"""The file of a checkpoint with the place of the stream."""
+"""The file of a checkpoint that records the position in the stream."""
 AHEAD = 8
-"""Steps that are ready before they are trained on."""
+"""Number of steps prepared ahead of training."""
 _TOLD = ("examples", "trained", "ended")
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamSchedule(Schedule):
-    """The schedule of the first rows, over and over: for all that asks what steps are like. A stream has no epochs."""
+    """Schedule that repeats the first rows, for code that asks what steps are like. A stream has no epochs."""
 
     def epoch_of(self, step: int) -> float:
-        """0: a stream is not gone through again."""
+        """Return 0: a stream has no epochs."""
         return 0.0
 
 
 @dataclass
 class Feed:
-    """Gives the steps of a `stream`; `slots` says what the examples of a data set take in a row.
+    """Source of streamed steps. `slots` returns how many slots the examples of a data set take in a row.
 
-    `place` is where the stream goes on after the step at hand, with the `examples` and trained tokens until there; `marks` are what this
-    rank adds to the sums that `check_marks` gets.
+    `place` is the position after the current step, with the numbers of `examples` and trained tokens so far. `marks` are this rank's
+    terms of the two sums that `check_marks` takes.
     """
 
     stream: Stream
@@ -63,20 +63,20 @@ class Feed:
     _thread: Thread | None = None
 
     def attach(self, steps: Any) -> Any:
-        """`steps` of the first rows, which give those of the stream when they are loaded."""
+        """Return `steps` of the first rows with this feed, which replaces them by streamed steps."""
         given = {name: value for name, value in steps.schedule.__dict__.items() if not name.startswith("_")}
         steps = replace(steps, schedule=StreamSchedule(**given), feed=self)
         self.current = steps
         return steps
 
     def go_on_from(self, checkpoint: Path, step: int) -> None:
-        """The next steps are those after `checkpoint`, of `step`; after one of a run that was no stream they begin with the first rows."""
+        """Continue after `checkpoint`, written at `step`. A checkpoint of a run without a stream continues with the first rows."""
         new, file = {"step": step, "sources": {}, **dict.fromkeys(_TOLD, 0)}, checkpoint / PLACE
         self.place = json.loads(file.read_text()) if file.exists() else new
         self.examples, self.trained, self.ended = (self.place[name] for name in _TOLD)
 
     def load(self, steps: Any) -> Iterator[list[Any]]:
-        """This rank's micro-batches of each step to come. Raises what ended the stream, but for its end."""
+        """Yield this rank's micro-batches of each step to come. Raises errors of the thread, and UserError if no rows are left."""
         ready: Queue[tuple[Window, Any, list[Any]] | BaseException | None] = Queue(AHEAD)
         self.close()
         self._stopping = stopping = Event()
@@ -99,14 +99,14 @@ class Feed:
             yield batches
 
     def end_after(self, step: int, planned: int) -> int:
-        """The last step, once `step` is at hand: this one where the data has ended, else the `planned` one."""
+        """Return the number of the last step: `step` if the data has ended, else `planned`."""
         if not self.ended or step >= planned:
             return planned
         self.say(f"data.train has ended: step {step:,} is the last of {planned:,}")
         return step
 
     def check_marks(self, total: int, squares: int, ranks: int) -> None:
-        """Raises UserError where the ranks' marks have a variance: then not all train on the same documents."""
+        """Raise UserError if the ranks' marks differ: then the ranks train on different documents."""
         if ranks * squares != total**2:
             what = "the processes have read other documents: what data.train names is not the same on all machines"
             raise UserError(
@@ -114,23 +114,23 @@ class Feed:
             )
 
     def rows(self, numbers: list[int]) -> list[str]:
-        """FILE:LINE of examples of the step at hand."""
+        """Return FILE:LINE of examples of the current step."""
         return [self._window.rows[number] for number in numbers]
 
     def report(self, tokens: int) -> DataReport:
-        """What became of the rows so far."""
+        """Report what happened to the rows read so far."""
         figures = {"documents": self.examples, "tokens": tokens, "trained_tokens": self.trained}
         return self.stream.report_at(self.place, **figures) if self.place else self.stream.report
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread and wait for it."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _await(self, ready: Queue[Any]) -> Any:
-        """The next step. Reading it may take a whole buffer of rows, so the watchdog is shown that rows come in."""
+        """Wait for the next step. Reading may take a whole buffer of rows, so report incoming rows to the watchdog."""
         read = -1
         with waiting("the stream of data.train"):
             while True:
@@ -150,7 +150,7 @@ class Feed:
 
         try:
             if gpu is not None:
-                torch.cuda.set_device(gpu)  # a thread has its own
+                torch.cuda.set_device(gpu)  # the current device is set for each thread
             for window in self.stream.windows(self.place or None):
                 own = self._steps_of(window, steps)
                 batches = own[0]
@@ -162,7 +162,7 @@ class Feed:
             put(error)
 
     def _steps_of(self, window: Window, steps: Any) -> Any:
-        """The one step of a window."""
+        """Return the single step of a window."""
         sizes: Any = {"total_steps": 1, "examples_per_step": len(window.rows), "shuffle": False}
         schedule = replace(steps.schedule, lengths=self.slots(window.data), _rows_by_epoch={}, _row_counts={}, **sizes)
         return replace(steps, data=window.data, schedule=schedule, feed=None)

@@ -1,9 +1,9 @@
-"""Which documents of a data set begin alike: what those of a step have in common is computed once, and families of them may be drawn
-into the same step.
+"""Index of documents that begin alike: a step computes their common prefix once.
 
-Documents share a token where all tokens before it, itself and the one that it predicts are the same: so a shared token has one label,
-whatever the documents that are trained on it. They are sorted by their tokens once; what any two have in common is then the least of
-what neighbours between them have, and a step is planned without reading a token.
+With `data.shuffle=by_prefix`, families of similar documents are drawn into the same step.
+Documents share a token if all tokens before it, the token and the token it predicts are equal. A shared token therefore has one label in
+all its documents. The documents are sorted by their tokens once. The common length of any two is the smallest common length between
+neighbours from one to the other, so planning a step reads no tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from packtrain.packing.prefixes import SharedRow, build_forest, count_common, di
 from packtrain.packing.segments import Segments
 from packtrain.packing.split_rows import lay_out_split
 
-_BLOCK = 32  # tokens by which documents are sorted at first
-_DIVISIONS = (math.inf, 1.0, 0.5, 0.25)  # most work of a tree, as a part of what a rank has on average
-_GAIN = 0.02  # by which ranks must be done earlier for trees to be divided further
+_BLOCK = 32  # number of tokens in the first sort key
+_DIVISIONS = (math.inf, 1.0, 0.5, 0.25)  # most work of a tree, relative to the mean work of a rank
+_GAIN = 0.02  # prefer fewer divisions if the last rank then finishes at most this much later
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixIndex:
-    """Documents of `lengths` int[n], in the `order` int[n] of their tokens; each has `common` int[n] tokens in common with the one before
-    it there."""
+    """Documents of `lengths` int[n], with the `order` int[n] that sorts them by tokens.
+    `common` int[n] counts the tokens that each sorted document shares with the one before it."""
 
     lengths: np.ndarray
     order: np.ndarray
@@ -42,7 +42,7 @@ class PrefixIndex:
         return places
 
     def forest(self, numbers: np.ndarray) -> tuple[Segments, list[int]]:
-        """The segments of these documents, and for each the last one of it; see packing/prefixes.py."""
+        """Return the segments of these documents and each document's last segment; see packing/prefixes.py."""
         places = self._places[numbers]
         order = np.argsort(places, kind="stable")
         here = places[order]
@@ -50,11 +50,11 @@ class PrefixIndex:
         return build_forest(self.lengths[numbers], order, common)
 
     def row(self, numbers: np.ndarray) -> SharedRow:
-        """The row of these documents, which are counted from 0 in it."""
+        """Return the row of these documents. In the row they are numbered from 0."""
         return join_row(*self.forest(numbers), self.lengths[numbers], range(len(numbers)))
 
     def repeated(self, numbers: np.ndarray) -> np.ndarray:
-        """int64: the lengths of the beginnings of these documents that are computed with another one."""
+        """Return the length of each prefix that need not be computed again: int64."""
         segments, ends = self.forest(numbers)
         lengths, longest, continued, repeated = self.lengths[numbers], {}, set(), []
         for prefix, tokens in zip(segments.shared, segments.prefix_lengths, strict=True):
@@ -67,8 +67,10 @@ class PrefixIndex:
         return np.array(repeated, dtype=np.int64)
 
     def families(self, most: int) -> np.ndarray:
-        """int64[n], a number for each family of documents that are worth one step: neighbours that have half of the shorter one in common,
-        but for what all of too large a family have. Above `most` documents they are beginnings of one and the same.
+        """Return a family number for each document: int64[n]. A step should draw a family as a whole.
+
+        Neighbours in the sorted order are a family if they share half of the shorter one. A family of more than `most` documents is cut
+        again, without counting the tokens that all its members share. It stays whole only if its documents are prefixes of one another.
         """
         lengths, numbers, found = self.lengths[self.order].astype(np.int64), np.zeros(len(self.order), np.int64), 0
         todo = [(0, len(lengths), 0)]
@@ -86,7 +88,7 @@ class PrefixIndex:
 
 
 def index_prefixes(documents: Any) -> PrefixIndex:
-    """The index of a data set of Documents, of which it reads each once, and more of those that begin alike."""
+    """Build the index of a data set of Documents. Reads all of them; documents that begin alike are read further."""
     lengths = np.asarray(documents.lengths)
     order: list[int] = []
     todo = [(list(range(len(lengths))), 0, False)]
@@ -96,7 +98,7 @@ def index_prefixes(documents: Any) -> PrefixIndex:
             order += members
             continue
         end = 2 * start + _BLOCK
-        # as bytes, the highest first, tokens compare like their sequence
+        # compared as big-endian bytes, tokens sort like their sequence
         keys = {number: documents[number].input_ids[start:end].astype(">u4").tobytes() for number in members}
         groups = groupby(sorted(members, key=keys.__getitem__), key=keys.__getitem__)
         todo += reversed([(list(group), end, len(key) < 4 * (end - start)) for key, group in groups])
@@ -104,7 +106,7 @@ def index_prefixes(documents: Any) -> PrefixIndex:
     for before, after in pairwise(order):
         ids, others = documents[before].input_ids, documents[after].input_ids
         alike = count_common(ids, others)
-        # the last of them predicts different tokens, unless one of the documents ends there
+        # the last common token predicts different tokens, unless one of the documents ends there
         common.append(alike if alike == min(len(ids), len(others)) else max(alike - 1, 0))
     return PrefixIndex(lengths, np.array(order, dtype=np.int32), np.array(common, dtype=np.int32))
 
@@ -118,9 +120,9 @@ def lay_out_shared(
     attention_cost: float,
     ranks_per_row: int = 1,
 ) -> Layout:
-    """As `lay_out`, of the documents `numbers` of one step, whose common beginnings count once in each micro-batch.
+    """Lay out the documents `numbers` of one step, like `lay_out`. A micro-batch counts a common prefix once.
 
-    Trees larger than `limits.tokens` are divided, and so are those that would keep one rank at work while the others wait.
+    Trees larger than `limits.tokens` are divided. Trees that would keep one rank busy while the others wait are divided too.
     """
     segments, ends = index.forest(numbers)
     tokens, work = np.array(segments.lengths), _work(segments, attention_cost)
@@ -149,11 +151,11 @@ def lay_out_shared(
 
 
 def work_of(index: PrefixIndex, numbers: np.ndarray, *, attention_cost: float) -> float:
-    """The work of one micro-batch of these documents, in units of a token through the linear layers."""
+    """Return the work of one micro-batch of these documents, in tokens through the linear layers."""
     return float(_work(index.forest(numbers)[0], attention_cost).sum()) if len(numbers) else 0.0
 
 
 def _work(segments: Segments, attention_cost: float) -> np.ndarray:
-    """float64 [segments]: as `costs`, of segments whose tokens also see those before them."""
+    """Return the work of each segment, like `costs`: float64 [segments]. Tokens also attend to all tokens before their segment."""
     tokens, before = np.array(segments.lengths, np.float64), np.array(segments.prefix_lengths)
     return tokens + attention_cost * tokens * (tokens + 2 * before)

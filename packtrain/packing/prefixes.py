@@ -1,7 +1,7 @@
-"""Finds what documents have in common at their beginning, and lays them out so that it is in a row once.
+"""Find common beginnings of documents, and lay rows out that hold each beginning once.
 
-The documents are sorted and neighbours compared. The row is cut where documents branch: the segments (packing/segments.py) are a
-trie of the documents. A document that equals another, or the beginning of another, adds no tokens.
+We sort the documents and compare neighbours. A row is cut where documents branch: its segments (packing/segments.py) are a
+trie of the documents. A document that equals another one, or is a prefix of it, adds no tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from packtrain.packing.bins import best_fit
 from packtrain.packing.segments import Segments
 
 MIN_SHARED = 8
-"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention."""
+"""Fewest common tokens worth a segment: each segment costs every layer an attention call."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRow:
-    """A row of `documents`, by their numbers; `places`, int64 [length] for each: where its tokens are in the row, those that documents
-    have in common at the same places."""
+    """Row of `documents` (their numbers). `places`, int64 [length] for each document, says where its tokens are in the row.
+    Documents that share a token have the same place for it."""
 
     segments: Segments
     documents: tuple[int, ...]
@@ -32,18 +32,18 @@ class SharedRow:
 
     @cached_property
     def sources(self) -> np.ndarray:
-        """int64 [T]: the number of each token of the row in the concatenated documents, of a shared one in the first."""
+        """Return each row token's index in the concatenated documents: int64 [T]. A shared token has its index in the first one."""
         return np.unique(np.concatenate(self.places), return_index=True)[1]
 
 
 def rows_of(
     documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = MIN_SHARED
 ) -> list[SharedRow]:
-    """Rows of at most `tokens_per_row` tokens, by best fit, of `documents`, integer token ids [length] of at least one token each.
+    """Pack `documents` into rows of at most `tokens_per_row` tokens by best fit.
 
-    Common beginnings are in a row once; those that add fewer than `least` tokens to the one they extend are repeated, and
-    without `share` all are. A tree that is larger than a row is divided between documents, and what they share repeated in each part;
-    a document that is larger has a row for itself. Within a row the order is that of the first document of each branch.
+    Documents are integer token ids [length], at least one token each. A row holds a common beginning once. Beginnings that save fewer than
+    `least` tokens are repeated; without `share` all are. A tree larger than a row is divided between documents, and each part repeats the
+    shared tokens. A document larger than a row has its own row. A row is ordered by the first document of each branch.
 
     >>> (row,) = rows_of([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], 100, least=2)
     >>> row.segments.lengths, row.segments.prefixes
@@ -54,7 +54,7 @@ def rows_of(
     lengths = np.array([len(document) for document in documents])
     segments, ends = Segments(tuple(lengths.tolist())), list(range(len(documents)))
     if share:
-        # as bytes, the highest first, tokens compare like their sequence
+        # compared as big-endian bytes, tokens sort like their sequence
         order = sorted(ends, key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
         common = [count_common(documents[one], documents[next]) for one, next in pairwise(order)]
         segments, ends = build_forest(lengths, np.array(order), np.array(common, dtype=np.int64), least)
@@ -71,12 +71,13 @@ def rows_of(
 def build_forest(
     tokens: np.ndarray, order: np.ndarray, common: np.ndarray, least: int = MIN_SHARED
 ) -> tuple[Segments, list[int]]:
-    """The segments of documents of `tokens` int[n], in depth-first order, and for each document the leaf on whose path it is.
+    """Build the segments of documents of `tokens` int[n], depth first. Return them and the leaf of each document.
 
-    `order` int[n] sorts the documents by their tokens; each has `common` int[n - 1] tokens in common with the one after it there.
+    `order` int[n] sorts the documents by their tokens. `common` int[n - 1] counts the tokens shared by neighbours in this order. A document
+    lies on the path to its leaf.
     """
     count, sorted_lengths = len(tokens), tokens[order].tolist()
-    # a document that is the beginning of any other is that of the next in this order
+    # a document that is a prefix of any other is a prefix of the next one in this order
     ends = [at for at in range(count) if at == count - 1 or common[at] < sorted_lengths[at]]
     leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document
     branching = np.array([common[at] for at in ends[:-1]], dtype=np.int64)  # tokens that a leaf shares with the next
@@ -108,7 +109,7 @@ def build_forest(
 
 
 def count_common(first: np.ndarray, second: np.ndarray) -> int:
-    """How many tokens two documents have in common at their beginning."""
+    """Return how many tokens two documents have in common at their beginning."""
     shorter = min(len(first), len(second))
     return int(np.append(first[:shorter] != second[:shorter], True).argmax())
 
@@ -116,9 +117,9 @@ def count_common(first: np.ndarray, second: np.ndarray) -> int:
 def divide_trees(
     segments: Segments, ends: Sequence[int], sizes: np.ndarray, most: Sequence[float]
 ) -> list[tuple[np.ndarray, list[int]]]:
-    """The trees of `segments`, divided where they exceed `most` float[k]: for each part its sizes [k] and its documents.
+    """Divide the trees of `segments` that exceed `most` float[k]. Return the sizes [k] and the documents of each part.
 
-    `sizes` [k, segments] are those of the segments, of one or several kinds. What documents share is repeated in each part.
+    `sizes` [k, segments] are the sizes of the segments in k measures. Each part repeats the tokens that its documents share.
     """
     ending: dict[int, list[int]] = {}
     for document, leaf in enumerate(ends):
@@ -139,7 +140,7 @@ def divide_trees(
 
 
 def join_row(segments: Segments, ends: Sequence[int], tokens: np.ndarray, numbers: Sequence[int]) -> SharedRow:
-    """The row of the documents `numbers`, of `tokens` int[n] each: of all `segments` those on their paths, joined where nothing branches."""
+    """Build the row of the documents `numbers` from the segments on their paths. Joins segments without a branch. `tokens` int[n]: lengths."""
     taken = sorted({segment for number in numbers for segment in segments.paths[ends[number]]})
     branches = Counter(segments.shared[old] for old in taken)
     lengths: list[int] = []

@@ -1,11 +1,10 @@
-"""Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
+"""Choose the documents and layout of each optimizer step.
 
-So any process computes any step alone, and resuming needs only a step number.
-
+A step is a pure function of (lengths, settings, seed, step). Any process can compute any step, and resuming needs only a step number.
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
 `limits.tokens`, and a step is a fixed number of rows; packed mode trains exactly these rows, the other modes
-lay the same documents out in their own way. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
+lay the same documents out differently. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from packtrain.packing.bins import Rows, best_fit, in_order
 from packtrain.packing.prefix_index import PrefixIndex, lay_out_shared, work_of
 from packtrain.packing.split_rows import lay_out_split
 
-KEPT_EPOCHS = 2  # whose rows are kept: the current epoch, and the next one when batches are prepared ahead
+KEPT_EPOCHS = 2  # epochs with rows in memory: the current one, and the next when batches are prepared ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How well steps fill the devices, over a sample of steps; `imbalance`: cost of the busiest rank / mean - 1, `micro_batches_*` are
-    those of a rank in a step. `shared_fraction` of the tokens are in another document's place."""
+    """Device utilisation over a sample of steps. `imbalance`: cost of the busiest rank / mean - 1. `micro_batches_*` count a rank's
+    micro-batches in a step. `shared_fraction` of the tokens are computed with another document."""
 
     documents_per_step: float
     tokens_per_step: float
@@ -52,7 +51,7 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
+    """Optimizer steps, from 0, of a training run or an evaluation; made by `make_schedule`.
 
     An entry of `Rows` is a packed row, or, with `examples_per_step`, all documents of a step."""
 
@@ -66,38 +65,38 @@ class Schedule:
     attention_cost: float
     total_steps: int
     ranks_per_row: int = 1
-    """How many neighbouring ranks may split a row (split_rows.py)."""
+    """Number of neighbouring ranks that may split a row (split_rows.py)."""
     prefixes: PrefixIndex | None = None
-    """What documents begin with alike (prefix_index.py), which is in each micro-batch once; None: rows share nothing."""
+    """Index of common beginnings (prefix_index.py), which a micro-batch then computes once; None: rows share nothing."""
     families: np.ndarray | None = None
-    """int64[n]: of each document the family that is drawn into a step together; None: each is drawn by itself."""
+    """int64[n]: the family of each document, drawn into one step as a whole; None: documents are drawn one by one."""
     _rows_by_epoch: dict[int, Rows] = field(default_factory=dict, repr=False)
     _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows_by_epoch": {}}  # cheaper to plan again in another process than to send
+        return {**self.__dict__, "_rows_by_epoch": {}}  # planning again in another process is cheaper than sending
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What the rows depend on, besides the documents' lengths and the number of ranks."""
+        """Return everything that decides the rows, besides the documents' lengths and the number of ranks."""
         sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost, self.ranks_per_row)
         return self.packing, *sizes, self.seed, self.shuffle
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Optimizer steps of one whole pass over the data."""
+        """Return the number of optimizer steps in one pass over the data."""
         epoch = 0 if self._epochs_are_equal else epoch
         if epoch not in self._row_counts:
             self._row_counts[epoch] = len(self._rows_of_epoch(epoch))
         return math.ceil(self._row_counts[epoch] / self.rows_per_step)
 
     def documents(self, step: int) -> np.ndarray:
-        """The documents of a step over all ranks: int64[documents], indices into the lengths."""
+        """Return the documents of a step over all ranks: int64[documents], indices into the lengths."""
         rows, first, end = self._rows_of(step)
         return rows.documents[rows.offsets[first] : rows.offsets[end]]
 
     def layout(self, step: int, world_size: int) -> Layout:
-        """`[rank][micro_batch]` arrays int64[documents] of a step; every rank has the same number of micro-batches. A row that several ranks
-        split is that of the first of them."""
+        """Return the documents of a step as `[rank][micro_batch]` arrays int64[documents]. All ranks have equally many micro-batches. A row that
+        several ranks split is listed at the first of them."""
         keep_order = self.packing.strategy == "in_order"
         if self.packing.mode == "packed" and self.examples_per_step is None:
             rows, first, end = self._rows_of(step)
@@ -127,7 +126,7 @@ class Schedule:
         return _of(documents, layout)
 
     def slots(self, part: np.ndarray) -> int:
-        """Token slots of a micro-batch of these documents."""
+        """Return the token slots of a micro-batch of these documents."""
         if self.packing.mode == "padding":
             return len(part) * int(self.lengths[part].max(initial=0))
         if self.prefixes is not None and len(part):
@@ -135,24 +134,24 @@ class Schedule:
         return int(self.lengths[part].sum(dtype=np.int64))
 
     def imbalance(self, layout: Layout) -> float:
-        """How much longer than the average rank the busiest one works in a step; what rows share counts once."""
+        """Return how much longer the busiest rank works than the mean, as a fraction. Shared tokens count once."""
         if self.prefixes is None:
             return imbalance(layout, self.lengths, self.attention_cost, self.packing.mode)
         work = work_of_ranks(layout, partial(work_of, self.prefixes, attention_cost=self.attention_cost))
         return float(work.max() / work.mean() - 1)
 
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[np.ndarray, bool]]:
-        """The documents of each micro-batch of one rank, int64[documents], of length 0 where there is nothing to do; and whether it is a
-        row that the rank splits with its neighbours."""
+        """Return the micro-batches of one rank: int64[documents], empty if it has nothing to do.
+        The flag is True if the rank splits this row with its neighbours."""
         return parts_of_rank(self.layout(step, world_size), rank)
 
     def epoch_of(self, step: int) -> float:
-        """How many passes over the data have been made after `step` steps, 0.0 at the start."""
+        """Return the number of passes over the data after `step` steps, 0.0 at the start."""
         epoch, within = self._locate(step)
         return epoch + within / self.steps_per_epoch(epoch)
 
     def documents_before(self, step: int) -> int:
-        """Documents trained on in the first `step` steps, each counted as often as it was seen."""
+        """Return how many documents the first `step` steps train on. A repeated document counts each time."""
         epoch, within = self._locate(step)
         seen = epoch * len(self.lengths)
         if within:
@@ -161,7 +160,7 @@ class Schedule:
         return seen
 
     def summary(self, world_size: int, sample_steps: int = 32) -> Utilisation:
-        """Figures over at most `sample_steps` steps, spread evenly over the first epoch (all of it is planned)."""
+        """Average over at most `sample_steps` steps, spread evenly over the first epoch. Plans the whole epoch."""
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
         layouts = [self.layout(step, world_size) for step in sample]
@@ -181,11 +180,11 @@ class Schedule:
 
     @property
     def _epochs_are_equal(self) -> bool:
-        """Whether all epochs have the same number of steps; only rows that are filled in a shuffled order differ."""
+        """Return whether all epochs have equally many steps. Only next fit over a shuffled order differs."""
         return self.examples_per_step is not None or self.packing.strategy == "best_fit" or not self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
-        """The rows of the step's epoch, and the step's first and end row in it."""
+        """Return the rows of the step's epoch, and the step's first and end row."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, within = self._locate(step)
@@ -193,7 +192,7 @@ class Schedule:
         return rows, within * self.rows_per_step, min((within + 1) * self.rows_per_step, len(rows))
 
     def _locate(self, step: int) -> tuple[int, int]:
-        """(epoch, step of that epoch)."""
+        """Return (epoch, step within the epoch)."""
         if self._epochs_are_equal:
             return divmod(step, self.steps_per_epoch(0))
         epoch = 0
@@ -224,7 +223,7 @@ class Schedule:
 
 
 def _of(documents: np.ndarray, layout: Layout) -> Layout:
-    """`layout`, of places in `documents`, of these documents."""
+    """Replace the indices in `layout` by the documents they stand for."""
     for parts in layout:
         parts[:] = [documents[part] for part in parts]
     return layout
@@ -243,10 +242,11 @@ def make_schedule(
     ranks_per_row: int = 1,
     prefixes: PrefixIndex | None = None,
 ) -> Schedule:
-    """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
+    """Make the steps of a run, by default one pass over the documents. `lengths` int[n] in tokens.
 
-    `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
-    Without `shuffle` every epoch is the same. `prefixes` are given where documents share rows by them, or are drawn by them. Documents longer than a row take `ranks_per_row` of them. Raises UserError if one is longer.
+    `max_steps` takes precedence over `epochs`; 1.5 epochs are all steps of epoch 0 and half the steps of epoch 1, rounded up. Without
+    `shuffle` every epoch is the same. Pass `prefixes` to share them in rows or to draw by them. UserError if a document exceeds
+    `ranks_per_row` rows.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
@@ -280,5 +280,5 @@ def make_schedule(
     total = sum(schedule.steps_per_epoch(epoch) for epoch in range(whole))
     if epochs > whole:
         part = (epochs - whole) * schedule.steps_per_epoch(whole)
-        total += math.ceil(part - 1e-9)  # a tenth of 30 is 3, not the 4 that 3.0000000000000027 gives
+        total += math.ceil(part - 1e-9)  # a tenth of 30 is 3; 3.0000000000000027 would give 4
     return replace(schedule, total_steps=max(total, 1))

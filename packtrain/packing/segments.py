@@ -1,7 +1,7 @@
-"""Segments: the one value that describes a flattened row of several documents.
+"""Description of a flattened row of several documents.
 
-A segment is a document, or a piece of one that continues the end of an earlier piece: its tokens attend causally to themselves
-and to all that is before it on the path to its root, so that a prompt with several answers is in the row once. The lengths are
+A segment is a document, or a piece that continues the end of an earlier piece. Its tokens attend causally to themselves
+and to everything before them on the path to the root: a row holds the prompt of several answers once. The lengths are
 plain Python integers: no backend waits for the device to read them.
 """
 
@@ -19,10 +19,10 @@ import torch
 
 @dataclass(frozen=True)
 class Segments:
-    """A row of `sum(lengths)` tokens made of `len(lengths)` segments, in this order; every length is at least 1.
+    """Row of `len(lengths)` segments in this order, with `sum(lengths)` tokens. Every length is at least 1.
 
-    `prefixes[i]` is None or the number of an earlier segment that segment i continues, which may itself continue one: the
-    tokens of i see all segments on this path in full, and their positions count on along it. `()`: no segment has one.
+    `prefixes[i]` is None or the number of an earlier segment that segment i continues. This prefix may have a prefix in turn: the
+    tokens of i see all segments on this path in full, and their positions count on along it. `()`: no segment has a prefix.
 
     >>> from packtrain import Segments
     >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
@@ -46,22 +46,22 @@ class Segments:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Return the number of tokens in the row."""
         return sum(self.lengths)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First token of each segment."""
+        """Return the place of each segment's first token."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
     def shared(self) -> tuple[int | None, ...]:
-        """The prefix of each segment, None where there is none; as long as `lengths`."""
+        """Return the prefix of each segment, or None; as many entries as `lengths`."""
         return self.prefixes or (None,) * len(self.lengths)
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """For each segment the numbers of those from its root to itself."""
+        """Return for each segment the numbers of the segments from its root to itself."""
         paths: list[tuple[int, ...]] = []
         for number, prefix in enumerate(self.shared):
             paths.append((number,) if prefix is None else (*paths[prefix], number))
@@ -69,13 +69,13 @@ class Segments:
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
-        """The segments that none continues: the ends of the row's documents."""
+        """Return the segments that no segment continues: the ends of the row's documents."""
         continued = set(self.prefixes)
         return tuple(number for number in range(len(self.lengths)) if number not in continued)
 
     @cached_property
     def prefix_lengths(self) -> tuple[int, ...]:
-        """Tokens before each segment on its path, 0 where it continues none."""
+        """Return the number of tokens before each segment on its path, 0 without a prefix."""
         before: list[int] = []
         for prefix in self.shared:
             before.append(0 if prefix is None else before[prefix] + self.lengths[prefix])
@@ -83,41 +83,41 @@ class Segments:
 
     @cached_property
     def same_shape(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the segments, those of equal length with as many tokens before them together."""
+        """Group the segments by length and by the number of tokens before them."""
         groups: dict[tuple[int, int], list[int]] = {}
         for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, strict=True)):
             groups.setdefault(shape, []).append(number)
         return tuple(map(tuple, groups.values()))
 
     def position_ids(self) -> torch.Tensor:
-        """int64 [1, T], counting from 0 in every segment, or on from the one that it continues."""
+        """Return positions int64 [1, T]. They start at 0, or continue after the segment's prefix."""
         offsets = torch.tensor(self.prefix_lengths) - torch.tensor(self.starts)
         return (torch.arange(self.tokens) + offsets.repeat_interleave(torch.tensor(self.lengths)))[None]
 
     def cumulative_lengths(self) -> torch.Tensor:
-        """int32 [segments + 1], the `cu_seqlens` of flash attention's varlen kernels, for queries."""
+        """Return int32 [segments + 1]: the `cu_seqlens` of flash attention's varlen kernels, for queries."""
         return torch.tensor((*self.starts, self.tokens), dtype=torch.int32)
 
     def segment_ids(self) -> torch.Tensor:
-        """int32 [1, T], the number of each token's segment, from 0 (the `seq_idx` of state-space kernels)."""
+        """Return the segment number of each token, from 0: int32 [1, T]. State-space kernels call it `seq_idx`."""
         numbers = torch.arange(len(self.lengths), dtype=torch.int32)
         return numbers.repeat_interleave(torch.tensor(self.lengths))[None]
 
     def tokens_along(self, numbers: Iterable[int]) -> np.ndarray:
-        """int64: for each of the segments `numbers` in turn, where the tokens of its whole path are in the row."""
+        """Return the places in the row of all tokens on each segment's path: int64. The segments `numbers` come in turn."""
         pieces = np.array([piece for number in numbers for piece in self.paths[number]])
         lengths = np.array(self.lengths)[pieces]
         ends = lengths.cumsum()
         return np.arange(ends[-1]) + np.repeat(np.array(self.starts)[pieces] - ends + lengths, lengths)
 
     def unrolled(self) -> Unrolled:
-        """The same documents without sharing: each of the `leaves` with a copy of all before it."""
+        """Return the documents without sharing: each leaf with a copy of everything before it."""
         tokens = self.tokens_along(self.leaves)
         lengths = tuple(self.prefix_lengths[leaf] + self.lengths[leaf] for leaf in self.leaves)
         return Unrolled(Segments(lengths), tokens, np.unique(tokens, return_index=True)[1])
 
     def repeated(self, times: int) -> Segments:
-        """The same segments several times, one after the other."""
+        """Return the same segments several times, one after the other."""
         number = len(self.lengths)
         prefixes = tuple(
             prefix if prefix is None else prefix + number * copy for copy in range(times) for prefix in self.prefixes
@@ -125,7 +125,7 @@ class Segments:
         return Segments(self.lengths * times, prefixes)
 
     def visible(self, window: int | None = None) -> torch.Tensor:
-        """bool [T, T], True where the query (row) may see the key (column): the definition that backends are tested against.
+        """Return bool [T, T], True where the query (row) may see the key (column). Backends are tested against this definition.
 
         With `window` a query sees only keys less than `window` positions before it.
         """
@@ -139,9 +139,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class SplitSegments(Segments):
-    """A row whose tokens are split over `parts` ranks, of which this one has those of number `part`, `own`.
+    """Row split over `parts` ranks. This rank has the tokens `own`, part number `part`.
 
-    `position_ids` and all else are those of the whole row.
+    All other values, such as `position_ids`, describe the whole row.
     """
 
     part: int = 0
@@ -149,35 +149,35 @@ class SplitSegments(Segments):
 
     @cached_property
     def whole(self) -> Segments:
-        """The row as one process would have it."""
+        """Return the row without the split."""
         return Segments(self.lengths, self.prefixes)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """The first token of each part, and the end of the last: parts differ by one token at most."""
+        """Return the first token of each part and the end of the last. Parts differ by at most one token."""
         return tuple(self.tokens * part // self.parts for part in range(self.parts + 1))
 
     @property
     def own(self) -> slice:
-        """The tokens of this part."""
+        """Return the tokens of this part."""
         return slice(*self.borders[self.part : self.part + 2])
 
 
 def split_row(segments: Segments, part: int, parts: int) -> Segments:
-    """Part number `part` of the row, which is itself if it has one part."""
+    """Return part number `part` of the row, or the row itself if `parts` is 1."""
     return segments if parts == 1 else SplitSegments(segments.lengths, segments.prefixes, part, parts)
 
 
 def own_tokens(segments: Segments) -> slice:
-    """The tokens of the row that this process has."""
+    """Return the tokens of the row that this process has."""
     return segments.own if isinstance(segments, SplitSegments) else slice(None)
 
 
 class Unrolled(NamedTuple):
-    """The documents of a row of T tokens without sharing: `segments` of T' tokens, none of which continues another.
+    """Unshared documents of a row of T tokens: `segments` of T' tokens without prefixes.
 
-    `tokens` int64 [T']: which token of the shared row each of them is. `outputs` int64 [T]: where the output of each token of
-    the shared row is among them, of a shared token in the first document that has it.
+    `tokens` int64 [T']: the place of each token in the shared row. `outputs` int64 [T]: where each token of the shared row has its output
+    among the T' tokens; for a shared token, the output in the first document that contains it.
     """
 
     segments: Segments

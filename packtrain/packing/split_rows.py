@@ -1,9 +1,10 @@
-"""The documents of one step over ranks, where neighbouring ranks may split some: those that exceed a device, and those that are more work
-than a rank's share of the step (and longer than a part of a full row), which no plan of whole documents can spread evenly.
+"""Lay out the documents of one step when neighbouring ranks may split some rows.
 
-1. Split rows first: their documents go to the groups of neighbours, costliest first, each to the group with the least work.
-2. Then the whole documents, costliest first, each to the rank with the least work that has room for it; a rank's share of its group's split
-   rows counts as work.
+Two kinds of documents are split. Some exceed one device. Others are more work than a rank's share of the step (and longer than a part of a
+full row): whole documents cannot be spread evenly then.
+1. Place the split documents first, costliest first: each goes to the group of neighbours with the least work.
+2. Then place the whole documents, costliest first: each goes to the rank with the least work that has room for it.
+   A rank's share of its group's split rows counts as work.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from packtrain.packing.balance import Layout, MicroBatchLimits, SplitLayout, cos
 
 
 def choose_ranks_per_row(asked: int | str, longest: int, tokens: float, world_size: int) -> int:
-    """strategy.sequence_parallel as `asked` for; `auto`: the fewest neighbours that together have room for the `longest` example, with `tokens`
-    each, or all ranks where none have."""
+    """Return how many neighbouring ranks split a row; `asked` is strategy.sequence_parallel.
+    `auto`: the fewest that hold the `longest` example with `tokens` each, or all ranks if no number is enough."""
     if asked != "auto":
         return int(asked)
     enough = (ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0 and ranks * tokens >= longest)
@@ -35,11 +36,11 @@ def lay_out_split(
     cost: np.ndarray | None = None,
     **how: Any,
 ) -> Layout:
-    """As `lay_out`, whose arguments these are; `ranks_per_row` neighbours may split a row. ValueError where a document is too long for that."""
+    """Lay out one step as `lay_out` does, but let `ranks_per_row` neighbours split a row. ValueError if a document exceeds that room."""
     lengths = np.asarray(lengths, dtype=np.int64)
     given, cost = cost, costs(lengths, attention_cost) if cost is None else cost
     long = lengths > limits.tokens
-    if ranks_per_row > 1:  # of a short document the exchanges would take longer than the work
+    if ranks_per_row > 1:  # for a short document the exchanges would take longer than the work
         long |= (cost > cost.sum() / world_size) & (lengths * ranks_per_row > max(limits.tokens, ranks_per_row**2))
     if not long.any():
         return lay_out(lengths, world_size=world_size, limits=limits, attention_cost=attention_cost, cost=given, **how)
@@ -61,7 +62,7 @@ def lay_out_split(
 def _split_rows(
     order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, groups: int, tokens: float
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
-    """The rows of at most `tokens` of each group, and its work: float64 [groups]."""
+    """Return the rows of each group, at most `tokens` each, and its work: float64 [groups]."""
     work = np.zeros(groups)
     rows: list[list[list[int]]] = [[] for _ in range(groups)]
     for document in order.tolist():
@@ -77,7 +78,7 @@ def _split_rows(
 def _fill_ranks(
     order: np.ndarray, lengths: np.ndarray, cost: np.ndarray, work: np.ndarray, limits: MicroBatchLimits
 ) -> list[list[np.ndarray]]:
-    """The micro-batches of each rank, costliest first and as few as hold its documents; the ranks have `work` already."""
+    """Return the micro-batches of each rank: as few as possible, costliest first. `work` counts the earlier work of each rank."""
     documents, sizes, costly = order.tolist(), lengths.tolist(), cost.tolist()
     ranks, tokens = len(work), int(lengths[order].sum())
     number = max(math.ceil(tokens / (limits.tokens * ranks)), math.ceil(len(order) / (limits.examples * ranks)))

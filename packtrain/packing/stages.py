@@ -1,7 +1,7 @@
-"""Steps of data.stages: each example comes from the source that data/mixture.py says, and is the next one of that source.
+"""Steps of data.stages: data/mixture.py chooses each example's source; the source's next example is taken.
 
-A source is gone through in an order of its own, pass after pass, whatever the shares: nothing of it comes a second time before all of it
-came once, over the borders of stages too. What a step holds is a pure function of its number, as in schedule.py.
+Each source has its own order and is read pass after pass, independently of the shares. No example repeats before every example of its
+source was used once, also across stages. The content of a step is a pure function of its number, as in schedule.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from packtrain.errors import UserError
 from packtrain.packing.bins import Rows
 from packtrain.packing.schedule import Schedule
 
-_KEPT_PASSES = 2  # orders of each source: those of the pass at hand and of the next
+_KEPT_PASSES = 2  # orders kept for each source: the current pass and the next
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedSchedule(Schedule):
-    """A schedule of examples_per_step whose epochs are none: a step is drawn by the `mixture`.
+    """Schedule without epochs: the `mixture` draws the examples of each step.
 
-    `source_of` int16 [examples] is the source of each.
+    It requires examples_per_step. `source_of` int16 [examples] is the source number of each example.
     """
 
     mixture: Mixture
@@ -34,15 +34,15 @@ class StagedSchedule(Schedule):
         return {**super().__getstate__(), "_orders": {}}
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """All steps: there is no other order in them."""
+        """Return the number of all steps: a mixture has no epochs."""
         return self.total_steps
 
     def epoch_of(self, step: int) -> float:
-        """How many times as many examples were trained on as there are."""
+        """Return the number of trained examples divided by the size of the data set."""
         return self.documents_before(step) / len(self.lengths)
 
     def documents_before(self, step: int) -> int:
-        """See Schedule."""
+        """Return the number of examples trained before `step`."""
         return step * (self.examples_per_step or 0)
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
@@ -57,7 +57,7 @@ class StagedSchedule(Schedule):
         return Rows(documents, np.array([0, len(documents)])), 0, 1
 
     def _take(self, source: int, places: np.ndarray) -> np.ndarray:
-        """The examples at these places of a source's order, which goes on from pass to pass."""
+        """Return the examples at these places of a source's order. The order continues from pass to pass."""
         own = np.flatnonzero(self.source_of == source)
         passes, within = np.divmod(places, len(own))
         taken = np.empty(len(places), np.int64)
@@ -77,7 +77,7 @@ class StagedSchedule(Schedule):
 
 
 def stage(schedule: Schedule, mixture: Mixture, source_of: np.ndarray, names: tuple[str, ...]) -> StagedSchedule:
-    """`schedule` by the `mixture`. Raises UserError where a stage takes from a source without examples."""
+    """Return `schedule` with its examples drawn by `mixture`. Raises UserError if a stage uses a source without examples."""
     held = np.bincount(source_of, minlength=len(names))
     for name, number, shares in zip(names, held, zip(*mixture.shares, strict=True), strict=True):
         if not number and any(shares):

@@ -1,1 +1,1 @@
-"""The plan of a run: its processes, batch, network and memory, computed from the config and what is known of the machine."""
+"""Plan of a run: its processes, batch, network and memory, computed before the start."""

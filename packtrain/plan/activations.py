@@ -1,7 +1,7 @@
-"""What the activations of a micro-batch take on a device, for llama and models like it: no torch, no hub.
+"""Memory of a micro-batch's activations on a device, for llama and similar models. No torch, no hub.
 
-Counted as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With gradient
-checkpointing a layer keeps its input (and with `selective` what is costly to make again), and one layer at a time is computed again.
+The count follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With
+gradient checkpointing a layer keeps its input (`selective`: also what is costly to recompute). One layer at a time is recomputed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.plan.known_model import Layers, is_adapted
 
 STASHED = 6
-"""Inputs of layers that are on the device though they are offloaded: those that are still copied (TRL's max_fwd_stash_size), and the last."""
+"""Layer inputs that stay on the device despite offloading. They are being copied (TRL's max_fwd_stash_size), or are the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullestBatch:
-    """The fullest micro-batch of a device: its token slots, and the keys per query of its mask (None: no mask).
+    """The fullest micro-batch of a device: its `tokens` are slots.
 
-    `weight`, `compute` and `stream` are the bytes of a weight as layers see it, of a number in their computation (2 under autocast)
-    and of one that flows from layer to layer. `scores` are the keys per query whose scores are kept where torch has no kernel for fewer
-    heads of keys than of queries: for float32 on GPUs.
+    `masked` counts the keys per query of its mask, None without a mask. Bytes: `weight` of one weight as layers see it, `compute` of one
+    number in their computation (2 under autocast), `stream` of one number in the residual stream. `scores` counts the keys per query whose
+    attention scores are kept: torch has no grouped-query kernel for float32 on GPUs.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class FullestBatch:
 
 
 def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
-    """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
+    """Return the fullest micro-batch that `config` allows. None: it limits neither tokens nor lengths of documents."""
     examples, tokens = config.batch.limits(config.packing.mode)
     longest, bounds = config.data.max_length, [tokens]
     if longest is not None:
@@ -47,27 +47,27 @@ def fullest(config: RunConfig, width: int, *, gpu: bool) -> FullestBatch | None:
     if config.packing.mode == "padding":
         masked = min(longest or most, most)
     mixed, strategy = config.trainer.mixed_precision == "bf16", config.strategy.name
-    width = 2 if mixed and strategy == "fsdp2" else width  # which gathers bfloat16
-    narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # where it proves exact: train/verify/changes.py
+    width = 2 if mixed and strategy == "fsdp2" else width  # FSDP2 gathers bfloat16
+    narrow = mixed and gpu and strategy not in SHARDED_WEIGHTS  # if the proof of train/verify/changes.py holds
     compute = 2 if mixed else width
     scores = min(longest or most, most) if gpu and compute == 4 and masked is None else 0
     return FullestBatch(most, masked, width, compute, 2 if narrow else width, scores)
 
 
 def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tuple[int, int]:
-    """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
+    """Count bytes kept by all layers between the passes, and the last layer's backward bytes."""
     tile = config.trainer.tokens_per_mlp_tile or batch.tokens
     layer, inside = batch.tokens * _count_layer(config, layers, batch), _count_mlp(config, layers, batch)
     gradients = min(tile, batch.tokens) * 2 * layers.inner * batch.compute  # of the tensors inside the MLP
-    if tile < batch.tokens:  # MLPs keep their input alone, and of one tile at a time all
+    if tile < batch.tokens:  # MLPs keep only their input, and all their tensors for one tile at a time
         layer -= batch.tokens * (inside - layers.hidden * batch.compute)
         gradients += tile * inside
     last_norm = batch.tokens * layers.hidden * (4 + batch.stream)
     checkpointing = config.trainer.gradient_checkpointing
     every = period(checkpointing)
     again = math.ceil(layers.number / every) if every else 0
-    held, made = batch.tokens * layers.hidden * batch.stream, layer  # by one of these: its input at first, then all
-    if checkpointing == "selective":  # besides the keys, the results of attention, of o_proj and of up_proj
+    held, made = batch.tokens * layers.hidden * batch.stream, layer  # a recomputed layer: bytes kept, bytes made again
+    if checkpointing == "selective":  # also kept: the keys, and the results of attention, o_proj and up_proj
         results = layers.key + layers.query + layers.hidden + layers.inner
         kept = batch.tokens * (results * batch.compute + 4 * layers.heads)
         held, made = held + kept, layer - kept
@@ -77,33 +77,33 @@ def count_layers(config: RunConfig, layers: Layers, batch: FullestBatch) -> tupl
 
 
 def offloaded(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes of activations in the host's memory: the inputs of all layers, where they are offloaded."""
+    """Return the bytes of all layers' inputs in the host's memory; 0 without trainer.activation_offload."""
     return layers.number * batch.tokens * layers.hidden * batch.stream if config.trainer.activation_offload else 0
 
 
 def _count_layer(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that a layer keeps for its backward pass."""
+    """Return the bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
     norms = 2 * layers.hidden * (4 + (batch.stream if full else 0)) + 8
     if layers.kind == "qwen3":
         norms += (layers.query + layers.key) * (4 + (compute if full else 0))
     scores = batch.scores if layers.key < layers.query else 0
-    keys = layers.query if batch.masked or scores else layers.key  # a mask makes sdpa repeat them for every head
+    keys = layers.query if batch.masked or scores else layers.key  # with a mask, sdpa repeats the keys for every head
     attention = compute * (2 * layers.query + 2 * keys + (batch.masked or 0)) + 4 * layers.heads * (1 + scores)
     return norms + attention + _count_inputs(config, layers, batch, mlp=False) + _count_mlp(config, layers, batch)
 
 
 def _count_mlp(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that the MLP of one layer keeps."""
+    """Return the bytes per token that the MLP of one layer keeps."""
     return 3 * layers.inner * batch.compute + _count_inputs(config, layers, batch, mlp=True)
 
 
 def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp: bool) -> int:
-    """Bytes per token that the linear layers of one layer's `mlp`, or of the rest, keep of their inputs, if their weights or adapters
-    are trained.
+    """Return the bytes per token of the inputs that linear layers keep.
 
-    Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
-    o_proj's input is already kept by attention, down_proj's is always new.
+    Only linear layers with trained weights or adapters keep inputs. `mlp` selects a layer's MLP, else its attention. Linear layers share the
+    tensor that they read, unless each copies it: in autocast's format, or in the adapters' float32. Attention already keeps o_proj's input;
+    down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
 
@@ -121,7 +121,7 @@ def _count_inputs(config: RunConfig, layers: Layers, batch: FullestBatch, *, mlp
 
 
 def period(checkpointing: str) -> int:
-    """n, if each nth layer computes activations again, from the first on; 0 if none does."""
+    """Return n if every nth layer recomputes activations, beginning with the first. 0: none does."""
     if checkpointing in ("none", "auto"):
         return 0
     return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1

@@ -1,6 +1,6 @@
-"""Comparison of facts that must be the same on all machines (launch/rendezvous.py) and ranks (train/sync.py). Pure.
+"""Comparison of facts across machines (launch/rendezvous.py) and ranks (train/sync.py). Pure.
 
-Values are compared as text; of those that may be secret a short digest, enough to see that two differ.
+Values are compared as text. Values that may be secret are compared as short digests, enough to see that two differ.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ SAME_CONFIG = "start every process with the same config file and the same KEY=VA
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 GPUS_PER_NODE = "topology.gpus_per_node"
 _CHECK_GPUS = "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-# Keys that may differ between machines: number, name of the main machine, cache folder, devices.
+# Keys that may differ between machines: node number, main address, cache folder, network interfaces and visible devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
 )
-_VARIABLES = "topology.environment."  # anything may be in them
+_VARIABLES = "topology.environment."  # a user's own variables, which may hold secrets
 _Peer = TypeVar("_Peer")
 
 
 def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Key → text of every value of a config (as plain containers) that must be the same on all machines; secrets as digests."""
+    """Return key → text of all config values that machines must share; secrets as digests. `config`: plain containers."""
     flat: dict[str, Any] = {}
     _flatten(config, "", flat)
     return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
 
 
 def shared_versions(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Package → version of `run_folder.environment()`, and Python's without its patch level."""
+    """Return package → version from `run_folder.environment()`, and Python's version without its patch level."""
     packages = {name: version or "not installed" for name, version in environment["versions"].items()}
     return {"python": ".".join(str(environment["python"]).split(".")[:2]), **packages}
 
 
 def digest_of(text: str) -> str:
-    """A short digest that shows whether two secrets differ."""
+    """Return a short digest that shows whether two secrets differ."""
     return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
 def list_differences(
     facts_of: Mapping[_Peer, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Peer]], str]
 ) -> list[Problem]:
-    """One problem for each fact that is not the same for all: "rank 2 has 4; ranks 0 and 1 have 3", the smaller group first.
+    """Return one problem for each fact that is not the same for all.
 
-    `facts_of` is machine or rank → fact → value in words, `in_words` names several machines or ranks, `fixes` is fact → what to
-    do about it.
+    Example: "rank 2 has 4; ranks 0 and 1 have 3"; the smaller group comes first. `facts_of`: machine or rank → fact → value in words.
+    `in_words` names several machines or ranks. `fixes`: fact → what to do about it.
     """
     everyone, problems = list(facts_of), list[Problem]()
     for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
         groups: dict[str, list[_Peer]] = defaultdict(list)
         for member, facts in facts_of.items():
             groups[facts.get(name, "no such thing")].append(member)
-        # small groups first; of equal ones that with the first machine or rank last
+        # small groups first; among equal groups, the one with the first machine or rank last
         ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
             problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
     following = [*(item.fix for item in problems[1:]), ""]
-    return [  # what is to be done is said once, below all that it mends
+    return [  # state a fix once, below all neighbouring problems that it mends
         replace(item, fix="" if item.fix == then else item.fix) for item, then in zip(problems, following, strict=False)
     ]
 
@@ -75,7 +75,7 @@ def list_differences(
 class Member:
     """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
 
-    `versions` has packages and Python, `config` the text of every value that all machines must share.
+    `versions` has packages and Python. `config` has the text of every value that all machines must share.
     """
 
     node: int
@@ -89,7 +89,7 @@ class Member:
 
 
 def names_of(members: Sequence[Member]) -> dict[int, str]:
-    """Node → host name, with the machine's number where two have the same one."""
+    """Return node → host name. Machines with equal host names also get their number."""
     hosts = [member.host for member in members]
     return {
         member.node: member.host if hosts.count(member.host) == 1 else f"{member.host} (machine {member.node})"
@@ -98,7 +98,7 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
 
 
 def same_number_error(item: Member, other: Member) -> CheckFailed:
-    """The error that two machines have the same number."""
+    """Return the error that two machines have the same number."""
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (item, other))
     what = f"two machines are number {item.node}: {places}"
     fix = f"Give each machine its own, from 0 (topology.main_address) to {max(item.nodes - 1, 1)}."
@@ -106,7 +106,7 @@ def same_number_error(item: Member, other: Member) -> CheckFailed:
 
 
 def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
-    """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
+    """Return the error if machines differ in process counts or lack GPUs; else None."""
     if short := [item for item in members if 0 < item.gpus < item.per_node]:
         here = ", ".join(f"{names_of(members)[item.node]}: {item.gpus}" for item in short)
         what = f"{short[0].per_node} GPUs on each machine are needed, but some have fewer ({here})"
@@ -129,7 +129,7 @@ def compare_counts(members: Sequence[Member]) -> CheckFailed | None:
 
 
 def compare_members(members: Sequence[Member]) -> CheckFailed | None:
-    """Everything that must be the same on all machines and is not, as one error; None if they agree."""
+    """Return one error about all facts that machines must share but do not; else None."""
     facts_of = {item.node: {**item.config, **item.versions} for item in members}
     fixes = {key: SAME_CONFIG for item in members for key in item.config}
     fixes |= {key: SAME_VERSIONS for item in members for key in item.versions}

@@ -1,4 +1,4 @@
-"""The arithmetic of a batch: how one optimizer step is divided among processes and micro-batches. Pure."""
+"""Batch arithmetic: the division of one optimizer step among processes and micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from packtrain.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One optimizer step: examples (`unit`: documents or pairs) or tokens over all devices, and what each device does.
+    """One optimizer step over all devices, and the work of each device.
 
-    `rows_per_step` (rows of `tokens_per_device` over all devices) and `micro_batches_per_device` (the accumulation) are
-    None if they depend on the lengths of the step's examples. `steps` of the run are None if they depend on the data.
+    `unit` names the examples: documents or pairs. `rows_per_step` counts rows of `tokens_per_device` over all devices, and
+    `micro_batches_per_device` is the accumulation. Both are None if they depend on the lengths of the step's examples. `steps` of the run
+    is None if it depends on the data.
     """
 
     mode: str
@@ -34,7 +35,7 @@ class BatchPlan:
     sequence_parallel: int | str = 1
 
     def sentence(self) -> str:
-        """The arithmetic in words: the global step, the share of each process, and its micro-batches."""
+        """Describe the global step, the share of each process, and its micro-batches."""
         number, processes = self.rows_per_step or self.examples_per_step or 0, self.processes
         unit = "rows" if self.rows_per_step else self.unit
         step = counted(number, unit)
@@ -54,8 +55,9 @@ class BatchPlan:
         return f"a step is {step}: {where} {micro} of at most {' and '.join(limits)}{split}"
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, the sentence as `summary`, and the most `examples` (repeats counted; an epoch's last step may not be full) or `tokens`
-        (rows are almost full) of the run."""
+        """Return the figures, the sentence as `summary`, and the run's most `examples` and `tokens`.
+
+        Examples count repeats, and an epoch's last step may not be full. Tokens assume full rows; real rows are almost full."""
         each = {"examples": self.examples_per_step, "tokens": self.tokens_per_step}
         whole = {name: self.steps * number if self.steps and number else None for name, number in each.items()}
         return {**asdict(self), **whole, "summary": self.sentence()}
@@ -64,10 +66,10 @@ class BatchPlan:
 def plan_batch(
     batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int, sequence_parallel: int | str = 1
 ) -> BatchPlan:
-    """The batch arithmetic of a run in packing.mode `mode` on `processes` devices.
+    """Return the batch arithmetic of a run in packing.mode `mode` on `processes` devices.
 
-    Raises UserError if the rows of batch.tokens_per_step, or the processes by strategy.sequence_parallel, do not divide evenly, or if a
-    step would be split though the loss needs all its pairs together.
+    Raises UserError if rows of batch.tokens_per_step do not divide evenly among processes, if processes do not divide into groups of
+    strategy.sequence_parallel, or if a step would be split although the loss needs all its pairs together.
     """
     if sequence_parallel != "auto" and processes % int(sequence_parallel):
         what = f"{counted(processes, 'processes')} cannot make groups of {sequence_parallel}"

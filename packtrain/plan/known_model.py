@@ -1,9 +1,8 @@
-"""What is known of a model before it is loaded: the shapes of its weights, the sizes in its config, the format it computes in, its
-reference.
+"""Facts about a model before it is loaded: weight shapes, config sizes, compute format, reference.
 
-No torch, no hub. Shapes come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not
-there, from the sizes in its config (or in model.config), for llama and models like it, whose layers are known. If neither is
-available, the error says what is missing; nothing is guessed.
+No torch, no hub. Shapes come from the headers of safetensors files, in a local folder or in the hub's cache. If the model is in neither,
+shapes of llama and similar models follow from the sizes in their config.json or in model.config. If those are missing too, the error
+says what is missing; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _COUNT = re.compile(
     r"vocab_size|(moe_)?intermediate_size|hidden_size|head_dim|num_\w+_(layers|heads)|n_(embd|layer|head)"
 )
 _HEADER_LIMIT = 100 * 2**20
-_MAX_LAYERS = 10_000  # far more than any model has; a plan of all that a typo asks for would not be instant
+_MAX_LAYERS = 10_000  # far more than any model has; a plan for a mistyped number would not be instant
 FAST_ENOUGH = 1.5
-"""How many times as fast as float32 a CPU must multiply in bfloat16 for trainer.mixed_precision=fast: the rest of a step gains less."""
+"""Least speed of a CPU's bfloat16 products, with float32 as 1, for trainer.mixed_precision=fast. The rest of a step gains less."""
 BASE = "adapter_base.json"
-"""The file beside adapters about their base model: the hash of its files, and where they lie from here."""
+"""A file beside adapters. It holds the hash of their base model's files, and the relative path to them."""
 SCORE = "score.weight"
-"""The head of a reward model."""
+"""Name of a reward model's head."""
 Shapes = Mapping[str, tuple[int, ...]]
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`shapes` by name, the bytes of a `stored` number, and the known values of the model's own config (`sizes`)."""
+    """Weight `shapes` by name, bytes per `stored` number, known config values (`sizes`)."""
 
     shapes: Shapes
     stored: int
@@ -52,8 +51,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A llama-like model by its widths in numbers: those of the residual stream, the inside of the MLP, all queries
-    together, and all keys."""
+    """Widths of a llama-like model, in numbers.
+
+    `hidden` is the residual stream, `inner` the inside of the MLP. `query` and `key` are over all heads, `head` is one head.
+    """
 
     kind: str
     number: int
@@ -68,9 +69,9 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceChoice:
-    """The reference of a run; `kind` says how it is made.
+    """The reference of a run. `kind` says how it is made.
 
-    `adapters` is the folder of its adapters, "" for none; `at_start` whether the model equals its reference before step 1.
+    `adapters` is the folder of its adapters, "" for none. `at_start`: the model equals its reference before step 1.
     """
 
     kind: Kind
@@ -79,10 +80,10 @@ class ReferenceChoice:
 
 
 def check_model_config(model: Model) -> None:
-    """Raises UserError with the values of model.config that no model can have."""
+    """Raise UserError with all values of model.config that no model can have."""
     problems = []
     for name, value in model.config.items():
-        several = value if isinstance(value, list) else [value]  # a list has the width of each layer
+        several = value if isinstance(value, list) else [value]  # a list has one width for each layer
         if _COUNT.fullmatch(name) and value is not None and any(type(item) is not int or item < 1 for item in several):
             problems.append(Problem(f"found {shortened(value)}", f"model.config.{name}", "Allowed: whole number ≥ 1."))
     if not isinstance(kind := known_sizes(model).get("model_type", ""), str):
@@ -92,9 +93,9 @@ def check_model_config(model: Model) -> None:
 
 
 def weights_of(model: Model, *, scores: bool = False) -> Weights:
-    """The weights of a model, without adapters; with `scores` those of a reward model, which has a score for its output head.
+    """Return the weights of a model, without adapters. With `scores`: of a reward model, with a score head.
 
-    Raises UserError with what is missing to know them before it is loaded.
+    Raises UserError if they cannot be known before loading, and names what is missing.
     """
     folder, sizes = folder_of(model), known_sizes(model)
     if model.init == "random":
@@ -104,7 +105,7 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
     elif folder is not None:
         weights = _stored(folder, sizes)
     elif "model_type" in sizes:
-        weights = Weights(_from_sizes(sizes), 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
+        weights = Weights(_from_sizes(sizes), 2, sizes)  # model.dtype=auto: the usual format on the hub is bfloat16
     else:
         how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
         raise UserError(f"{below_adapters(model).path} is not on this machine yet; {how}")
@@ -117,16 +118,16 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
 
 
 def known_sizes(model: Model) -> dict[str, Any]:
-    """The values of the model's own config that are known: those of its config.json, where it is on this machine, and of model.config.
+    """Return the known values of the model's own config.
 
-    Raises UserError for a file that is no config.
+    model.config overrides config.json, if that is on this machine. Raises UserError for a file that is not a config.
     """
     folder = folder_of(model)
     return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
 def read_layers(sizes: Mapping[str, Any]) -> Layers:
-    """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
+    """Return the layers of a llama, mistral, qwen2 or qwen3 model. Raises UserError with the sizes that are missing."""
     kind = sizes.get("model_type")
     if kind not in _LLAMA_KIN:
         raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
@@ -146,7 +147,7 @@ def read_layers(sizes: Mapping[str, Any]) -> Layers:
 
 
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
-    """The shapes of the trained weights of LoRA: two matrices per adapted layer (and DoRA's magnitudes), and layers trained in full."""
+    """Return the shapes of LoRA's trained weights: two matrices per adapted layer. DoRA adds magnitudes; modules_to_save are whole."""
     trained: list[tuple[int, ...]] = []
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
@@ -159,7 +160,7 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
 
 
 def _is_chosen(layer: str, peft: Peft) -> bool:
-    """Whether the linear layer of this name gets an adapter, by all that `peft` says."""
+    """Return whether `peft` gives the linear layer of this name an adapter."""
     excluded, numbers = peft.options.get("exclude_modules", ""), peft.options.get("layers_to_transform")
     if is_adapted(layer, excluded) or not is_adapted(layer, peft.target_modules):
         return False
@@ -169,26 +170,26 @@ def _is_chosen(layer: str, peft: Peft) -> bool:
 
 
 def is_at(pattern: str, layer: str) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern is for the layer of this name, as peft has it."""
+    """Return whether a key of rank_pattern or alpha_pattern matches this layer name, by peft's rule."""
     return re.match(rf"(.*\.)?({pattern})$", layer) is not None
 
 
 def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
-    """Whether `targets` name the linear layer of this name."""
+    """Return whether `targets` name the linear layer of this name."""
     if targets == "all-linear":
         return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
     if isinstance(targets, str):
-        return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
+        return re.fullmatch(targets, layer) is not None  # peft too takes text as a pattern
     return any(ending in targets for ending in _endings(layer))
 
 
 def choose_precision(
     asked: str, *, weights: str, adapters: bool, gpu: bool, has_bf16: bool, speed: Callable[[], float]
 ) -> tuple[str, str]:
-    """What trainer.mixed_precision=`asked` comes to for `weights` in this format: ("no", "bf16" or "fp8", why).
+    """Resolve trainer.mixed_precision=`asked` for `weights` of this format: ("no", "bf16" or "fp8", why).
 
-    `adapters`: some are trained, which are float32. `has_bf16` is whether the GPU has bfloat16; `speed` measures a CPU's in
-    bfloat16 over that in float32.
+    `adapters`: adapters are trained; they are float32. `has_bf16`: the GPU has bfloat16. `speed` measures how many times as fast as
+    float32 a CPU multiplies in bfloat16.
     """
     if asked in ("no", "bf16", "fp8"):
         return asked, "asked for"
@@ -206,7 +207,7 @@ def choose_precision(
 
 
 def plan_precision(config: RunConfig, weights: str, *, gpu: bool) -> tuple[str, str]:
-    """What a plan counts with, and on what it depends; `weights` is their format, `gpu` whether the plan is for GPUs."""
+    """Return the precision that a plan counts with, and its condition. `weights` is their format; `gpu`: the plan is for GPUs."""
     asked, adapters = config.trainer.mixed_precision, config.peft.kind != "none"
     value, why = choose_precision(asked, weights=weights, adapters=adapters, gpu=gpu, has_bf16=True, speed=lambda: 0.0)
     if why.startswith("this CPU"):
@@ -215,7 +216,7 @@ def plan_precision(config: RunConfig, weights: str, *, gpu: bool) -> tuple[str, 
 
 
 def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
-    """What the layers compute in."""
+    """Describe the formats of weights and computation in words."""
     weights = config.model.dtype
     value, why = plan_precision(config, "float32" if weights == "auto" else weights, gpu=gpu)
     words = {"no": "no mixed precision", "bf16": "computed in bfloat16", "fp8": "layers multiplied in 8 bits (fp8)"}
@@ -224,7 +225,7 @@ def precision_in_words(config: RunConfig, *, gpu: bool) -> str:
 
 
 def base_of(path: str | None) -> str | None:
-    """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
+    """Return the base model of the adapters in `path`; None if it holds no adapters. Raises UserError if they name no base."""
     file = Path(os.path.expanduser(path or "")) / "adapter_config.json"
     if path is None or not os.path.isfile(file):
         return None
@@ -233,7 +234,7 @@ def base_of(path: str | None) -> str | None:
         raise UserError("the adapters do not say of which model they are", where=where)
     if not os.path.isabs(base) or os.path.exists(base):
         return base
-    moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # together with its base
+    moved = os.path.normpath(file.parent / str(_read(file.with_name(BASE)).get("path", "")))  # moved with their base
     if moved == os.path.normpath(file.parent) or not os.path.exists(moved):
         fix = f"Write where it is on this machine there, in place of {base}."
         raise UserError(f"the adapters' base model is not here: {base}", where=where, fix=fix)
@@ -241,7 +242,7 @@ def base_of(path: str | None) -> str | None:
 
 
 def below_adapters(model: Model) -> Model:
-    """Return the base of a folder of adapters, in their revision; else `model` itself."""
+    """Return the base of a folder of adapters, in the revision they name; else `model`."""
     base = base_of(model.path) if model.init == "pretrained" else None
     if base is None:
         return model
@@ -250,9 +251,9 @@ def below_adapters(model: Model) -> Model:
 
 
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:
-    """What objective.reference means in this run."""
+    """Resolve objective.reference for this run."""
     wanted, lora = objective.reference, peft.kind == "lora"
-    continued = model.init == "pretrained" and base_of(model.path) is not None  # from a folder of adapters
+    continued = model.init == "pretrained" and base_of(model.path) is not None  # goes on from a folder of adapters
     adapters = str(model.path) if wanted == "auto" else wanted
     kind: Kind
     if wanted == "auto" and not (lora and continued):
@@ -269,7 +270,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
 
 
 def folder_of(model: Model) -> Path | None:
-    """The local folder of the model, or of the base of adapters: its path, else its snapshot in the hub's cache; None for none."""
+    """Return the local folder or hub-cache snapshot of a model, or of adapters' base. None without either."""
     model = below_adapters(model)
     if (name := model.path) is None:
         return None
@@ -278,14 +279,14 @@ def folder_of(model: Model) -> Path | None:
         return path
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     revision = model.revision or "main"
-    with contextlib.suppress(OSError):  # a revision may be a commit itself
+    with contextlib.suppress(OSError):  # a revision may itself be a commit
         revision = (repository / "refs" / revision).read_text().strip()
     snapshot = repository / "snapshots" / revision
     return snapshot if snapshot.is_dir() else None
 
 
 def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
-    """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
+    """Return the weights in the safetensors files of a folder. A sharded model's index names its files."""
     index = _read(folder / "model.safetensors.index.json").get("weight_map")
     names = sorted(set(map(str, index.values()))) if isinstance(index, dict) and index else ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -306,12 +307,12 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} where there is none. Raises UserError for anything else."""
+    """Return the JSON object in a file, {} if the file is absent. Raises UserError for anything else."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
-    """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
+    """Return the weight shapes of a llama, mistral, qwen2 or qwen3 model with these sizes."""
     layers = read_layers(sizes)
     bias = layers.kind == "qwen2" or (layers.kind != "mistral" and sizes.get("attention_bias", False))
     parts = {"input_layernorm": (layers.hidden,), "post_attention_layernorm": (layers.hidden,)}
@@ -336,7 +337,7 @@ def _rows(layers: Layers) -> tuple[tuple[str, int], ...]:
 
 
 def _endings(layer: str) -> Iterator[str]:
-    """The names by which peft finds a layer: a.b.c, b.c and c."""
+    """Yield the names that peft knows a layer by: a.b.c, b.c and c."""
     while layer:
         yield layer
         layer = layer.partition(".")[2]

@@ -1,4 +1,4 @@
-"""RunConfig + Surroundings → LaunchPlan: everything that will be started, as a value that `packtrain plan` prints. Pure."""
+"""RunConfig + Surroundings → LaunchPlan: everything to be started, as a value for `packtrain plan`. Pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from packtrain.wording import counted
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # since torch 2.9, and before
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-_MAX_GPUS = 1024  # of a machine
+_MAX_GPUS = 1024  # on one machine
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """The command that starts the processes of one machine; `env` has only the variables that are added."""
+    """The command that starts the processes of one machine; `env` has only added variables."""
 
     node: int
     argv: tuple[str, ...]
@@ -37,10 +37,9 @@ class NodeCommand:
 class LaunchPlan(Processes):
     """The processes of a run, and how they are started.
 
-    `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are those that
-    packtrain then runs on each. This machine is called `host` and shows `gpus`, the smallest of `gpu_memory` bytes; `network` are
-    the network settings of its processes, with reasons. The run may be started again `restarts` times, with at least
-    `least_nodes` machines.
+    `srun` starts packtrain on every machine of a Slurm job; it is empty elsewhere. packtrain then runs `commands`, one for each machine.
+    This machine is called `host` and shows `gpus`; the smallest of them has `gpu_memory` bytes. `network` holds the network settings of
+    its processes, with reasons. The run may restart `restarts` times, with at least `least_nodes` machines.
     """
 
     commands: tuple[NodeCommand, ...]
@@ -57,13 +56,15 @@ class LaunchPlan(Processes):
 
     @property
     def survives_lost_machines(self) -> bool:
-        """Whether a restart may do with fewer machines, so that Slurm must not end the job when it loses one."""
+        """Whether a restart may use fewer machines. Then Slurm must not end the job when it loses one."""
         return self.restarts > 0 and self.least_nodes < self.nodes
 
     @property
     def lacks_gpus_alone(self) -> bool:
-        """Whether the only obstacle is that this machine, one of several, has too few GPUs: the rendezvous reports that on all
-        machines."""
+        """Whether the only obstacle is too few GPUs on this machine, one of several.
+
+        The rendezvous reports that on all machines.
+        """
         lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
         return lacking and all(item.where == GPUS_PER_NODE for item in self.obstacles)
 
@@ -78,7 +79,7 @@ class LaunchPlan(Processes):
         return self.commands[self.node if len(self.commands) > 1 else 0]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain containers; the keys are a promise to users."""
+        """Return plain containers. The keys are a promise to users."""
         return {
             "num_processes": self.num_processes,
             "nodes": self.nodes,
@@ -97,9 +98,9 @@ def plan_launch(
     arguments: Sequence[str] = (),
     machines: Sequence[int] | None = None,
 ) -> LaunchPlan:
-    """The plan of `packtrain verb arguments…`, whose config is `config`; on the `machines` of these numbers alone, if given.
+    """Return the plan of `packtrain verb arguments…` with this `config`, on `machines` by number or on all.
 
-    Raises UserError or CheckFailed if it is impossible, or if two sources contradict each other.
+    Raises UserError or CheckFailed if the run is impossible, or if two sources contradict each other.
     """
     topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
@@ -155,7 +156,7 @@ def plan_launch(
 
 
 def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
-    """Why trainer.restarts and topology.min_nodes cannot be had here."""
+    """Return why trainer.restarts and topology.min_nodes cannot work here."""
     if processes.joins:
         what = "processes that another launcher has started can be started again by that alone"
         fix = "Set it to 0 and use the launcher's own (torchrun --max-restarts), or start packtrain without it."
@@ -167,11 +168,11 @@ def _why_no_restarts(processes: Processes, topology: Topology) -> list[Problem]:
 
 
 def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surroundings:
-    """The surroundings with the GPUs that topology.environment makes visible to the processes."""
+    """Return the surroundings with the GPUs that topology.environment makes visible to the processes."""
     asked = topology.variables.get(_VISIBLE)
     if asked is None:
         return surroundings
-    hidden = _VISIBLE in surroundings.env and surroundings.driver  # the machine's number of GPUs is not known
+    hidden = _VISIBLE in surroundings.env and surroundings.driver  # how many GPUs the machine has is not known
     gpus = visible_gpus(_MAX_GPUS if hidden else surroundings.gpus, asked)
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
@@ -179,12 +180,12 @@ def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surround
 def _srun(
     processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str], *, no_kill: bool
 ) -> tuple[str, ...]:
-    """The srun command: one task on each machine, with all cores of the job there, which starts the machine's processes.
+    """Return the srun command. It starts one task per machine, with all cores of the job there.
 
-    A failed task does not make srun kill the others: machine 0 ends them in order.
+    The task starts its machine's processes. A failed task does not make srun kill the others: machine 0 ends them in order.
     """
     flags = ["--nodes", str(processes.nodes), "--ntasks", str(processes.nodes), "--ntasks-per-node", "1"]
-    if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not take this from the job
+    if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not inherit this from the job
         flags += ["--cpus-per-task", cpus]
     flags += ["--kill-on-bad-exit=0", "--wait=0"]  # override the cluster's defaults
     flags += ["--no-kill"] if no_kill else []
@@ -192,9 +193,9 @@ def _srun(
 
 
 def _network(topology: Topology, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
-    """Network settings for the processes of this machine, if it is one of several and about to start them.
+    """Return network settings for this machine's processes.
 
-    Raises CheckFailed if the user's own settings name an interface that is not there.
+    Empty unless this machine is one of several and about to start them. Raises CheckFailed if the user's settings name a missing interface.
     """
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.needs_srun:
         return ()
@@ -204,12 +205,12 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
 
 
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
-    """Variables of the processes: their share of the cores, and one GPU if one process sees several.
+    """Return variables of the processes: shares of the cores, the GPU of a single process.
 
-    torch's allocator on GPUs is set to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
-    Threads of OpenMP spin 5 ms at a barrier before they sleep, also where a neighbour has the core that they wait for: 20 times slower. They
-    spin a three-hundredth of that here (benchmarks/busy_neighbour.py), and not at all on a busy machine. Fewer threads would help, too, but
-    change the order of sums and so the results. The user's own variables win.
+    torch's allocator on GPUs grows its blocks: rows of many lengths leave holes between blocks of fixed size.
+    OpenMP threads spin 5 ms at a barrier before they sleep, even if a neighbour occupies the core that they wait for: 20 times slower. Here
+    they spin 1/300 of that (benchmarks/busy_neighbour.py), and not at all on a busy machine. Fewer threads would help too, but they
+    change the order of sums and thus the results. The user's own variables win.
     """
     asked = topology.variables
     added, own = {}, {}
@@ -222,7 +223,7 @@ def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -
         return {**added, **processes.env, **asked}
     if processes.num_processes > 1:
         added["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.gpus_per_node))
-    # transformers would spread one process over all of the GPUs (DataParallel)
+    # transformers would spread one process over all GPUs (DataParallel)
     if processes.num_processes == 1 and surroundings.gpus > 1:
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
     added = {name: value for name, value in added.items() if name not in surroundings.env}

@@ -1,7 +1,7 @@
-"""Settings of accelerate's launcher and of DeepSpeed for a run: one source for `packtrain plan`, for the launch and for training.
+"""Launcher settings of accelerate and DeepSpeed: one source for the plan, the launch and training.
 
-Every setting of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in the user's
-answers to `accelerate config`. It only starts processes; model/spread.py makes the strategy active in them.
+Every launcher setting is on the command line AND in the YAML: without --config_file, accelerate mixes in the user's answers to
+`accelerate config`. The launcher only starts processes; model/spread.py makes the strategy active in them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from packtrain.plan.topology import Processes
 
 WORKER = ("packtrain", "worker")  # python -m …
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
-"""DeepSpeed's strategies, and their ZeRO stages."""
+"""DeepSpeed's strategies and their ZeRO stages."""
 _NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are not known yet
 BUCKET = 50_000_000  # numbers that are reduced or gathered at once: 200 MB in float32
 _FSDP2 = {
@@ -21,19 +21,19 @@ _FSDP2 = {
     "fsdp_reshard_after_forward": True,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_cpu_ram_efficient_loading": False,  # with it only the first process would load weights
+    "fsdp_cpu_ram_efficient_loading": False,  # True would load weights only in the first process
     "fsdp_offload_params": False,
-    "fsdp_activation_checkpointing": False,  # trainer.gradient_checkpointing is the model's own
+    "fsdp_activation_checkpointing": False,  # the model itself does trainer.gradient_checkpointing
 }
 
 
 def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict[str, Any] | None:
-    """The DeepSpeed JSON as a dict; None if `strategy` is not DeepSpeed's.
+    """Return the DeepSpeed JSON as a dict; None if `strategy` is not DeepSpeed's.
 
-    Batches are one: a loader item is a whole optimizer step, and the trainer tells the engine which of its micro-batches is the last.
-    bf16 says that the WEIGHTS are bfloat16 (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open
-    until the model is loaded. Gradients are added up and reduced in float32: in bfloat16 the number of micro-batches and of
-    processes would change their rounding.
+    Batch sizes are 1: a loader item is a whole optimizer step, and the trainer tells the engine which of its micro-batches is the last.
+    bf16 means that the WEIGHTS are bfloat16 (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open
+    until the model is loaded. Gradients are summed and reduced in float32: in bfloat16 their rounding would depend on the number of
+    micro-batches and processes.
     """
     stage = STAGES.get(strategy)
     if stage is None:
@@ -50,7 +50,7 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
         zero |= {
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": 10_000,  # numbers: norms and biases stay whole
-            "stage3_gather_16bit_weights_on_model_save": True,  # despite its name, in the weights' own format
+            "stage3_gather_16bit_weights_on_model_save": True,  # despite its name, it keeps the weights' own format
         }
     if strategy == "zero3_offload":
         zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
@@ -62,8 +62,8 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # transformers' fused AdamW is not on its list
-        "steps_per_print": 10**9,  # in effect never: DeepSpeed's own lines on the terminal
+        "zero_allow_untested_optimizer": True,  # DeepSpeed's list lacks transformers' fused AdamW
+        "steps_per_print": 10**9,  # in effect never: silences DeepSpeed's own lines on the terminal
         "wall_clock_breakdown": False,
     }
 
@@ -71,11 +71,11 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
 def launch_config(
     processes: Processes, node: int, strategy: str, *, deepspeed_file: str, port: int, gpus: bool
 ) -> dict[str, Any]:
-    """accelerate's YAML for machine `node`; `deepspeed_file` is where the DeepSpeed JSON will be.
+    """Return accelerate's YAML for machine `node`; `deepspeed_file` is the later path of the DeepSpeed JSON.
 
-    MULTI_GPU also on CPUs: accelerate's `cpu` takes another path, which ignores the number of processes. `standard` is needed
-    on several machines: without a hostfile DeepSpeed's own launcher (pdsh) starts independent trainings, with exit code 0,
-    and it writes the whole environment to ~/.deepspeed_env.
+    CPUs use MULTI_GPU too: accelerate's `cpu` path ignores the number of processes. Several machines need `standard`: without a hostfile
+    DeepSpeed's own launcher (pdsh) starts independent trainings, with exit code 0, and writes the whole environment to
+    ~/.deepspeed_env.
     """
     alone = processes.num_processes == 1 or processes.joins
     if alone:
@@ -95,9 +95,9 @@ def launch_config(
         "compute_environment": "LOCAL_MACHINE",
         **kind_settings,
         "num_machines": 1 if alone else processes.nodes,
-        "num_processes": 1 if alone else processes.num_processes,  # over all machines, as accelerate counts them
+        "num_processes": 1 if alone else processes.num_processes,  # accelerate counts them over all machines
         "machine_rank": node,
-        "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
+        "mixed_precision": "no",  # trainer.mixed_precision is set when the model is made
         "use_cpu": not gpus and alone,
         "debug": False,
     }
@@ -110,7 +110,7 @@ def launch_config(
 def launch_argv(
     accelerate: str, config_file: str, config: dict[str, Any], worker: Sequence[str], *, join_timeout_s: int
 ) -> list[str]:
-    """The `accelerate launch` command that runs `python -m WORKER worker…` in every process of a `launch_config`.
+    """Return the `accelerate launch` command that runs `python -m WORKER worker…` in every process of `config`.
 
     Processes that have not found each other after `join_timeout_s` seconds give up.
     """

@@ -1,8 +1,8 @@
-"""What Slurm, MPI, torchrun, Kubernetes, SkyPilot and dstack say in the environment variables of this process.
+"""Environment variables of Slurm, MPI, torchrun, Kubernetes, SkyPilot and dstack, as this process sees them.
 
-A launcher starts a process for each device, which joins the others and trains (torchrun, accelerate launch, mpirun, srun with
-several tasks on a machine), or one for each machine, which starts those of its devices (Slurm, Kubernetes' training operator, SkyPilot,
-dstack).
+Some launchers start one process per device, which joins the others and trains: torchrun, accelerate launch, mpirun, srun with several
+tasks on a machine. Others start one per machine, which starts the processes of its devices: Slurm, Kubernetes' training operator,
+SkyPilot, dstack.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from packtrain.config.schema import Topology
 from packtrain.errors import UserError
 from packtrain.wording import shortened, whole
 
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets for each process
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these for each process
 DEFAULT_PORT = 29500
-# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and others of the Hydra family.
+# Rank, size, rank on the machine, size of the machine: Open MPI's names, then those in MPICH, Intel MPI and other Hydra launchers.
 _MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -28,18 +28,18 @@ _ENGINES = {
     "SkyPilot": tuple(f"SKYPILOT_{name}" for name in ("NODE_RANK", "NUM_NODES", "NUM_GPUS_PER_NODE", "NODE_IPS")),
     "dstack": tuple(f"DSTACK_{name}" for name in ("NODE_RANK", "NODES_NUM", "GPUS_PER_NODE", "MASTER_NODE_IP")),
 }
-"""Number of the machine, of machines, of GPUs on each, and the first one's address (SkyPilot: a line for each)."""
+"""Number of the machine, of machines, of GPUs on each, and the first address. SkyPilot: a line for each machine's address."""
 _FIRST_SLURM_PORT, _SLURM_PORTS = 15_000, 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The machines of a Slurm job, or inside a step those of the step, and the place of this process in it.
+    """The machines of a Slurm job or step, and this process's place among them.
 
     `place` is a `task` of a step, a `machine` of the job (its batch script, or a shell there), or `outside` (salloc's shell on
-    the login machine). `tasks` is the step's number on each machine, 0 outside one; `gpus` the job's there, None if Slurm does
-    not say. `port` is the same for all tasks of a step, and differs between steps.
+    the login machine). `tasks` is the step's number of tasks on each machine, 0 outside a step. `gpus` is the job's number of GPUs there,
+    None if Slurm does not say. `port` is the same for all tasks of a step, and differs between steps.
     """
 
     job: str
@@ -52,7 +52,7 @@ class Allocation:
 
 
 def read_allocation(env: Mapping[str, str]) -> Allocation | None:
-    """The job that this process is in, None outside one. Raises UserError if its variables cannot be read."""
+    """Return the Slurm job around this process, None outside one. Raises UserError if its variables cannot be read."""
     job, hosts = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
     if not job or not hosts:
         return None
@@ -60,7 +60,7 @@ def read_allocation(env: Mapping[str, str]) -> Allocation | None:
     in_step = step < _FIRST_SPECIAL_STEP
     place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
     gpus = read_number(env, "SLURM_GPUS_ON_NODE", 0)
-    if place == "outside":  # there only this is set: `8`, `a100:8`
+    if place == "outside":  # only this variable is set there: `8`, `a100:8`
         gpus = whole(env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]) or gpus
     number = int("".join(re.findall(r"[0-9]", job))[-12:] or 0) * 131 + (step if in_step else 0) * 17
     return Allocation(
@@ -75,7 +75,7 @@ def read_allocation(env: Mapping[str, str]) -> Allocation | None:
 
 
 def expand(hosts: str) -> tuple[str, ...]:
-    """The names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
+    """Return the names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
     names: list[str] = []
     try:
         for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
@@ -91,13 +91,13 @@ def expand(hosts: str) -> tuple[str, ...]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers of `1-3,07`, as they are written. Raises ValueError."""
+    """Return the numbers of `1-3,07`, with their leading zeros. Raises ValueError."""
     ends = [(first, last or first) for first, _, last in (part.partition("-") for part in ranges.split(","))]
     return [f"{number:0{len(first)}d}" for first, last in ends for number in range(int(first), int(last) + 1)]
 
 
 def _tasks(counts: str) -> int:
-    """The number of tasks on each machine, of Slurm's `8(x3)`. Raises UserError if it is not the same on all."""
+    """Return the number of tasks on each machine from Slurm's `8(x3)`. Raises UserError if machines differ."""
     numbers = {whole(re.sub(r"\(x[0-9]+\)$", "", part)) for part in counts.split(",")}
     (number,) = numbers if len(numbers) == 1 else (None,)
     if number is None:
@@ -110,11 +110,11 @@ def _tasks(counts: str) -> int:
 def read_process(
     topology: Topology, env: Mapping[str, str], allocation: Allocation | None
 ) -> tuple[str, dict[str, str]] | None:
-    """What has started one process per device, and the variables that torch still needs; None if nothing has.
+    """Return what has started one process per device, and the variables that torch still needs. None if nothing has.
 
-    Raises UserError if only some of the variables are set.
+    Raises UserError if only some of the launcher's variables are set.
     """
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # each process reads them, launched or not
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # every process reads them, with or without a launcher
         read_number(env, name, 0)
     if all(env.get(name) for name in TORCH):
         return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
@@ -153,10 +153,10 @@ def read_process(
 
 
 def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology] | None:
-    """What says which machine this is of those that Kubernetes' training operator, SkyPilot or dstack has started, and that as a
-    topology by hand.
+    """Return the names of the variables that number this machine, and a topology from them.
 
-    The operator sets torchrun's PET_ variables, or RANK and WORLD_SIZE of machines. None outside of its pods and of theirs.
+    None outside Kubernetes' training operator, SkyPilot and dstack. The operator sets torchrun's PET_ variables, or RANK and WORLD_SIZE
+    counted in machines. The topology is the same as one set by hand.
     """
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
         return None
@@ -170,7 +170,7 @@ def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology]
             return by, replace(topology, kind="manual", main_address=first, main_port=port, **here)
     if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
         node, nodes, by = "PET_NODE_RANK", "PET_NNODES", "torchrun's variables PET_NNODES and PET_NODE_RANK"
-        require(env, (node, nodes))  # an elastic job's machines are not numbered
+        require(env, (node, nodes))  # machines of an elastic job have no numbers
     elif "KUBERNETES_SERVICE_HOST" in env and all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         node, nodes, by = "RANK", "WORLD_SIZE", "the pod's variables RANK and WORLD_SIZE"
     else:
@@ -188,7 +188,7 @@ def read_pod(topology: Topology, env: Mapping[str, str]) -> tuple[str, Topology]
 
 
 def require(env: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raises UserError if a launch has not set all `names`, the variables that number this process."""
+    """Raise UserError unless a launch has set all `names`. These variables number this process."""
     if missing := [name for name in names if not env.get(name)]:
         what = f"to join a running launch, {', '.join(missing)} must be set too"
         fix = "Start packtrain with torchrun or accelerate launch, or once on each machine with topology=manual."
@@ -196,7 +196,7 @@ def require(env: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def read_number(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable as a whole number, `default` if it is not set. Raises UserError if it is not a number."""
+    """Return a variable as a whole number, `default` if it is not set. Raises UserError for anything else."""
     value = env.get(name) or str(default)
     if (number := whole(value)) is None:
         fix = f"The launcher sets it; by hand: unset {name}."

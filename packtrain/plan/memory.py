@@ -1,11 +1,9 @@
-"""The memory of a run on each device, by part, from the shapes of the weights alone: no torch, no hub.
+"""The memory of a run on each device, by part, from weight shapes. No torch, no hub.
 
 Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources). Parts add up
 to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels, NCCL) is subtracted from the device before a run
-counts as fitting; fragmentation is not estimated. Activations are counted for llama and models like it as in Korthikanti et al. 2022
-(arXiv 2205.05198, section 4.1), applied to the tensors that transformers' layers keep. With gradient checkpointing a layer keeps its
-input (and with `selective` what is costly to make again), and one layer at a time is computed again. Logits never exist as a
-whole: the heads work in chunks of tokens.
+counts as fitting; fragmentation is not estimated. Activations are counted for llama and similar models (plan/activations.py).
+Logits never exist as a whole: the heads work in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ from packtrain.plan.launcher_settings import BUCKET, STAGES
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)
-"""Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
+"""Bytes outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
 NCCL = GIB
-"""Beside it for each communicator of several ranks (docs/planning.md has the sources)."""
+"""More bytes outside it for each communicator of several ranks (docs/planning.md has the sources)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
 QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0, "fp8": 1.0}
-"""Of a weight by model.quantize: four bits, a scale in 8 bits for 64 of them, and one in 32 bits for 256 of those; scales of whole rows count for
-nothing."""
-SHARDED = {  # what a strategy shards over the processes
+"""Bytes of a weight by model.quantize. nf4: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 of those scales.
+Scales of whole rows count as nothing."""
+SHARDED = {  # parts that a strategy shards over the processes
     "ddp": (),
     "zero1": ("optimizer",),
     "zero2": ("gradients", "optimizer"),
@@ -53,34 +51,33 @@ SHARDED = {  # what a strategy shards over the processes
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-# elements that ZeRO-1 reduces at once of bfloat16 gradients (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+# elements of bfloat16 gradients that ZeRO-1 reduces at once (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
 _REDUCED = 5 * 10**8
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 HEAD_CHUNK = 2048
 """Tokens of documents whose logits exist at once (model/heads/summed.py)."""
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/objectives/first_loss.py)."""
+"""dpo and kto compare the answers of so many first pairs before step 1. CHECKED_LOGITS bounds their logits (train/objectives/first_loss.py)."""
 STEPPED = 2**26
-"""Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
+"""Numbers in float32 at a time while 16-bit weights take their step in float32 (train/optim/float32_step.py)."""
 CHECKPOINTING = ("none", "every_4", "every_3", "selective", "every_2", "full")
-"""Values of trainer.gradient_checkpointing, from the fewest products of matrices that are computed again to all of them."""
+"""Values of trainer.gradient_checkpointing, from the fewest recomputed matrix products to all of them."""
 SPARE = 0.1
-"""The share of a device that stays free, for fragmentation, where the plan chooses to take memory: trainer.gradient_checkpointing=auto,
-gradients that are exchanged once a step."""
+"""Share of a device left free for fragmentation when the plan chooses to use memory.
+It chooses trainer.gradient_checkpointing=auto and gradients that are exchanged once a step."""
 PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
+    """Bytes on each device, by part. `parameters` and `trained` count weights; `trained` includes adapters.
 
-    `reference` is taken to be as large as the trained model; `buffers` are those of strategies and autocast at the peak.
-    `activations` is None if they are not known, for the reason `unknown`. `host` is for each process, `device` the memory of a
-    GPU if it is known, `outside` what is allowed for there beside torch's allocator. `checkpointing` is what
-    trainer.gradient_checkpointing comes to, and `chosen` says why. `accumulated` are the whole float32 gradients that stay on each
-    GPU between the micro-batches of a step where FSDP2 exchanges them with the last one only; `leaving` what leaves each machine with
-    one that exchanges them.
+    `reference` is taken to be as large as the trained model. `buffers` belong to strategies and autocast, at the peak. `activations` is
+    None if not known, for the reason `unknown`. `host` is memory of the machine per process. `device` is the memory of a GPU, if known;
+    `outside` is allowed for on it beside torch's allocator. `checkpointing` is the resolved trainer.gradient_checkpointing, `chosen` the
+    reason. FSDP2: `accumulated` are the whole float32 gradients that stay on each GPU between a step's micro-batches if only the last
+    one exchanges them. A micro-batch that exchanges gradients sends `leaving` bytes out of each machine.
     """
 
     parameters: int
@@ -109,7 +106,7 @@ class Memory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the device; None if the device is not known, or if the known parts fit and others are not known."""
+        """Whether the run fits the device. None: the device is unknown, or only some parts are known and they fit."""
         if self.device is None:
             return None
         fits = self.total + self.outside <= self.device
@@ -117,13 +114,13 @@ class Memory:
 
     @property
     def exchanges_once(self) -> bool:
-        """Whether FSDP2 exchanges gradients once a step, and not after each micro-batch: where the accumulated ones fit too."""
+        """Whether FSDP2 exchanges gradients once a step: the accumulated ones must fit too. Else after each micro-batch."""
         if not self.fits or self.accumulated is None or self.device is None:
             return False
         return self.total + self.outside + self.accumulated <= (1 - SPARE) * self.device
 
     def exchange(self) -> str:
-        """When FSDP2 exchanges gradients, in words; "" for other strategies."""
+        """Say when FSDP2 exchanges gradients; "" for other strategies."""
         if self.accumulated is None:
             return ""
         if self.exchanges_once:
@@ -134,7 +131,7 @@ class Memory:
         return f"exchanged after each micro-batch; once a step would take {in_gib(self.accumulated)} GiB more, {why}"
 
     def sentence(self) -> str:
-        """What it comes to; where it does not fit, what to try."""
+        """Return the total in words and, if it does not fit, what to try."""
         if self.device is None:
             text = f"{in_gib(self.total)} GiB of each device"
             if self.processes > 1:
@@ -151,7 +148,7 @@ class Memory:
         return text + (f"; {in_gib(self.leaving)} GiB leave each machine with a micro-batch" if self.leaving else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
+        """Return the figures, `total`, whether it `fits`, and the sentence as `summary`."""
         derived = {"total": self.total, "fits": self.fits, "exchanges_once": self.exchanges_once}
         return {**asdict(self), **derived, "summary": self.sentence()}
 
@@ -160,8 +157,8 @@ class Memory:
 class _Model:
     """A model in numbers, computed once for all configs that are tried.
 
-    `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
-    `block`, outside of blocks (`rest`), of it in an `embedding` that is not tied, in the `largest` tensor, and `trained`.
+    `width` is the bytes of a weight. Numbers of weights: `all`, in the `linear` layers and experts of its blocks, in the largest
+    `block`, outside of blocks (`rest`, with any untied `embedding`), in the `largest` tensor, and `trained`.
     `sizes` are the known values of its own config.
     """
 
@@ -177,14 +174,14 @@ class _Model:
 
 
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None, machines: int = 1) -> Memory | str:
-    """The memory of a run on `processes` devices of `device_bytes` each, on so many machines, or a sentence on what is missing to estimate it.
+    """Estimate the memory of a run on `processes` devices, or say why that is impossible.
 
-    Without `device_bytes` the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
+    Devices have `device_bytes` each; None plans for CPUs. If the run exceeds the device, `advice` says what to try.
     """
     try:
         model = _measure(config)
         decided, _ = plan_precision(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
-        # products in 8 bits keep what those in bfloat16 do, but for autocast's copies of weights
+        # 8-bit products keep the same tensors as bfloat16 products, except autocast's copies of weights
         decided = decided.replace("fp8", "bf16")
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         memory = _choose_checkpointing(config, model, (processes, machines), device_bytes)
@@ -199,7 +196,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None,
 def _choose_checkpointing(
     config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None
 ) -> Memory:
-    """The memory with what trainer.gradient_checkpointing comes to: `auto` computes as little again as leaves SPARE of the device."""
+    """Resolve trainer.gradient_checkpointing and return the memory. `auto` recomputes just enough to leave SPARE of the device free."""
     counts: dict[str, Memory] = {}
     for policy in CHECKPOINTING:
         tried = replace(config, trainer=replace(config.trainer, gradient_checkpointing=cast(Any, policy)))
@@ -248,7 +245,7 @@ def _measure(config: RunConfig) -> _Model:
 
 
 def _embedding(shapes: Shapes) -> int:
-    """Numbers in the embedding of the tokens, 0 if the output head has the same."""
+    """Return the numbers in the token embedding; 0 if the output head shares it."""
     sizes = [math.prod(shape) for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     return max(sizes, default=0) if any(name.endswith(("lm_head.weight", SCORE)) for name in shapes) else 0
 
@@ -256,31 +253,31 @@ def _embedding(shapes: Shapes) -> int:
 def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, gpu: bool) -> Memory:
     name, full, copied = config.strategy.name, config.peft.kind == "none", config.strategy.shard_within == "machine"
     shards = processes // machines if copied else processes
-    rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 is for all weights
+    rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 applies to all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
     saved = model.linear * (model.width - QUANTIZED_BYTES.get(config.model.quantize, model.width))
     parts = {
         "weights": math.ceil(model.all * model.width - saved) + (0 if full else model.trained * trained_width),
-        "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed adds them up in float32
+        "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed sums them in float32
         "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width)
         + (4 * model.trained if config.trainer.ema else 0),
         "reference": _reference(config, model),
     }
     split = {item: math.ceil(size / shards) if item in SHARDED[name] else size for item, size in parts.items()}
-    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, and then shards
+    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all, then shards
     if config.model.is_base_for_adapters and not config.peft.options.get(
         "use_dora"
-    ):  # it reads its own slices (model/weights/slices.py)
+    ):  # each process reads only its slices (model/weights/slices.py)
         host = math.ceil(host / shards)
     if name == "zero3_offload":
-        split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
+        split["gradients"] += math.ceil(4 * model.trained / processes)  # also in float32, for the optimizer
         host = max(host, sum(split.values()))
         split = dict.fromkeys(split, 0)
     activations, moved, unknown = _activations(config, model, gpu=gpu)
     host = max(host, moved + (host if name == "zero3_offload" else 0))
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (shards if "optimizer" in SHARDED[name] else 1))
-    # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
+    # during the optimizer's step: ZeRO-2 and 3 copy gradients to float32, AdamW makes a temporary list of tensors
     in_float32 = 4 if rounded and name != "zero1" else 0
     stepping = stepped * (in_float32 + (trained_width if config.optim.name == "adamw_torch" else 0))
     if trained_width == 2 and not rounded:
@@ -289,7 +286,7 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
         stepping = max(stepping, 4 * min(_REDUCED, model.trained))
     after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
     checking = 0 if name == "zero3_offload" else _first_check(config, model, gpu=gpu) - (activations or 0)
-    checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
+    checking -= split["gradients"] + split["optimizer"]  # neither exists before step 1
     watching = 0 if name == "zero3_offload" else _first_watch(config, model, gpu=gpu) - (activations or 0)
     watching -= split["gradients"]
     communicators = 0 if processes == 1 else 2 if name in STAGES else 1  # DeepSpeed clones the group of all processes
@@ -307,15 +304,15 @@ def _count(config: RunConfig, model: _Model, processes: int, machines: int, *, g
 
 
 def _leaving(config: RunConfig, model: _Model, machines: int) -> int:
-    """Bytes that leave each machine with a micro-batch that exchanges gradients, by rings over all processes, or over machines alone."""
+    """Return the bytes that one gradient exchange sends out of each machine. Its rings span all processes, or only machines."""
     if config.strategy.shard_within == "machine":
-        return 2 * 4 * model.trained * (machines - 1) // machines  # gradients, to be summed and handed back
+        return 2 * 4 * model.trained * (machines - 1) // machines  # gradients are summed, then handed back
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     return 2 * compute * model.all - compute * model.embedding + 4 * model.trained  # weights in both passes, gradients
 
 
 def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | None, int, str]:
-    """(bytes at the fullest moment of the fullest micro-batch, bytes in the host's memory, "") or (None, 0, why they are not known)."""
+    """Return bytes of activations at the peak, their bytes on the host, and "". Or None, 0, and why they are unknown."""
     batch = fullest(config, model.width, gpu=gpu)
     try:
         layers = read_layers(model.sizes)
@@ -328,22 +325,22 @@ def _activations(config: RunConfig, model: _Model, *, gpu: bool) -> tuple[int | 
 
 
 def _head(config: RunConfig, layers: Layers, batch: FullestBatch) -> int:
-    """Bytes of the output head while it makes its gradients: its input and the gradient of it, logits, the gradient of its weight."""
+    """Return the output head's bytes while it makes gradients. They are its input, logits, and gradients of input and weight."""
     if config.objective.traits.scores:  # one number a token
         return batch.tokens * layers.hidden * (batch.compute + 4)
     trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
     weight = layers.vocabulary * layers.hidden
     of_weight = 4 * weight if trained else 0
-    if config.objective.traits.documents > 1 or config.objective.traits.reference:  # single tokens, by TRL's head
+    if config.objective.traits.documents > 1 or config.objective.traits.reference:  # TRL's head takes single tokens
         tile = min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
         return batch.tokens * layers.hidden * (batch.compute + 4) + tile + of_weight
-    cast = batch.compute if batch.compute != batch.weight else 0  # the copies that it computes with
+    cast = batch.compute if batch.compute != batch.weight else 0  # the head's copies in the compute dtype
     chunk = min(batch.tokens, HEAD_CHUNK) * layers.vocabulary * batch.compute
     return batch.tokens * layers.hidden * (batch.weight + batch.compute + cast) + chunk + weight * cast + of_weight
 
 
 def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
-    """Bytes that the check of a micro-batch's first pairs takes before step 1: their logits, also in float32, and log-probabilities."""
+    """Return the bytes of the check of first pairs before step 1. It holds logits, also in float32, and log-probabilities."""
     if not config.objective.traits.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
@@ -355,7 +352,7 @@ def _first_check(config: RunConfig, model: _Model, *, gpu: bool) -> int:
 
 
 def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
-    """Bytes that TRL's head takes where the first steps of documents are watched, without gradients: a tile of logits."""
+    """Return the bytes of TRL's head in the watch over first steps. It needs a tile of logits, and no gradients."""
     batch = fullest(config, model.width, gpu=gpu)
     if config.objective.kind != "sft" or not config.verify.preflight or batch is None:
         return 0
@@ -363,17 +360,17 @@ def _first_watch(config: RunConfig, model: _Model, *, gpu: bool) -> int:
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
-    """Bytes that the strategy and autocast hold during the backward pass."""
+    """Return the bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies, mixed = 0, config.trainer.mixed_precision == "bf16"
     if mixed and width == 4 and config.model.quantize == "no":
-        # autocast keeps those of trained weights until the step ends, others as long as activations
+        # autocast keeps copies of trained weights until the step ends, copies of frozen weights as long as activations
         every = period(config.trainer.gradient_checkpointing)
         copies = 2 * model.linear if full or not every else 2 * model.linear * (every - 1) // every
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
-        # a layer, what it was gathered in, and the next one; the rest stays, without the embedding (model/spread.py)
+        # a layer, the buffer that it was gathered in, and the next layer; other weights stay gathered, but not the embedding (model/spread.py)
         compute = 2 if mixed else width
         gathered = 3 * model.block * QUANTIZED_BYTES.get(config.model.quantize, compute)
         gathered += (model.rest - model.embedding) * compute
@@ -382,13 +379,13 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     rounded = width == 2
     if name == "zero1" and rounded:
         return copies  # no buckets: gradients are reduced when the step is complete
-    if STAGES[name] < 3:  # one is reduced while the other is filled (overlap_comm), what is in it in float32
+    if STAGES[name] < 3:  # one bucket is reduced, in float32, while the other fills (overlap_comm)
         return copies + 2 * trained_width * BUCKET + (4 * min(BUCKET, model.trained) if rounded else 0)
     return copies + 4 * BUCKET + min(model.all, _LIVE) * width
 
 
 def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> int:
-    """Bytes of all states of `trained` weights of `width` bytes; DeepSpeed's optimizers see flat float32 copies of them."""
+    """Return the bytes of all states of `trained` weights of `width` bytes. DeepSpeed's optimizers add flat float32 copies."""
     masters = width == 2 and optim.keeps_masters
     copies = 4 * trained if strategy in STAGES or masters else 0
     each = 1 if "8bit" in optim.name else 0.5 if "4bit" in optim.name else 4 if copies else width
@@ -396,7 +393,7 @@ def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> in
 
 
 def _moments(optimizer: str) -> int:
-    """How many numbers an optimizer keeps of each weight; of a matrix adafactor keeps a row and a column: next to nothing."""
+    """Return how many numbers an optimizer keeps per weight. adafactor's row and column per matrix count as nothing."""
     if optimizer in ("sgd", "adafactor"):
         return 0
     one = any(word in optimizer for word in ("lion", "rmsprop", "adagrad", "muon"))
@@ -404,14 +401,14 @@ def _moments(optimizer: str) -> int:
 
 
 def _in_float32(config: RunConfig) -> int:
-    """Bytes of each of the numbers that are in float32 for a step: the gradient; without masters the weight, moments, chance."""
+    """Return float32 bytes per number during its step. That is the gradient; without masters also weight, moments and rounding chance."""
     moments = 0 if any(bits in config.optim.name for bits in ("8bit", "4bit")) else _moments(config.optim.name)
     listed = 4 if config.optim.name == "adamw_torch" else 0
     return listed + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 
 
 def _reference(config: RunConfig, model: _Model) -> int:
-    """Bytes of the model or the adapters that are kept for the reference."""
+    """Return the bytes of the model or the adapters that are kept for the reference."""
     if not config.objective.traits.reference:
         return 0
     kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
@@ -421,7 +418,7 @@ def _reference(config: RunConfig, model: _Model) -> int:
 
 
 def _advice(config: RunConfig, processes: int) -> str:
-    """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
+    """Suggest what to try, the cheapest first. Nothing that changes the training or conflicts with this config."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
 
@@ -440,7 +437,7 @@ def _advice(config: RunConfig, processes: int) -> str:
 
 
 def _advise_split(config: RunConfig, model: _Model, spread: tuple[int, int], device_bytes: int | None) -> str:
-    """The fewest neighbours over which documents that fit no device alone would fit, and their part of them; "" if that is not what lacks."""
+    """Suggest the smallest split of documents over neighbours that fits. "" if splitting is impossible or does not help."""
     if config.packing.mode == "padding" or config.data.max_length is None or config.objective.sorting_losses:
         return ""
     longest = config.data.max_length * config.objective.traits.documents
@@ -454,6 +451,6 @@ def _advise_split(config: RunConfig, model: _Model, spread: tuple[int, int], dev
 
 
 def in_gib(size: int) -> str:
-    """Bytes in GiB, as plans show them."""
+    """Return bytes in GiB, as plans show them."""
     value = size / GIB
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 10**6 else f"{value:.1e}"

@@ -1,8 +1,8 @@
-"""The network of a machine, and the settings of NCCL and gloo that it needs: one interface for both, towards the first machine.
+"""A machine's network, and settings of NCCL and gloo: one interface towards the first machine.
 
-By default gloo takes the address to which the machine's own name resolves, often 127.0.0.1, which no other machine can reach.
-NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines. The user's
-own settings are checked and left unchanged.
+By default gloo takes the address of the machine's own name, often 127.0.0.1, which no other machine can reach. NCCL takes an interface
+called ib*, else the first in the system's list, even if it does not lead to the other machines. The user's own settings are checked
+and left unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from packtrain.time_limit import start
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 RESOLVE_S = 1.0
-"""Seconds after which a name server counts as silent."""
+"""Seconds until a name server counts as silent."""
 FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
-_FAR_AWAY = "203.0.113.1", "2001:db8::1"  # reserved addresses, which only the default route leads to
+_FAR_AWAY = "203.0.113.1", "2001:db8::1"  # reserved addresses: only the default route leads to them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Interface:
 
     @property
     def usable(self) -> bool:
-        """Whether it is up and has an address that others could reach."""
+        """Whether the interface is up and has an address that others could reach."""
         loopback = self.name == "lo" or all(map(is_loopback, self.addresses))
         return self.up and not loopback and any(not item.startswith("fe80:") for item in self.addresses)
 
@@ -59,7 +59,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """Interfaces and RDMA ports of this machine, and its address towards the first machine (None: no route is known)."""
+    """Interfaces and RDMA ports of this machine. `own_address` faces the first machine (None: no known route)."""
 
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
@@ -68,7 +68,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSetting:
-    """An environment variable and the reason why it is set to `value`, or left unchanged (None)."""
+    """An environment variable, its `value` (None: left unchanged) and the reason."""
 
     name: str
     value: str | None
@@ -76,7 +76,7 @@ class NetworkSetting:
 
 
 def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNetwork:
-    """The network of this machine, and its own address towards `main_address`.
+    """Read the network of this machine, and its own address towards `main_address`.
 
     Takes a few milliseconds and a name look-up. `root` contains the kernel's files (sys/).
     """
@@ -95,7 +95,7 @@ def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNet
 
 
 def own_address_towards(main_address: str) -> str | None:
-    """The source address of packets to `main_address`; sends nothing. None if the name or the route is unknown."""
+    """Return the source address of packets to `main_address`; send nothing. None if the name or the route is unknown."""
     with suppress(OSError, UnicodeError):
         for family, kind, protocol, _, place in socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -105,7 +105,7 @@ def own_address_towards(main_address: str) -> str | None:
 
 
 def addresses_by_interface() -> dict[str, tuple[str, ...]]:
-    """This machine's IP addresses by interface; {} if the system does not tell, as in some sandboxes."""
+    """Return this machine's IP addresses by interface; {} if a sandbox hides them."""
     families = (socket.AF_INET, socket.AF_INET6)
     with suppress(OSError, RuntimeError, psutil.Error):
         return {
@@ -116,12 +116,12 @@ def addresses_by_interface() -> dict[str, tuple[str, ...]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address or name leads only to this machine itself."""
+    """Return whether the address or name leads only to this machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def is_ip(name: str) -> bool:
-    """Whether it is an IP address."""
+    """Return whether `name` is an IP address."""
     with suppress(ValueError):
         return bool(ipaddress.ip_address(name))
     return False
@@ -139,7 +139,7 @@ def _port(folder: Path) -> Port:
 
 
 def kernel_text(path: Path) -> str:
-    """The text of a small kernel file, "" if it cannot be read."""
+    """Return the text of a small kernel file, "" if it cannot be read."""
     with suppress(OSError):
         return path.read_text(errors="replace").strip()
     return ""
@@ -153,9 +153,9 @@ def choose_network(
     asked: Mapping[str, str] | None = None,
     gpus: bool = True,
 ) -> list[NetworkSetting]:
-    """The network settings of this machine's processes, which is one of several.
+    """Choose the network settings for the processes of this machine, one of several.
 
-    `env` is the user's environment, which `asked` (topology.environment) overrides; without `gpus` NCCL gets no settings.
+    `asked` (topology.environment) overrides `env`, the user's environment. Without `gpus` NCCL gets no settings.
     Raises CheckFailed if a setting of the user names an interface that this machine does not have.
     """
     asked = asked or {}
@@ -172,7 +172,7 @@ def choose_network(
             problems.append(Problem(what, sources[name], "remove it, and packtrain chooses; or name one of these"))
         elif value or interface is None:
             settings.append(NetworkSetting(name, None, f"{value}, by {sources[name]}" if value else reason))
-        else:  # in NCCL's syntax = means exactly this name
+        else:  # in NCCL's syntax, = asks for exactly this name
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:
         raise CheckFailed(problems)
@@ -180,7 +180,7 @@ def choose_network(
 
 
 def _choose_interface(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:
-    """The interface that leads to the first machine, and the reason; or None, and why none is chosen."""
+    """Return the interface towards the first machine and the reason, or None and the reason."""
     own = network.own_address
     if main_address is None or own is None:
         return None, "no route to the first machine is known here"
@@ -195,9 +195,9 @@ def _choose_interface(network: HostNetwork, main_address: str | None) -> tuple[s
 
 
 def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[str]:
-    """The `names` that a list in NCCL's syntax selects: by prefix, after = by exact name, after ^ all others.
+    """Return the `names` that match a list in NCCL's syntax.
 
-    `exact`: the list is gloo's, plain names.
+    Plain entries are prefixes; after = they are exact names; after ^ all other names match. `exact`: the list is gloo's, plain names.
     """
     parts = [part.strip() for part in (wanted if exact else wanted.lstrip("^=")).split(",")]
     exact = exact or wanted.removeprefix("^").startswith("=")
@@ -206,21 +206,21 @@ def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[
 
 
 def silence_for(address: str) -> str:
-    """The message that no name server answers for `address`; "" if one does within RESOLVE_S.
+    """Return a message if no name server answers for `address` within RESOLVE_S, else "".
 
-    torch's store, gloo and torchrun look up the name of each address that they connect to, only for their logs, but they wait
-    for it: with the usual settings of glibc a start silently takes 20 s longer.
+    torch's store, gloo and torchrun look up the name of each address that they connect to. They need it only for their logs, but they
+    wait for it: with the usual settings of glibc a start silently takes 20 s longer.
     """
 
     def resolve() -> None:
         resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         mapped = resolved if ":" in resolved else f"::ffff:{resolved}"  # torch's sockets speak IPv6
-        socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
+        socket.gethostbyaddr(mapped)  # getnameinfo would block all threads in Python 3.11.2
 
     try:
         start(resolve).result(RESOLVE_S)
     except TimeoutError:
         return f"the name server does not answer for {address}"
-    except OSError:  # an unknown name is an answer, and reported elsewhere
+    except OSError:  # an unknown name is an answer; other code reports it
         pass
     return ""

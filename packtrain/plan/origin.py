@@ -1,7 +1,7 @@
-"""What a resumed run must share with the run that wrote its checkpoint, and what has changed since then. Pure; no torch.
+"""Facts that a resumed run must share with its checkpoint, and changes since then. Pure; no torch.
 
-Both record their facts: config keys, and what became of them (documents, weights, versions: train/checkpoint/folder.py).
-config/keys.py has which of them may differ.
+Both runs record their facts: config keys, and the documents, weights and versions behind them (train/checkpoint/folder.py).
+config/keys.py says which of them may differ.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ORIGIN, MANIFEST = "origin.json", "manifest.json"
 STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
 FORMAT = "checkpoint.format"
-"""Raised by one when checkpoints can no longer be read as before."""
+"""Number to raise when checkpoints can no longer be read as before."""
 _OPTIONS = ("optim.schedule_options", "objective.options")
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _IF_ANY = ("data.stages", "optim.groups", "peft.options")
-"""Keys that are no facts where they are empty, as in the checkpoints of earlier packtrains."""
+"""Keys whose empty value is no fact: checkpoints of earlier packtrains lack these keys."""
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
-"""Keys with names of files and folders, and those that say how to go on."""
+"""Keys that `facts_of` leaves out. They name files and folders, or say how a run goes on."""
 _NAME = re.compile(r"step-(\d+)")
 _AT_ONCE = re.compile(
     r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.(shuffle|stages|streaming)|trainer\.seed"
@@ -40,11 +40,11 @@ _AT_ONCE = re.compile(
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts in the `config` of a run (as plain containers): its keys, secrets as digests."""
+    """Return the facts in the `config` of a run (plain containers). Secrets become digests."""
     texts = shared_values({group: keys for group, keys in config.items() if group in RECORDED})
     facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
     batch, held_out = config["batch"], config["data"]["eval"]
-    if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents make a step
+    if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents form a step
         facts["batch.tokens_per_step"] += f" in rows of {batch['tokens_per_device']}"
     else:
         facts["packing.strategy"] = None
@@ -53,11 +53,11 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     data = config["data"]
     facts.pop("data.shuffle_buffer", None)
     facts["data.streaming"] = f"true, with shuffle_buffer={data['shuffle_buffer']}" if data["streaming"] else None
-    for path in (*_OPTIONS, *_IF_ANY):  # one fact each: an option that is taken away changes the training, too
+    for path in (*_OPTIONS, *_IF_ANY):  # one fact each: removing an option changes the training, too
         group, _, name = path.partition(".")
         value = config[group][name]
         facts[path] = json.dumps(value, sort_keys=True) if value or path in _OPTIONS else None
-    facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
+    facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # fused or not, the steps are the same
     facts["objective.loss"] = json.dumps(Objective(**config["objective"]).losses)
     facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
@@ -65,16 +65,16 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def length_of(schedule: str, warmup: float, steps: int) -> dict[str, Any]:
-    """The facts of a run of so many `steps`, which are decisive if the learning rate depends on how many there will be."""
+    """Return the facts about a run's length. It is decisive if the learning rate depends on the number of steps."""
     endless = schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and (warmup >= 1 or not warmup)
     endless = endless or schedule == "constant"
     return {_LENGTH: "of any length" if endless else f"{steps} steps", _STEPS: steps}
 
 
 def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What has changed since `checkpoint`: decisive facts of this run's `origin` that trainer.resume_despite lists, and free ones.
+    """Return what has changed since `checkpoint`: decisive facts allowed by trainer.resume_despite, and free facts.
 
-    Raises UserError for decisive ones that it does not list: the run would not continue its steps.
+    `origin` has this run's facts. Raises UserError for other decisive changes: the run would not continue the checkpoint's steps.
     """
     written, allowed = origin_in(checkpoint), _allowed(origin)
     recorded = {name for name in origin if name in written or not (is_free(name) or name.startswith(SHAPE))}
@@ -93,9 +93,9 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
 
 
 def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
-    """Raises UserError as `check_origin` does, for keys of the `config` alone (as plain containers), before anything is loaded.
+    """Check the keys of `config` (plain containers) like `check_origin`, before anything is loaded. Raises UserError.
 
-    That is by the newest checkpoint, unless it is damaged: then the run looks for another when it reads them.
+    The checkpoint named by `resume` counts, else the newest. A damaged one is not checked: the run looks for another when it reads them.
     """
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
@@ -108,13 +108,13 @@ def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> N
 
 
 def list_checkpoints(checkpoints: Path) -> dict[int, Path]:
-    """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
+    """Return the checkpoints by step, oldest first, with damaged ones. Folders with other names belong to the user."""
     by_step = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
     return {step: by_step[step] for step in sorted(by_step)}
 
 
 def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and hash of each file of a checkpoint by its name, as its manifest says; {} if that is missing or no manifest."""
+    """Return bytes and hash of each file by name, from a checkpoint's manifest. {} if it is missing or malformed."""
     try:
         manifest = object_of(checkpoint / MANIFEST)
         return {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in manifest.items()}
@@ -123,7 +123,7 @@ def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
 
 def _intact_origin(checkpoint: Path) -> dict[str, Any]:
-    """The origin of a checkpoint, {} if that, or the size of another file, is not as it was written."""
+    """Return the origin of a checkpoint. {} if it is unreadable or any file's size has changed."""
     written = written_into(checkpoint)
     with suppress(OSError, ValueError):
         intact = all((checkpoint / name).stat().st_size == size for name, (size, _) in written.items())
@@ -133,7 +133,7 @@ def _intact_origin(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_length(checkpoint: Path, done: int, steps: int) -> None:
-    """Raises UserError for a run of fewer `steps` than were `done` when the checkpoint was written."""
+    """Raise UserError if the run would end (after `steps`) before the checkpoint's step (`done`)."""
     if steps < done:
         what = f"the checkpoint {checkpoint.name} is of step {done:,}, and this run would end after {steps:,}"
         fix = "train for more steps, or name an earlier checkpoint with trainer.resume=FOLDER"
@@ -150,18 +150,18 @@ def _refusal(checkpoint: Path, name: str, before: Any, now: Any, causes: list[st
 
 
 def origin_in(checkpoint: Path) -> dict[str, Any]:
-    """The origin of the run that wrote `checkpoint`."""
+    """Return the origin of the run that wrote `checkpoint`."""
     return json.loads((checkpoint / ORIGIN).read_text())
 
 
 def same_course(written: dict[str, Any], origin: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of this run: what is decisive is the same, but for what trainer.resume_despite lists."""
+    """Return whether a checkpoint belongs to this run: decisive facts agree, except those in trainer.resume_despite."""
     names = {name for name in written.keys() | origin.keys() if not is_free(name)} - _allowed(origin)
     return all(_same(name, written, origin) for name in names)
 
 
 def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
-    """Whether a fact is the same: 1 and 1.0 are, and layers in another order."""
+    """Return whether a fact is the same. 1 equals 1.0, and the order of layers does not matter."""
     before, now = written.get(name), origin.get(name)
     if before != now and isinstance(before, str) and isinstance(now, str):
         with suppress(ValueError, RecursionError):
@@ -172,17 +172,17 @@ def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> b
 
 
 def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:
-    """Whether the optimizer of this run keeps what that of `checkpoint` did."""
+    """Return whether this run's optimizer keeps its states as the optimizer of `checkpoint` did."""
     written = origin_in(checkpoint)
     return all(written.get(name) == origin[name] for name in ("model.dtype", "optim.bf16_rounding"))
 
 
 def _allowed(origin: dict[str, Any]) -> set[str]:
-    """The length of a run has one name, in steps or in epochs."""
+    """Return the keys of trainer.resume_despite. A run's length has one name, in steps or in epochs."""
     return {_LENGTH if name == "trainer.epochs" else name for name in origin.get(_DESPITE, ())}
 
 
 def world_of(checkpoint: Path) -> tuple[str, int]:
-    """The strategy.name that `checkpoint` was written by, and on how many processes."""
+    """Return the strategy.name and the number of processes that wrote `checkpoint`."""
     origin = origin_in(checkpoint)
     return origin[STRATEGY], origin[PROCESSES]

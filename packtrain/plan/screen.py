@@ -1,4 +1,4 @@
-"""A plan as `packtrain plan` prints it: the answer on one screen, what is odd about it, and with --full all that it stands for."""
+"""Screen of `packtrain plan`: the answer, oddities, and with --full everything behind it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _INDENT = 11
 _WIDEST, _NARROWEST = 100, 40
 _MAX_SOURCES, _MAX_COMMANDS, _MANY_STEPS = 3, 100, 1000
 _BY_COMMAND = ("topology.nodes", "topology.kind", "topology.node_rank")
-"""Obstacles that the command to paste removes."""
+"""Obstacles that the printed command removes."""
 _LARGE_RATE = {"none": 1e-3, "lora": 1e-2}
-"""Learning rates above which a trained model, or adapters, are mostly spoilt."""
+"""Learning rates that mostly spoil a trained model, or adapters, when exceeded."""
 
 
 def print_plan(
     config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], *, full: bool = False
 ) -> None:
-    """The answer: what is trained on what, by which processes, in which steps and memory, what is odd, and the command.
+    """Print the plan: model, data, processes, steps, memory, oddities, and the command.
 
     With `full` also the resolved config, the launcher's settings and every machine's command. `arguments` are those that named
     the config. Lines are as wide as the terminal (or COLUMNS), 100 at most; commands are never broken.
@@ -56,7 +56,7 @@ def print_plan(
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
-    """The plan's own document, the reasons for processes and network, memory (null if not known), the config."""
+    """Return the launch plan, its reasons, the memory (null if not known), and the config."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory, launch.nodes)
     return {
         **launch.to_json(),
@@ -69,7 +69,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
 
 
 def _answer(config: RunConfig, launch: LaunchPlan, width: int) -> Iterator[tuple[str, Text]]:
-    """Name and text of each line above the commands, wrapped."""
+    """Yield name and text of each line above the commands, wrapped."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory, launch.nodes)
     trainer = config.trainer
     gpu = launch.gpus > 0 or launch.gpu_memory is not None
@@ -136,7 +136,7 @@ def _folder(config: RunConfig) -> str:
 
 
 def _oddities(config: RunConfig, launch: LaunchPlan) -> Iterator[str]:
-    """What is odd although it works: settings without effect, idle devices, updates that are lost."""
+    """Yield what is odd although it works: settings without effect, idle devices, lost updates."""
     optim, trainer, examples = config.optim, config.trainer, config.batch.examples_per_step
     processes, steps = launch.num_processes, trainer.max_steps
     if examples is not None and examples < processes:
@@ -155,7 +155,7 @@ def _oddities(config: RunConfig, launch: LaunchPlan) -> Iterator[str]:
 
 
 def _needed_there(config: RunConfig) -> Iterator[str]:
-    """Packages that this machine lacks: `plan` has refused them where the run would start here."""
+    """Yield packages that this machine lacks. `plan` refuses them already if the run would start here."""
     for fault in check_packages(config):
         yield f"{fault.keys[0]}: needed there: {fault.what} here: {fault.fix}"
 
@@ -163,13 +163,13 @@ def _needed_there(config: RunConfig) -> Iterator[str]:
 def _to_do(
     config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], width: int
 ) -> Iterator[tuple[str, Text]]:
-    """The one command for this place, after the obstacles that it does not remove. Commands are not wrapped."""
+    """Yield the obstacles that remain, then the one command for this place. Commands are not wrapped."""
     topology = config.topology
     for item in launch.obstacles:
         if item.where not in _BY_COMMAND:
             yield from _wrapped("first", f"{item.where}: {item.what}. {item.fix}".strip(), width, "yellow")
     typed = [verb, *(item for item in arguments if not item.startswith(("topology.node_rank=", "topology=auto")))]
-    # each machine gets its number from another launcher, Slurm or a pod: the command is the same everywhere
+    # another launcher, Slurm or a pod numbers the machines: the command is the same everywhere
     numbered = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
     by_hand = launch.nodes > 1 and not numbered and topology.kind != "slurm"
     slurm = by_hand and topology.kind == "auto" and shutil.which("sbatch") is not None
@@ -189,7 +189,7 @@ def _to_do(
 
 
 def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
-    """Title and text of all that the answer stands for."""
+    """Yield title and text of everything behind the answer."""
     yield "config", to_yaml(config)
     if not launch.in_process:
         yield "accelerate", yaml.safe_dump(dict(launch.accelerate))
@@ -205,7 +205,7 @@ def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _commands(launch: LaunchPlan) -> str:
-    """The command of each machine."""
+    """Return the command of each machine, a line for each."""
 
     def in_a_line(command: NodeCommand) -> str:
         return _command([*(f"{name}={value}" for name, value in command.env.items()), *command.argv])
@@ -218,7 +218,7 @@ def _commands(launch: LaunchPlan) -> str:
 
 
 def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tuple[str, Text]]:
-    """The text in lines of `width`, `name` in front of the first; whatever is in it, it only prints."""
+    """Yield the text in lines of `width`, with `name` before the first. Control characters are made visible."""
     lines = textwrap.wrap(visible(text, whitespace=True), width - _INDENT, break_on_hyphens=False)
     for number, line in enumerate(lines or [""]):
         yield "" if number else name, Text(line, style)

@@ -1,7 +1,7 @@
-"""GPUs, cores, compilers and other facts of this machine, as values, so that every decision of plan/ and launch/ can be tested on any.
+"""Facts of this machine as values: GPUs, cores, compilers.
 
-`detect_surroundings` reads them once, before the plan; only the network is read later, when the plan knows the first machine's address.
-"""
+Decisions of plan/ and launch/ can thus be tested for any machine. `detect_surroundings` reads the facts once, before the plan. Only the
+network is read later, when the plan knows the first machine's address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from packtrain.plan.network_settings import HostNetwork, read_network
 from packtrain.wording import whole
 
 _SMI_TIMEOUT_S = 20
-# like Slurm's (launchers.py), below Linux's range for outgoing connections
+# like Slurm's ports (launchers.py), below Linux's range for outgoing connections
 _FIRST_PORT, _PORTS = 20_000, 10_000
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
@@ -32,11 +32,11 @@ INSTALL = (
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a plan depends on beside the config: environment variables, visible GPUs, CPU cores, paths, a free port.
+    """Inputs of a plan beside the config: variables, GPUs, CPU cores, paths, a free port.
 
-    `gpu_memory` is the smallest GPU's in bytes (None: not known, or none is visible), `driver` whether the machine has an
-    NVIDIA driver at all, `load` the load average of the last minute. `network` reads the machine's network, given the address
-    of the first machine; None if it must not be read.
+    `gpus` are visible ones. `gpu_memory` is the memory of the smallest GPU in bytes (None: not known, or no visible GPU). `driver`: the
+    machine has an NVIDIA driver. `load` is the load average of the last minute. `network` reads the machine's network, given the address
+    of the first machine; None forbids that.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Surroundings:
 
 
 def detect_surroundings(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
-    """The surroundings of this process. Takes a few milliseconds without GPUs, nvidia-smi's time with them.
+    """Detect the surroundings of this process. Takes milliseconds without GPUs, nvidia-smi's time with them.
 
-    `gpus_of_machine` are the bytes of memory of each GPU, 0 if not known, if the caller has them already.
+    `gpus_of_machine`: bytes of memory of each GPU (0: not known), if the caller has them already.
     """
     beside = Path(sys.executable).with_name("accelerate")
     memory = _gpus_of_machine() if gpus_of_machine is None else gpus_of_machine
@@ -76,7 +76,9 @@ def detect_surroundings(gpus_of_machine: Sequence[int] | None = None) -> Surroun
 
 
 def command_of(name: str, *, absolute: bool = False) -> list[str]:
-    """How a shell calls this environment's program `name`: by its name if it finds it (unless `absolute`), else by its path."""
+    """Return a shell command for this environment's program `name`.
+
+    It is the name if the shell finds this program by it (unless `absolute`), else the path."""
     own = Path(sys.executable).with_name(name)
     if not own.is_file():
         return [sys.executable, "-m", name]
@@ -84,7 +86,7 @@ def command_of(name: str, *, absolute: bool = False) -> list[str]:
 
 
 def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
-    """How many of the machine's GPUs are visible to CUDA, which reads the list up to its first invalid entry."""
+    """Count the machine's GPUs that CUDA sees. CUDA reads the list up to its first invalid entry."""
     if cuda_visible_devices is None:
         return machine
     visible = 0
@@ -97,7 +99,7 @@ def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
 
 
 def _gpus_of_machine() -> list[int]:
-    """Bytes of memory of each GPU; 0 if not known."""
+    """Return the bytes of memory of each GPU; 0 if not known."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return [0 for _ in Path("/dev").glob("nvidia[0-9]*")]
@@ -110,7 +112,7 @@ def _gpus_of_machine() -> list[int]:
 
 
 def free_port() -> int:
-    """A free port, below the range of outgoing connections, so that it is most likely still free when it is used."""
+    """Find a free port below the range of outgoing connections. There it most likely stays free until it is used."""
     for port in (*(_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(50)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -119,9 +121,9 @@ def free_port() -> int:
 
 
 def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
-    """What Triton lacks to compile its kernels on a GPU, in words; "" if nothing, or if there is no Triton.
+    """Say what Triton lacks to compile its kernels on a GPU; "" if nothing.
 
-    As in Triton's own search: the compiler is CC, else gcc or clang, and needs Python's headers.
+    Without Triton nothing is needed. Triton searches in the same way: the compiler is CC, else gcc or clang, and needs Python's headers.
     """
     if find_spec("triton") is None:
         return ""

@@ -1,7 +1,7 @@
-"""Which processes train, on which machines, and the role of this process. Pure.
+"""Processes of a run, their machines, and the role of this process. Pure.
 
-The config, the launcher's variables and the machine itself must agree: a contradiction is an error that names both sources. If the
-plan only cannot be carried out from here (a plan for 64 machines made on a laptop), that is an obstacle, and it is shown all the same.
+The config, the launcher's variables and the machine itself must agree: a contradiction is an error that names both sources. A plan that
+only cannot start from here (a plan for 64 machines made on a laptop) has an obstacle; it is shown all the same.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Role = Literal["train", "launch", "srun", "ray"]
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """`gpus_per_node` processes on each of `nodes` machines, of which this is number `node`; and the reason.
+    """`gpus_per_node` processes on each of `nodes` machines, and the reason. This machine is number `node`.
 
-    `needs_srun`: packtrain is not yet started on all machines of a Slurm job; `needs_ray`: Ray is to start them; `joins`: another launcher has started all
-    processes, and `env` are the variables that torch needs then; `relaunched`: one process too is launched, to be started again.
-    `hosts` are the machines' names if they are known. `obstacles` keep the plan from being carried out from here.
+    `needs_srun`: packtrain is not yet started on all machines of a Slurm job. `needs_ray`: Ray is to start them. `joins`: another launcher
+    has started all processes, and `env` has the variables that torch then needs. `relaunched`: even a single process gets a launcher, which
+    can restart it. `hosts` are the machines' names, if known. `obstacles` keep the plan from starting here.
     """
 
     nodes: int
@@ -55,12 +55,12 @@ class Processes:
 
     @property
     def num_processes(self) -> int:
-        """Processes of all machines."""
+        """The number of processes on all machines."""
         return self.nodes * self.gpus_per_node
 
     @property
     def role(self) -> Role:
-        """The task of this process: train, launch the processes of its machine, or start packtrain on all machines by srun or Ray."""
+        """This process's task: train, launch its machine's processes, or start packtrain by srun or Ray."""
         if self.needs_ray:
             return "ray"
         alone = self.num_processes == 1 and not self.relaunched
@@ -72,14 +72,14 @@ class Processes:
         return self.role == "train"
 
     def restrict(self, machines: Sequence[int]) -> Processes:
-        """The processes of these machines alone, numbered anew in their order."""
+        """Return the processes on only these machines, renumbered in this order."""
         hosts = tuple(self.hosts[node] for node in machines) if self.hosts else ()
         reason = f"{_machines(len(machines), self.gpus_per_node)}, of {self.nodes} machines"
         return replace(self, nodes=len(machines), node=machines.index(self.node), hosts=hosts, reason=reason)
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
-    """The processes of a run with this `topology`, here. Raises UserError or CheckFailed if two sources contradict each other."""
+    """Choose the processes of a run with this `topology`. Raises UserError or CheckFailed if sources contradict each other."""
     kind, env = topology.kind, surroundings.env
     if kind == "ray":
         nodes, per_node = topology.nodes or 1, topology.gpus_per_node
@@ -91,7 +91,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     process, pod = read_process(topology, env, allocation), read_pod(topology, env)
     in_slurm = kind in ("auto", "slurm") and ("SLURM_JOB_ID" in env or "SLURM_PROCID" in env)
     if in_slurm and not (allocation or process) and read_number(env, "SLURM_NTASKS", 1) > 1:
-        require(env, ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))  # else each task would start a run of its own
+        require(env, ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))  # else each task would start its own run
     if kind not in ("single", "local", "manual"):
         if process:
             return _join(topology, *process, surroundings)
@@ -99,7 +99,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
             return _in_pod(topology, *pod, surroundings)
     else:
         number = read_number({**env, **process[1]}, "WORLD_SIZE", 1) if process else 1
-        if kind != "manual":  # there the user numbers machines, however they were started
+        if kind != "manual":  # with manual the user numbers machines, no matter who started them
             started = [pod[1].nodes or 1 if pod else 1]
             started += [len(allocation.hosts)] if allocation and allocation.place == "task" else []
             number = max(number, *started)
@@ -123,7 +123,7 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     env = {**surroundings.env, **added}
     rank, total = read_number(env, "RANK", 0), read_number(env, "WORLD_SIZE", 1)
     _check_number("rank", rank, total, "environment variable RANK")
-    # LOCAL_SIZE: DeepSpeed's launcher
+    # LOCAL_SIZE is set by DeepSpeed's launcher
     per_node = max(read_number(env, "LOCAL_WORLD_SIZE", read_number(env, "LOCAL_SIZE", total)), 1)
     local_rank = read_number(env, "LOCAL_RANK", 0)
     _check_number("rank on this machine", local_rank, per_node, "environment variable LOCAL_RANK")
@@ -141,7 +141,7 @@ def _join(topology: Topology, by: str, added: Mapping[str, str], surroundings: S
     _agree(topology, source, main_address=env["MASTER_ADDR"], main_port=read_number(env, "MASTER_PORT", 0))
     checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK
     if surroundings.gpus == 1 and added and not checked:
-        added = {**added, "LOCAL_RANK": "0"}  # each task sees one GPU (--gpus-per-task), as number 0
+        added = {**added, "LOCAL_RANK": "0"}  # each task sees only one GPU (--gpus-per-task), as number 0
     reason = f"joins a running launch as rank {rank} of {total} ({by})"
     return Processes(nodes, per_node, reason, joins=True, env=added, main_address=env["MASTER_ADDR"])
 
@@ -184,7 +184,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
 
 
 def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) -> Processes:
-    """Machines that are started one by one `by_hand`, each with its number; else machines that may not include this one."""
+    """Plan machines that users start one by one, each with its number. Not `by_hand`: this machine may not be one of them."""
     nodes, node = topology.nodes or 1, topology.node_rank
     per_node = topology.gpus_per_node or surroundings.gpus or int(by_hand)
     if not per_node:
@@ -235,9 +235,9 @@ def _check_number(thing: str, number: int, total: int, where: str) -> None:
 
 
 def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
-    """Raises UserError where a key of `topology` is set to something else than what is `given` by `source`.
+    """Raise UserError if a key of `topology` differs from the value that `source` has `given`.
 
-    Of two addresses only host names can be compared, with or without their domain.
+    Addresses are compared only as host names, with or without their domain.
     """
     for name, value in given.items():
         wanted = getattr(topology, name)
@@ -253,7 +253,7 @@ def _agree(topology: Topology, source: str, **given: int | str | None) -> None:
 
 
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
-    """Raises CheckFailed if this machine shows fewer GPUs than promised; one without a driver runs on its CPUs."""
+    """Raise CheckFailed if this machine shows fewer GPUs than promised. A machine without a driver runs on its CPUs."""
     if per_node > surroundings.gpus and surroundings.driver:
         what = f"{surroundings.host} shows {surroundings.gpus} GPUs, {per_node} were promised ({source})"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, and leave the machine out if a GPU is lost"

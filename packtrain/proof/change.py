@@ -1,8 +1,9 @@
-"""The proof of a change to how the loaded model computes (fused kernels, another number format inside): it trains as before.
+"""Proof that a change to the loaded model's computation trains as before.
 
-The loss of some rows and its gradients are computed before and after the change. The second time the NEGATIVE loss adds its gradients
-to the first ones: what is left in `.grad` is their difference, so that no second copy of the gradients takes memory. Gradients are
-compared as one vector, and weight by weight: those of a norm are so small a part that they could be wrong unseen.
+(A change is for example a fused kernel, or another number format inside.) We compute the loss of some rows and its gradients before and
+after the change. The second time the NEGATIVE loss adds its gradients to the first ones: `.grad` then holds the difference, and no second
+copy of the gradients takes memory. Gradients are compared as one vector, and weight by weight: a norm's gradients are so small a part of
+the vector that errors in them would not show.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from packtrain.proof.comparison import Tolerance
 from packtrain.wording import first_line
 
 PER_WEIGHT = 5
-"""The tolerance of one weight's gradient as a multiple of that of all, over which rounding errors even out."""
+"""Tolerance of one weight's gradient, as a multiple of the tolerance of all: over all weights rounding errors even out."""
 SMALLEST = 1e-3
-"""Of gradients below this share of the norm of all (such as those of a key's bias, which are rounding alone) it is this share that counts."""
+"""Smallest share of the total gradient norm: smaller gradients (a key's bias, mere rounding) are measured against this share."""
 Change = Callable[[], Callable[[], object]]
-"""Makes a change, and returns the function that undoes it; where it raises an exception nothing is changed."""
+"""Makes a change and returns the function that undoes it; if it raises an exception, nothing is changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeProof:
-    """How far `loss` and `gradients` are off after the change, relative to before it, and those of the `worst` weight; `refusal`: why the
-    change was undone, "" where it stays."""
+    """Relative errors of `loss` and `gradients` after the change, and of the `worst` weight's gradient. `refusal`: the reason for undoing the
+    change, "" if it stays."""
 
     refusal: str = ""
     loss: float = math.inf
@@ -38,7 +39,7 @@ class ChangeProof:
     worst_gradient: float = math.inf
 
     def figures(self) -> str:
-        """In words."""
+        """Return the figures in words."""
         return f"loss off by {self.loss:.1g}, gradients by {self.gradients:.1g}, of {self.worst} by {self.worst_gradient:.1g}"
 
 
@@ -49,11 +50,11 @@ def prove_change(
     tolerance: Tolerance,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> ChangeProof:
-    """Makes the change, and undoes it on all ranks unless on all of them the `loss` and its gradients stay within `tolerance`.
+    """Make the change. Undo it on all ranks unless all find the `loss` and its gradients within `tolerance`.
 
-    `loss` computes a scalar with its graph, the same one each time; `weights` are the trained ones by name, and keep no gradients.
-    `sum_over_ranks` takes float64 [n] on their device. Called by all ranks together. What raises an exception is refused, on
-    all ranks before any of them computes with it if it is `change`: under FSDP2 the others would wait for their weights.
+    `loss` computes the same scalar each time, with its graph. `weights` are the trained ones by name; they keep no gradients.
+    `sum_over_ranks` takes float64 [n] on their device. All ranks call this together. An exception is a refusal on all ranks. If `change`
+    raises it, no rank computes with the change: under FSDP2 the other ranks would wait for this rank's weights.
     """
     device, failures = next(iter(weights.values())).device, list[str]()
     before = after = torch.zeros(1 + len(weights), dtype=torch.float64, device=device)
@@ -84,7 +85,7 @@ def prove_change(
 
 @contextmanager
 def _noting(failures: list[str], what: str) -> Iterator[None]:
-    """Adds an exception of the block to `failures`: kernels and compilers raise any type."""
+    """Add an exception of the block to `failures`. Kernels and compilers raise any type."""
     try:
         yield
     except Exception as error:
@@ -92,7 +93,7 @@ def _noting(failures: list[str], what: str) -> Iterator[None]:
 
 
 def _backward(loss: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """float64 [1 + weights]: the loss, and for each weight Σ x² over this rank's part of `.grad` after a backward pass, which adds to it."""
+    """Add gradients by a backward pass. Return float64 [1 + weights]: the loss, and each weight's Σ x² over this rank's `.grad`."""
     loss.backward()
     squares = [loss.detach().new_zeros((), dtype=torch.float64) for _ in weights]
     for number, weight in enumerate(weights.values()):
@@ -103,7 +104,7 @@ def _backward(loss: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _compare(before: list[float], after: list[float], names: list[str], tolerance: Tolerance) -> ChangeProof:
-    """Compares two results of `_backward`; the second is of the negative loss, on top of the first."""
+    """Compare two results of `_backward`. The second has the negative loss, and gradients added to the first ones."""
     whole = math.sqrt(sum(before[1:]))
     if not (0 < abs(before[0]) < math.inf and 0 < whole < math.inf):
         return ChangeProof("the first rows have no loss to compare, or one that is not finite")

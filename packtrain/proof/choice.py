@@ -1,4 +1,4 @@
-"""Chooses the backend for the packed rows of a model, once, by measuring.
+"""Choose the backend for a model's packed rows, once, by measuring.
 
 `auto` takes the first of flash, segmented and per_document that is available and proves exact on the loaded model, and notes
 why each better one was rejected. A backend set by name is never replaced: if it is not exact, the run ends.
@@ -27,7 +27,7 @@ AUTO = ("flash", "segmented", PER_DOCUMENT)
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The backend, its proof (None where it was not asked for), and why each better candidate was `rejected`, best first.
+    """Chosen backend, with its proof (None if not asked for). `rejected` has better candidates with reasons, best first.
 
     `why_not_shared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else the reason.
     """
@@ -39,7 +39,7 @@ class AttentionChoice:
 
 
 class NotExact(CheckFailed):
-    """The backend that was asked for by name is not exact: its `proof`, and the `leak` if a module mixes documents."""
+    """Error: the backend set by name is not exact. Has its `proof`, and the `leak` if a module mixes documents."""
 
     def __init__(self, reason: str | Sequence[Problem], proof: Proof | None = None, leak: Leak | None = None) -> None:
         super().__init__(reason, fix="set model.attention=auto")
@@ -55,11 +55,11 @@ def choose_attention(
     prove: bool = True,
     pairs: bool = False,
 ) -> AttentionChoice:
-    """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
+    """Choose the backend for packed rows of `model` on `device`. `wanted` is model.attention, `autocast` the format of training.
 
     With `pairs` it also tries to share the prompts of preference pairs: the row TREE holds pairs and a document, and proves
-    both at once. `auto` always proves, since that is how it chooses; without `prove` a named backend is taken as it
-    is. Raises UserError where a named backend is not available, NotExact where it is not exact, CheckFailed where nothing is.
+    both at once. `auto` chooses by proofs, so it always proves; without `prove` a named backend is accepted
+    unproved. Raises UserError if a named backend is not available, NotExact if it is not exact, CheckFailed if no backend works.
     """
     named, rejected, proof, leak = wanted != "auto", [], None, None
     for name in (wanted,) if named else AUTO:
@@ -102,10 +102,10 @@ def prove_backend(
     part: int = 0,
     parts: int = 1,
 ) -> tuple[str, Proof | None]:
-    """Why the available backend `name` is not exact for this model ("" where it is), and its proof; None where it cannot run.
+    """Prove the available backend `name`. Return why it is not exact ("" if it is) and its proof, or None if it cannot run.
 
-    With TREE for `segments` the same of preference pairs whose prompt is computed once for both answers; with `parts` of rows that are split
-    over as many ranks, of which this one has a `part`.
+    With TREE as `segments`, preference pairs compute their prompt once for both answers. With `parts`, rows are split over as many ranks;
+    this rank has number `part`.
     """
     if name == PER_DOCUMENT and segments is TREE:
         return f"{name} runs every document by itself", None

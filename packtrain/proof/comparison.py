@@ -1,7 +1,7 @@
-"""What all proofs share: a candidate is compared with a definition, what rounding explains is allowed, and there is a verdict.
+"""Common parts of all proofs: compare a candidate with a definition, within rounding.
 
-The candidate is how training computes, the definition how the model itself does, one document or padded batch at a time. Both are
-computed inside `evaluating`; `model_refusals` reports what the model refuses there.
+The candidate is the computation of training. The definition is the model's own computation, one document or padded batch at a time. Both
+run inside `evaluating`; `model_refusals` reports calls that the model refuses there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.wording import first_line
 
 CONTROL_FACTOR = 5
-"""A control leaks on purpose: it must differ this many times as much as what was measured without a leak."""
+"""A control leaks on purpose: it must differ by this many times the difference measured without a leak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Relative differences that rounding alone may cause through a whole model: of single `outputs`, of a `loss` or the log-probability
-    of an answer, in which errors of many tokens cancel, and of all `gradients` as one vector."""
+    """Relative differences through a whole model that rounding alone may cause. `outputs`: single outputs. `loss`: a loss or an answer's
+    log-probability (errors of many tokens cancel). `gradients`: all gradients as one vector."""
 
     outputs: float
     loss: float
@@ -33,7 +33,7 @@ class Tolerance:
 
 
 def tolerance_of(dtype: torch.dtype, *, routed: bool = False) -> Tolerance:
-    """The tolerance of a model that computes in `dtype`; `routed`: its experts are chosen by a router.
+    """Return the tolerance of a model that computes in `dtype`. `routed`: a router chooses its experts.
 
     Each operation is off by up to half a unit in the last place (2^-24 in float32, 2^-11 in float16, 2^-8 in bfloat16), and a deep
     stack adds up some units of its largest output; a leak moves outputs by the order of 1. The largest differences of loss and
@@ -58,9 +58,9 @@ def difference(
     scale: torch.Tensor | None = None,
     statistic: Callable[[torch.Tensor], torch.Tensor] = torch.max,
 ) -> float:
-    """The largest |candidate - definition| / `scale` of each token [T, …], and of these the `statistic`. NaN counts as infinite.
+    """Return the `statistic` over tokens [T, …] of the largest |candidate - definition| / `scale`. NaN counts as infinite.
 
-    `scale` is a scalar, or one for each token; the largest |definition| if None.
+    `scale` is a scalar, or one value for each token; the largest |definition| if None.
     """
     by_token = (candidate - definition).abs().reshape(len(definition), -1).amax(dim=-1)
     by_token = by_token / (definition.abs().max().clamp(min=1e-8) if scale is None else scale)
@@ -68,7 +68,7 @@ def difference(
 
 
 def has_routers(model: PreTrainedModel) -> bool:
-    """Whether tokens choose among experts, by the model's config."""
+    """Return whether the model's config has experts to choose from."""
     settings = model.config.get_text_config().to_dict()
     return any("expert" in name and type(value) is int and value > 1 for name, value in settings.items())
 
@@ -82,7 +82,7 @@ def check_equal(
     fix: str,
     scale: torch.Tensor | None = None,
 ) -> float:
-    """The `difference` of values [n]. Raises CheckFailed above `tolerance`, of the value that is furthest off.
+    """Return the `difference` of values [n]. Raises CheckFailed above `tolerance`, naming the value that is furthest off.
 
     `what` is a format string with the fields `number` (from 1), `candidate` and `definition`.
     """
@@ -97,10 +97,10 @@ def check_equal(
 
 @contextmanager
 def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> Iterator[Callable[[], torch.dtype]]:
-    """The model in eval mode inside the block, computing in `autocast`, with the random state restored afterwards.
+    """Set eval mode and `autocast` in the block, and restore the random state afterwards.
 
-    Products in float32 are exact inside, even if training uses TF32, whose 10 bits of 23 would look like a leak. Yields a function that
-    tells the format of the calls so far: accelerate wraps the forward of a trainer's models in an autocast of its own.
+    Float32 products have full precision inside, even if training uses TF32: its 10 bits (of 23) would look like a leak. Yields a
+    function that returns the number format of the last call: accelerate wraps the forward of a trainer's models in its own autocast.
     """
     formats, kind = [autocast or model.dtype], model.device.type
 
@@ -128,7 +128,7 @@ def evaluating(model: PreTrainedModel, autocast: torch.dtype | None = None) -> I
 
 @contextmanager
 def model_refusals(what: str, *, fix: str) -> Iterator[None]:
-    """Turns any exception of a model's own code inside the block into CheckFailed: `what`, and the first line of the exception.
+    """Turn exceptions of the model's own code into CheckFailed: `what`, and the exception's first line.
 
     Models refuse unsupported calls with exceptions of every type. Running out of memory is not a refusal.
     """

@@ -1,21 +1,21 @@
-"""The proof that documents in a packed row cannot see each other, measured on the loaded model.
+"""Proof that documents in a packed row cannot see each other. Measured on the loaded model.
 
-A row is exact when every document in it has the outputs that it has alone. Three documents share a row:
+A row is exact when every document in it has the same outputs as alone. Three documents share a row:
 (1) Isolation: each is replaced by other tokens in turn, and the outputs of the others must not move. This runs in training
 mode, where some layers run different code, with the same random numbers each time.
-(2) Equality: the outputs of each document must be those of the document alone under the model's own attention, in training
-mode, or in eval mode where a model draws noise.
-(3) A positive control: the same row declared as ONE document, with positions still restarting per document (else a
-difference could come from learned positions), must differ from the documents alone by many times what (1) showed. This excludes
+(2) Equality: each document must have the same outputs as alone under the model's own attention, in training
+mode, or in eval mode if a model draws noise.
+(3) A positive control: the same row declared as ONE document must differ from the documents alone by many times the movement
+of (1). Its positions still restart per document (otherwise learned positions could make a difference). This excludes
 a proof that passes only because it cannot see leaks.
 
-Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path; that it sees all
-that is before it follows from (2). Weights in float32 are proved in float32 also where
+Shared prefixes are proved in the same way. A segment must not move with a segment outside its path; by (2) it sees everything
+before it on its path. Weights in float32 are proved in float32 even if
 training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
 bfloat16's rounding would hide a small leak.
 
-In 16 bits products round differently when the number of tokens changes, and a router may choose another expert for single tokens when
-other documents change, which is no leak: so unchanged documents keep their experts. A leak still changes their outputs.
+In 16 bits products round differently when the number of tokens changes. When other documents change, a router may then choose another
+expert for single tokens. This is no leak: so unchanged documents keep their experts. A leak still changes their outputs.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ LENGTHS = (5, 27, 5)
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
-"""Two prompts that are continued twice, one of these continuations twice again, and between them a document as long as the
-longest of DOCUMENTS: so that one proof serves trees and documents."""
+"""Two prompts with two continuations each (one has two of its own), and between them a document as long as the longest of
+DOCUMENTS: one proof serves trees and documents."""
 NO_FIGURES: dict[str, None] = dict.fromkeys(
     ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone", "control", "tolerance", "least_control")
 )
 """The figures of a proof that could not run."""
 Routing = dict[torch.nn.Module, tuple[torch.Tensor, ...]]
-"""By layer of experts: those chosen by each token, and their weights."""
+"""By layer of experts: the experts chosen by each token, and their weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was measured; differences are the largest of |a - b| over all outputs, relative to the largest |output|.
+    """Measured differences: the largest |a - b| over all outputs, relative to the largest |output|.
 
-    `moved` has for each pair (changed document, unchanged one) how far the latter moved; `alone`: documents in the row against
-    each of them run alone; `control`: the same with isolation switched off on purpose.
+    `moved` says for each pair (changed document, unchanged one) how far the unchanged one moved. `alone` compares documents in the row
+    with each of them run alone. `control` is the same with isolation switched off on purpose.
     """
 
     moved: dict[tuple[int, int], float] = field(repr=False)
@@ -70,40 +70,40 @@ class Proof:
     backend: str = ""
 
     def most_moved(self, include: Callable[[int, int], bool] = lambda *_: True) -> float:
-        """The largest movement of the pairs to `include`."""
+        """Return the largest movement of the pairs to `include`."""
         return max((value for pair, value in self.moved.items() if include(*pair)), default=0.0)
 
     @property
     def max_difference(self) -> float:
-        """The largest difference measured; only rounding may cause it."""
+        """Return the largest difference measured; only rounding may cause it."""
         return max(self.most_moved(), self.alone)
 
     @property
     def least_control(self) -> float:
-        """What the control must show: the tolerance, and several times the largest movement.
+        """Return the least difference that the control must show.
 
-        In 16 bits unchanged documents usually do not move at all. The least movement is then taken to be the tolerance of float32:
-        several times that of 16 bits is more than the control of a small model reaches.
+        It is the tolerance or several times the largest movement, whichever is greater. In 16 bits unchanged documents usually do not move at
+        all. We then take float32's tolerance as movement: several times the 16-bit tolerance is more than a small model's control reaches.
         """
         unmoved = min(self.tolerance, tolerance_of(torch.float32).outputs)
         return max(self.tolerance, CONTROL_FACTOR * max(self.most_moved(), unmoved))
 
     @property
     def verdict(self) -> str:
-        """`exact`, `leaks`, or `unsupported` where the control is too weak to show a leak."""
+        """Return `exact`, `leaks`, or `unsupported` if the control is too weak to show a leak."""
         if not self.max_difference <= self.tolerance:
             return "leaks"
         return "exact" if self.control >= self.least_control else "unsupported"
 
     def figures(self) -> dict[str, float | None]:
-        """As `packtrain verify` reports them: movements of documents before and after the changed one, and the others."""
+        """Return the figures of `packtrain verify`. Movements are split into documents before and after the changed one."""
         before = self.most_moved(lambda changed, still: still < changed)
         after = self.most_moved(lambda changed, still: still > changed)
         figures = (before, after, self.alone, self.control, self.tolerance, self.least_control)
         return dict(zip(NO_FIGURES, figures, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for summary.json."""
+        """Return plain values for summary.json."""
         figures = self.figures()
         moved = {f"moved_{side}": figures[f"max_abs_diff_{side}"] for side in ("before", "after")}
         others = {name: getattr(self, name) for name in ("alone", "control", "tolerance")}
@@ -120,11 +120,11 @@ def prove_isolation(
     part: int = 0,
     parts: int = 1,
 ) -> Proof:
-    """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were. With `parts`
-    the row is split over as many ranks, of which this one has a `part`.
+    """Run the proof on `model` with this backend. Leaves mode, attention and random state unchanged. With `parts` the
+    row is split over as many ranks; this rank has number `part`.
 
-    Costs a forward pass of the row for each segment and two more (three where the model draws noise), and one of each
-    document: 8 calls with DOCUMENTS. Raises CheckFailed where the model cannot run such a row at all.
+    Costs a forward pass of the row for each segment and two more (three if the model draws noise), and one of each
+    document: 8 calls with DOCUMENTS. Raises CheckFailed if the model cannot run this row at all.
     """
     segments = segments.repeated(-(-parts // segments.tokens))  # a token for each part
     ids = random_ids(model, segments)
@@ -157,11 +157,11 @@ def measure(
     backend: str = "",
     in_order: bool = True,
 ) -> Proof:
-    """The common code of the proofs: `run` runs documents together, and returns the outputs of each.
+    """Measure a proof: `run` runs documents together, and returns the outputs of each.
 
-    `ids` int64 [2, T]: the tokens of the row, and replacements; each of `segments` is replaced in turn, with those that continue it.
-    Outputs are float32 [length, vocabulary] of each, computed in `dtype`: run `alone`, and in a row that does not separate them (`control`). `in_order`:
-    the documents stand in one row, one after the other. Leaves the model in training mode, without dropout, or in eval mode.
+    `ids` int64 [2, T]: tokens of the row, and replacements. Each of `segments` is replaced in turn, with the segments that continue it.
+    `alone` and `control` are float32 [length, vocabulary] of each segment, computed in `dtype`: each document alone, and a row without
+    separation. `in_order`: the documents are in one row, one after the other. Leaves training mode without dropout, or eval mode.
     """
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
     numbers = range(len(own))
@@ -191,9 +191,9 @@ def measure(
 
 @contextmanager
 def _routed(model: PreTrainedModel, routing: Routing, keep: torch.Tensor | None = None) -> Iterator[None]:
-    """Inside the block the tokens `keep` (bool [T]) go to the experts of `routing`, in all layers; None records it from a call.
+    """Send the tokens `keep` (bool [T]) to the experts of `routing`, in all layers. None records the routing of a call.
 
-    Routing is intercepted where a layer calls its `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as transformers' models do.
+    Hooks intercept the layer's call `experts(hidden [T, h], chosen [T, k], weights [T, k])`, as in transformers' models.
     """
 
     def before(module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -218,10 +218,10 @@ def _routed(model: PreTrainedModel, routing: Routing, keep: torch.Tensor | None 
 
 @torch.no_grad()
 def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
-    """Raises CheckFailed where `model` is not causal, or, if `padding`, gives other outputs beside padding than alone.
+    """Raise CheckFailed if `model` is not causal, or, with `padding`, if padding changes its outputs.
 
-    In the first case a token sees the one it must predict (BERT-like models without is_decoder); in the second, training is
-    inexact. Call it with the model's own attention in place; with the documents of the proof.
+    Without causality a token sees the one it must predict (BERT-like models without is_decoder). If padding changes outputs, training is
+    inexact. Call it with the model's own attention in place. Uses the documents of the proof.
     """
     ids, dtype = random_ids(model, DOCUMENTS), autocast or model.dtype
     tolerance, name = tolerance_of(dtype).outputs, type(model).__name__
@@ -252,14 +252,14 @@ def check_causal_and_padding(model: PreTrainedModel, *, padding: bool, autocast:
 
 
 def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
-    """int64 [2, T]."""
+    """Draw random token ids: int64 [2, T]."""
     return np.random.default_rng(0).integers(0, vocabulary_size(model), (2, segments.tokens))
 
 
 def _run_each_alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
-    """float32 [length, vocabulary] of each segment; each document runs by itself, by the model's own attention.
+    """Return each segment's float32 [length, vocabulary]. Each document runs alone, with the model's own attention.
 
-    The outputs of what documents share come from the first of them.
+    Shared tokens have the outputs of the first document that contains them.
     """
     row = segments.unrolled()
     documents = np.split(ids[row.tokens], row.segments.starts[1:])
@@ -268,7 +268,7 @@ def _run_each_alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments)
 
 
 def _run_unpacked(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
-    """float32 [rows, T, vocabulary] of documents of equal length, int64 [rows, T]."""
+    """Run documents of equal length, int64 [rows, T]. Return float32 [rows, T, vocabulary]."""
     tokens = torch.from_numpy(ids)
     return logits_of(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
 
@@ -282,13 +282,13 @@ def logits_in_row(
     part: int = 0,
     parts: int = 1,
 ) -> list[torch.Tensor]:
-    """float32 [length, vocabulary] of each segment in the row; not `separated`: only the positions restart. A row in several `parts` is
-    put together from all of them."""
+    """Return each segment's float32 [length, vocabulary] in the row. Without `separated`, only the positions restart. A row in several
+    `parts` is joined from all of them."""
     row = split_row(segments if separated else Segments((segments.tokens,)), part, parts)
     own = own_tokens(row)
     positions = segments.position_ids()[:, own]
     batch = {"input_ids": torch.from_numpy(ids[own])[None], **row_arguments(row), "position_ids": positions}
-    torch.manual_seed(0)  # for the noise of training mode
+    torch.manual_seed(0)  # the noise of training mode
     logits = logits_of(model, batch)[0]
     if parts > 1:
         first, end, _ = own.indices(row.tokens)
@@ -297,7 +297,7 @@ def logits_in_row(
 
 
 def training_mode_without_dropout(model: PreTrainedModel) -> None:
-    """Training mode, except dropout modules: in an expert they draw one number per routed token, so the draws would differ."""
+    """Set training mode except for dropout. In an expert, dropout draws one number per routed token, so the draws would differ."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -305,13 +305,13 @@ def training_mode_without_dropout(model: PreTrainedModel) -> None:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Number of token ids that `model` embeds."""
+    """Return the number of token ids that `model` embeds."""
     embeddings: Any = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest document that `model` supports, in tokens; None if it has no limit, or its config does not name one."""
+    """Return the longest document that `model` supports, in tokens. None without a limit, or if the config names none."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
     sizes = (getattr(config, name, None) for name in names)
@@ -319,9 +319,9 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
-    """float32 [rows, T, vocabulary] of a collated batch, of a model without a head its hidden states [rows, T, d].
+    """Return float32 [rows, T, vocabulary] of a collated batch. A model without a head gives hidden states [rows, T, d].
 
-    Raises CheckFailed where the model cannot run it.
+    Raises CheckFailed if the model cannot run the batch.
     """
     batch = on_device({name: value for name, value in batch.items() if name != "shift_labels"}, model.device)
     flat = "segments" in batch

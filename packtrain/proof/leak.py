@@ -1,7 +1,7 @@
-"""Finds a leak: the innermost module whose output depends on another document although its input does not.
+"""Find a leak: the innermost module that mixes documents.
 
-The row of the proof runs twice, the second time with other tokens in its outer documents; inputs and outputs of every module
-for the middle one are compared by two sums each.
+Its output depends on another document although its input does not. The proof's row runs twice, the second time with other tokens in its
+outer documents. Every module's inputs and outputs for the middle document are compared by two sums each.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from packtrain.proof.isolation import DOCUMENTS, LENGTHS, logits_in_row, random_
 
 _ROW = sum(LENGTHS)
 _MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
-_LONGEST_FILTER = 16  # a convolution's output may be longer than the row by its filter
+_LONGEST_FILTER = 16  # a convolution's output may exceed the row by its filter's length
 
 
 class Leak(NamedTuple):
-    """`module` is its dotted name in the model, `kind` its class."""
+    """Module that mixes documents: `module` is its dotted name in the model, `kind` its class."""
 
     module: str
     kind: str
@@ -36,9 +36,9 @@ class Leak(NamedTuple):
 def find_leak(
     model: PreTrainedModel, backend: str | None, run: Callable[[np.ndarray], object] | None = None
 ) -> Leak | None:
-    """The first module that mixes documents of a row under `backend` (None: as the model is); None if none does.
+    """Find the first module that mixes documents of a row under `backend`. Returns None if no module does.
 
-    `run` runs the model on a row of the documents, int64 [T], in the caller's own way.
+    `backend` None keeps the model's attention. `run` is the caller's way to run the model on a row of the documents, int64 [T].
     """
     run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
     attention = nullcontext() if backend is None else attending_by(model, backend)
@@ -46,10 +46,10 @@ def find_leak(
     rows[1, _MIDDLE] = rows[0, _MIDDLE]
     # compiled layers (trainer.torch_compile) do not see hooks
     with evaluating(model) as computed_in, attention, torch.compiler.set_stance("force_eager"):
-        training_mode_without_dropout(model)  # as the proof does
+        training_mode_without_dropout(model)  # like the proof
         first, second = (_sums_by_module(model, run, row) for row in rows)
     tolerance = tolerance_of(computed_in()).outputs
-    for name, (inputs, outputs) in first.items():  # in the order in which their calls returned: innermost first
+    for name, (inputs, outputs) in first.items():  # in the order of returning calls: innermost first
         inputs_then, outputs_then = second.get(name, (inputs, outputs))
         if not _moved(inputs, inputs_then, tolerance) and _moved(outputs, outputs_then, tolerance):
             kind = type(model.get_submodule(name)).__name__
@@ -60,7 +60,7 @@ def find_leak(
 def _sums_by_module(
     model: PreTrainedModel, run: Callable[[np.ndarray], object], row: np.ndarray
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """For each module, in the order in which their calls return: `_sums` of its inputs and of its outputs."""
+    """Return `_sums` of each module's inputs and outputs; the first call to return comes first."""
     sums: dict[str, tuple[list[float], list[float]]] = {}
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -78,12 +78,12 @@ def _sums_by_module(
 
 
 def _sums(value: Any) -> list[float]:
-    """Σ|x| and Σ x·sin(1, 2, …) over the middle document, for every floating-point tensor in `value` along the row."""
+    """Return Σ|x| and Σ x·sin(1, 2, …) over the middle document. Covers every floating-point tensor in `value` along the row."""
     if isinstance(value, dict | list | tuple):
         return [total for part in (value.values() if isinstance(value, dict) else value) for total in _sums(part)]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return []
-    # the dimensions of the row's size, else of the nearest that a convolution may give it
+    # dimensions of the row's size, or else of the next larger size that a convolution may give
     size = min((size for size in value.shape if _ROW <= size < _ROW + _LONGEST_FILTER), default=0)
     along = [dim for dim, length in enumerate(value.shape) if length == size]
     if not size:

@@ -1,1 +1,1 @@
-"""What a run folder shows of its run, as one HTML file."""
+"""Report of a run as one HTML file."""

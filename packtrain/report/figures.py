@@ -1,4 +1,4 @@
-"""Which curves a report has, and their points as the page draws them."""
+"""Curves of a report, and their points as the page draws them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_to
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One drawing: the keys of metrics.jsonl in it, each with its label; `kind` is number, percent, gib or seconds. What is
-    not `noisy` is never smoothed."""
+    """One drawing: the keys of metrics.jsonl in it, each with its label. `kind` is number, percent, gib or seconds. Only `noisy` figures
+    may be smoothed."""
 
     title: str
     keys: Mapping[str, str]
@@ -65,7 +65,7 @@ _KNOWN = (
 
 
 class Curve(NamedTuple):
-    """A key of a run in a figure. `base` is its number in the figure; a `held_out` key has the number of its training key."""
+    """Key of a run in a figure. `base` is its number in the figure; a `held_out` key has the number of its training key."""
 
     run: int
     key: str
@@ -75,10 +75,10 @@ class Curve(NamedTuple):
 
 
 def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
-    """The figures that any of the runs has numbers for, and their curves; keys that packtrain does not know come last."""
+    """Return the figures with numbers from any of the runs, and their curves. Keys unknown to packtrain come last."""
     known = {key for figure in _KNOWN for key in figure.keys} | _NOT_DRAWN
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
-    # the held-out curve of a key is in the figure of that key
+    # the held-out curve of a key is in that key's figure
     held_out = {key for key in keys if key.startswith(HELD_OUT) and key.removeprefix(HELD_OUT) in known | {*keys}}
     by_source = {key: key.removeprefix(OF_SOURCES) for key in keys if key.startswith(OF_SOURCES)}
     keys = {key: None for key in keys if not key.startswith(("source_examples/", OF_SOURCES))}
@@ -107,9 +107,9 @@ def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
 
 
 def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """All points of the page in plain containers, for page.js: {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}.
+    """Return all points of the page in plain containers, for page.js. {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}
 
-    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned (`thin`).
+    A curve has its `y`, and the number of its x values in `xs`. Long curves are thinned (`thin`).
     """
     figures = figures_of(runs)
     most = max(min(POINTS_OF_A_CURVE, POINTS_OF_A_PAGE // max(sum(len(curves) for _, curves in figures), 1)), 100)
@@ -141,7 +141,7 @@ def points_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _places(metrics: Metrics) -> dict[str, np.ndarray]:
-    """The place of each line on every axis, float64 [lines]; a line without tokens gets them by interpolation."""
+    """Return each line's place on every axis: float64 [lines]. Lines without tokens or seconds are interpolated."""
     places = {"step": metrics.steps.astype(np.float64)}
     for name in ("tokens", "seconds"):
         lines, values = metrics.points(name)
@@ -152,15 +152,15 @@ def _places(metrics: Metrics) -> dict[str, np.ndarray]:
 
 
 def _shorten(values: np.ndarray) -> list[float]:
-    """Numbers with seven digits, as many as float32 has."""
+    """Round numbers to seven digits, as many as float32 has."""
     return [int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.7g}") for x in values.tolist()]
 
 
 def thin(values: np.ndarray, most: int) -> np.ndarray:
-    """int64 [≤ most]: which of `values` (finite, float64 [points]) to draw, in order.
+    """Choose the points to draw from `values` (finite, float64 [points]): int64 [≤ most], in order.
 
-    Of each of `most` / 2 - 1 parts of the curve the lowest and the highest point, and its two ends: peaks stay exactly what and
-    where they are.
+    Cut the curve into `most` / 2 - 1 parts; keep the lowest and the highest point of each, and the curve's two ends. Peaks
+    keep their exact value and place.
     """
     if len(values) <= most:
         return np.arange(len(values))

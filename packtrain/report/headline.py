@@ -1,5 +1,6 @@
-"""What a reader wants to know first: the outcome of a run in a few figures, where the time of its ranks went, and several runs
-beside each other (what differs in their configs, their answers to the same prompts)."""
+"""Headline figures of a report, the time of its ranks, and comparisons of runs.
+
+(Runs are compared by their differing config keys and by their answers to the same prompts.)"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from packtrain.report.run_record import RunRecord
 from packtrain.run_folder import losses_of_sets
 
 SLOW = 1.2
-"""A rank is slow if its forward passes and loading of data take more than this many times the median."""
+"""A rank is slow if its forward passes and data loading take more than this many times the median."""
 _TELLING_LINES = 8
 _NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """Four significant digits: 7.580, 0.1720, 15,568, 3.0e-05; "–" for none."""
+    """Format four significant digits: 7.580, 0.1720, 15,568, 3.0e-05; "–" for none."""
     if value is None or not math.isfinite(value):
         return _NONE
     size = abs(value)
@@ -34,7 +35,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """1.8 ms, 0.823 s, 61.2 s, 4 min 05 s, 3 h 20 min."""
+    """Format a duration. Examples: 1.8 ms, 0.823 s, 61.2 s, 4 min 05 s, 3 h 20 min."""
     if seconds is None or not math.isfinite(seconds):
         return _NONE
     if seconds < 119.5:
@@ -44,7 +45,7 @@ def duration(seconds: float | None) -> str:
 
 
 class Tile(NamedTuple):
-    """A figure with its label and a remark."""
+    """Figure with a label and a remark."""
 
     label: str
     value: str
@@ -60,7 +61,7 @@ class RankTime(NamedTuple):
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """The outcome of a run."""
+    """Return the tiles with the outcome of a run."""
     metrics = run.metrics
     shown = [*_change(run, "Held-out loss", "eval_loss"), *_change(run, "Training loss", "loss")]
     for name in losses_of_sets(metrics.columns):
@@ -99,32 +100,32 @@ def _change(run: RunRecord, label: str, key: str) -> list[Tile]:
 
 
 def telling(lines: Sequence[str]) -> list[str]:
-    """The most telling lines of packtrain doctor: a diagnosis up to its advice, or the end of a log."""
+    """Return the most telling lines of packtrain doctor. A diagnosis up to its advice, or the end of a log."""
     if advice := [at for at, line in enumerate(lines) if line.startswith("  → ")]:
         return [*lines[: advice[0] + 1]]
     return [*lines] if len(lines) <= _TELLING_LINES else [lines[0], "    …", *lines[-_TELLING_LINES:]]
 
 
 def median(run: RunRecord, key: str) -> float | None:
-    """The median of the logged lines."""
+    """Return the median of the logged lines."""
     values = run.metrics.points(key)[1]
     return float(np.median(values)) if len(values) else None
 
 
 def seconds_of(run: RunRecord) -> float | None:
-    """How long the run has trained, evaluations included; of a run without that, how long its last process took."""
+    """Return the seconds of training, evaluations included. If they were not logged, return the time of the last process."""
     known, whole = run.metrics.last("seconds"), run.summary.get("seconds")
     return float(whole) if known is None and isinstance(whole, (int, float)) else known
 
 
 def cost_s(run: RunRecord) -> float | None:
-    """Seconds of the whole run for a million tokens."""
+    """Return the seconds of the whole run per million tokens."""
     tokens, seconds = run.metrics.last("tokens"), seconds_of(run)
     return 1e6 * seconds / tokens if tokens and seconds is not None else None
 
 
 def rank_times(run: RunRecord) -> list[RankTime]:
-    """The times of the ranks by summary.json; [] of a run of one process or one that has not ended."""
+    """Return the times of the ranks from summary.json, or []. One process or an unfinished run has none."""
     times: Any = run.summary.get("rank_seconds")
     try:
         columns = zip(*times.values(), strict=True)
@@ -137,14 +138,14 @@ def rank_times(run: RunRecord) -> list[RankTime]:
 
 
 def compare_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """The config keys that do not have one value in all runs, with the value of each, except the run folder's own name."""
+    """Return the config keys that differ between runs, with each run's value. Skips the run folder's own name."""
     names = dict.fromkeys(key for run in runs for key in run.settings if key != "trainer.output_dir")
     rows = [(key, [run.settings.get(key, (_NONE,))[0] for run in runs]) for key in names]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def answers(runs: Sequence[RunRecord]) -> dict[str, list[Mapping[str, Any]]]:
-    """Every prompt that a run was asked, in the order of the first one: for each run `before` and `after`, {} where it was not asked."""
+    """Return each run's answers by prompt, in the order of the first run. An answer has `before` and `after`, or is {} for a missing prompt."""
     lists = [asked if isinstance(asked := run.summary.get("answers"), list) else [] for run in runs]
     by_run = [{str(entry.get("prompt")): entry for entry in asked if isinstance(entry, Mapping)} for asked in lists]
     prompts = dict.fromkeys(prompt for by_prompt in by_run for prompt in by_prompt)

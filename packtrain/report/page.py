@@ -1,4 +1,4 @@
-"""`packtrain report`: one HTML file that needs no network, written on request and at the end of every run. jinja2 makes its texts
+"""`packtrain report`: one HTML file that needs no network, made on request and after every run. jinja2 renders its texts
 (escaped); plotly.js, compressed inside the file, draws its curves."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from packtrain.run_folder import RunFolder
 
 _HERE = Path(__file__).parent
 GENERATOR = '<meta name="generator" content="packtrain'
-_COMPRESSION = 5  # 1 % more than 9 gives, in half the time
+_COMPRESSION = 5  # 1 % larger than with 9, in half the time
 _KINDS = {
     "number": headline.number,
     "percent": percent,
@@ -44,9 +44,9 @@ _KINDS = {
 
 
 def report_runs(places: Sequence[str], output: Path | None) -> int:
-    """Writes the report of the runs in these folders, prints its path, returns the exit code. Raises UserError where it cannot be written.
+    """Write the report of the runs in these folders. Prints its path, returns the exit code. Raises UserError if it cannot be written.
 
-    By default the report of one run is in its folder, that of several, or of one in a bucket, in the current one.
+    By default one run's report goes into its folder; for several runs, or one in a bucket, into the current folder.
     """
     with ExitStack() as stack:
         folders = [RunFolder(place) for place in dict.fromkeys(_folder_of(name, stack) for name in places)]
@@ -61,7 +61,7 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
 
 
 def _folder_of(place: str, stack: ExitStack) -> Path:
-    """The run folder that is named; of a URL what the report needs of it, until the `stack` is closed."""
+    """Return the run folder at `place`. For a URL, download the files of the report; they exist until `stack` is closed."""
     if "://" not in place:
         return Path(os.path.expanduser(place))
     folder = Path(
@@ -73,9 +73,9 @@ def _folder_of(place: str, stack: ExitStack) -> Path:
 
 
 def report_at_end(folder: RunFolder) -> None:
-    """Writes the report of a run that has just ended into its folder; a failure is printed, and changes nothing else."""
+    """Write the report of a run that has just ended into its folder. A failure is only printed."""
     if folder.attempt.root.is_dir() and folder.metrics.exists():
-        return  # it ended before its first step, and what is in the folder is an earlier run's
+        return  # it ended before its first step, and the folder holds an earlier run
     try:
         write_page(folder.report, page([read_run(folder, over=True)]))
     except Exception as error:
@@ -83,7 +83,7 @@ def report_at_end(folder: RunFolder) -> None:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The HTML of one run, or of several with their curves in the same figures."""
+    """Return the HTML of the runs. Several runs have their curves in the same figures."""
     points = points_of(runs)
     figures = points["figures"]
     script, plotly, allowed = _scripts() if figures else ("", "", "'none'")
@@ -114,7 +114,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 @cache
 def _scripts() -> tuple[str, str, str]:
-    """The page's script, plotly.js packed, and the hashes that allow both to run."""
+    """Return the page's script, plotly.js packed, and the hashes that allow both to run."""
     from plotly.offline import get_plotlyjs
 
     script, plotly = _read("page.js"), get_plotlyjs()
@@ -132,7 +132,7 @@ def _templates() -> Environment:
 
 
 def _describe_data(run: RunRecord) -> Markup | None:
-    """The section on a run's data; None without data.json."""
+    """Return the section on a run's data; None without data.json."""
     if run.data is None:
         return None
     try:
@@ -142,10 +142,10 @@ def _describe_data(run: RunRecord) -> Markup | None:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Writes the report aside and renames it. Raises UserError where the file is no report."""
+    """Write the report to a temporary file and rename it. Raises UserError if the existing file is no report."""
     fix = "Name another file with -o."
     try:
-        file = Path(os.path.realpath(file))  # so that a link to it stays one
+        file = Path(os.path.realpath(file))  # so that a link to it stays a link
         if file.exists() and not file.is_file():
             raise UserError("this is no regular file", where=str(file), fix=fix)
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
@@ -166,6 +166,6 @@ def _read(name: str) -> str:
 
 
 def _inline(values: Any) -> Markup:
-    """JSON that is safe inside a script element, whatever texts it holds."""
+    """Return JSON that is safe inside a script element, with any texts."""
     text = json.dumps(values, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

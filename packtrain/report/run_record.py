@@ -1,6 +1,6 @@
-"""A run folder as plain values, whatever state it is in: done, stopped, failed, running, or with half of its files.
+"""Run folder as plain values, in any state: done, failed, running, or missing some files.
 
-Texts come without secrets and with their control characters shown (`harmless`).
+Texts contain no secrets, and show their control characters (`harmless`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from packtrain.wording import visible
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The lines of metrics.jsonl: `steps` int64 [lines], in order, and float64 [lines] by key, NaN where a line has no number.
+    """Lines of metrics.jsonl: ordered `steps` int64 [lines], and columns float64 [lines] by key.
 
-    `skipped` counts torn lines, lines without a step, and those of steps that later lines repeat.
+    Values are NaN if a line has no number for the key. `skipped` counts torn lines, lines without a step, and lines that were written again.
     """
 
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -40,22 +40,22 @@ class Metrics:
     skipped: int = 0
 
     def points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Line numbers int64 [points] and values float64 [points] of a key, where it has finite ones."""
+        """Return line numbers int64 [points] and values float64 [points] of a key's finite values."""
         values = self.columns.get(key, np.full(len(self.steps), np.nan))
         lines = np.flatnonzero(np.isfinite(values))
         return lines, values[lines]
 
     def last(self, key: str) -> float | None:
-        """The last finite value of a key."""
+        """Return the last finite value of a key."""
         values = self.points(key)[1]
         return float(values[-1]) if len(values) else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. `status` is done, stopped, failed, stalled, running or unknown; `why` explains it in lines, `later` a later
-    attempt that ended before training. `started` is local time; `facts` are what it logged before step 1, by name; `settings` are
-    value and default of each config key, equal where it was not changed; `results` are name and bytes of checkpoints and models; a
+    """One run. `status` is done, stopped, failed, stalled, running or unknown. `why` explains it in lines. `later` explains a later
+    attempt that ended before training. `started` is local time; `facts` were logged before step 1, by name; `settings` hold
+    value and default of each config key (equal if unchanged); `results` are name and bytes of checkpoints and models. A
     restart has `when`, `step`, `machines` and `why` (lines)."""
 
     name: str
@@ -76,9 +76,9 @@ class RunRecord:
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
-    """The record of a run. `over`: it has ended, although its folder is still locked.
+    """Read the record of a run. `over`: it has ended, although its folder is still locked.
 
-    Raises UserError where there is no run, or none has begun.
+    Raises UserError if there is no run, or none has begun.
     """
     if not any(place.exists() for place in (folder.mark, folder.summary, folder.metrics)):
         what = "there is no run of packtrain" if folder.root.is_dir() else "no such folder"
@@ -120,7 +120,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
 
 
 def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
-    """Plain containers with `text` applied to their texts, and control characters as symbols, which no terminal obeys."""
+    """Apply `text` to the texts in plain containers, and show control characters as symbols. No terminal obeys the symbols."""
     if isinstance(value, str):
         return visible(text(value), whitespace=True)
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Value and default of every key of a resolved config."""
+    """Return value and default of every key of a resolved config."""
     known, settings = keys(), {}
     for group, values in config.items():
         for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
@@ -154,14 +154,14 @@ def _results(folder: RunFolder) -> list[tuple[str, int]]:
 
 
 def _size(place: Path) -> int:
-    """Bytes of all files below a folder, 0 if it changes meanwhile."""
+    """Return the bytes of all files below a folder; 0 if it changes meanwhile."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     return 0
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
-    """The config of a run; empty where there is none, or it was torn."""
+    """Return the config of a run; empty if it is missing or torn."""
     with suppress(ValueError, RecursionError, yaml.YAMLError):
         return _mapping(yaml.safe_load(text_of(file)))
     return {}
@@ -172,7 +172,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics of a run, even from a file that a kill or a full disk has torn; empty where there is none."""
+    """Read the metrics of a run, even from a torn file; empty without a file. Kills and full disks tear files."""
     columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
     count, torn = 0, 0
     with path.open("rb") if path.is_file() else open(os.devnull, "rb") as file:
@@ -198,7 +198,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _in_order(steps: np.ndarray, columns: dict[str, np.ndarray], torn: int) -> Metrics:
-    """The lines that have a step, without those that a resumed run has written again."""
+    """Keep the lines with a step, except lines that a resumed run has written again."""
     known = np.flatnonzero(np.isfinite(steps) & (steps >= 0) & (steps < 2**53))
     lines = steps[known]
     begun_again = np.where(np.diff(lines, prepend=-1) < 0, lines, np.inf)

@@ -35,14 +35,14 @@ _INTRODUCTION = """\
 # Architectures
 
 What packtrain does with every causal language model that transformers registers, when `model.attention` is `auto` and there
-is no GPU (on one, `flash` comes before `segmented`). Each line is measured on a tiny random model: its losses and gradients
-in `padding`, `padding_free` and `packed` are those of every document alone, to 1e-5 and 1e-4, or the type is refused.
-No list of names is behind it: the same proof runs on the loaded model before step 1, so a model that is not here, remote
-code too, is treated by what it does.
+is no GPU (on a GPU, `flash` comes before `segmented`). Each line is measured on a tiny random model: its losses and gradients
+in `padding`, `padding_free` and `packed` equal every document alone, to 1e-5 and 1e-4, or the type is refused.
+There is no list of names: the same proof runs on the loaded model before step 1. So a model that is not in this table, also
+from remote code, is treated by its behaviour.
 
-The last column is what `packtrain.attach` does with padded calls of the type: with one of GRPO, whose prompts are padded on the
-left and whose answers on the right, in groups with a prompt in common, and, where that is not packed, with one that is padded on the
-right alone. Outputs and gradients are those of the padded call, to 1e-5 and 1e-4.
+The last column says how `packtrain.attach` runs padded calls of the type. It is measured with a call of GRPO: prompts padded on the
+left, answers on the right, in groups with a common prompt. If that is not packed, it is measured with a call padded only on the
+right. Outputs and gradients equal the padded call, to 1e-5 and 1e-4.
 
 {made_with} and none of {optional}. This page is generated:
 `python tests/architectures/page.py`.

@@ -1,1 +1,1 @@
-"""Variable-length attention kernels for GPUs, and which one is right for a layer."""
+"""Variable-length attention kernels for GPUs, and the choice of one for a layer."""

@@ -1,12 +1,12 @@
-"""Chooses the varlen kernel of a layer: the first of CANDIDATES that is CORRECT on this device, checked by running it.
+"""The choice of a layer's varlen kernel: the first of CANDIDATES that runs CORRECTLY here.
 
-A successful import proves little: a package may reason code for this GPU, the backward pass, or a combination of features, and
+A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
 some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken. It costs
 milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
 
 A layer may ask for its kernel in a forward pass that gradient checkpointing runs again, or under autocast. So kernels are tried in a
-thread of their own, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
+separate thread, without modes or hooks on saved tensors (checkpointing counts them, and ends a recomputation by an exception).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KV_HEADS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """The features that a layer needs of a kernel. `group`: query heads per key head; `softcap`: its value, kernels compile it in."""
+    """Features that a layer needs. `group`: query heads per key head; `softcap`: its value, which kernels compile in."""
 
     dtype: torch.dtype
     group: int
@@ -44,22 +44,22 @@ class LayerFeatures:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel that was taken, None where none is right, and (name, reason) for every candidate before it."""
+    """The chosen kernel, None if none is right. `lacks`: (name, reason) for every candidate before it."""
 
     kernel: Kernel | None
     lacks: tuple[tuple[str, str], ...]
 
     def why_not(self) -> str:
-        """One line: what each rejected candidate lacks, grouped by reason."""
+        """Return one line with the reason for each rejected candidate, grouped by reason."""
         reasons = dict.fromkeys(reason for _, reason in self.lacks)
         return "; ".join(f"{', '.join(n for n, why in self.lacks if why == reason)}: {reason}" for reason in reasons)
 
 
 def kernel_tolerance(dtype: torch.dtype) -> float:
-    """The largest error of a row of output or gradient, relative to its norm, that rounding alone may cause.
+    """Return the largest error of a row that rounding alone may cause. The row is of output or gradient, the error relative to its norm.
 
     Kernels round probabilities, outputs and score gradients to `dtype` and sum in float32. Emulated for head dimensions 32 to 256,
-    that is off by up to 0.027 on the row that is run here in bfloat16 and 0.003 in float16; the tolerance is over twice that. One
+    that is off by up to 0.027 in bfloat16 and 0.003 in float16 on the row that is run here; the tolerance is over twice that. One
     key too many or too few for a query is off by 1, missing sinks by 3, a missing soft-cap of up to 100 by 0.25.
     """
     return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
@@ -70,7 +70,7 @@ _choices: dict[tuple[LayerFeatures, torch.device, bool], KernelChoice] = {}
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    """The first kernel of CANDIDATES that is right for `layer` on `device`, remembered. Raises OutOfMemoryError on a full device."""
+    """Return the first kernel of CANDIDATES that is right for `layer` on `device`. Remembers it. Raises OutOfMemoryError on a full device."""
     key = layer, device, torch.are_deterministic_algorithms_enabled()
     if key not in _choices:
         with ThreadPoolExecutor(1) as thread:
@@ -79,13 +79,13 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
 
 
 def forget_kernels() -> None:
-    """Has all kernels tried again."""
+    """Forget all choices: kernels are tried again."""
     _choices.clear()
 
 
 def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     lacks: list[tuple[str, str]] = []
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # new threads use the first one
         for name, load in CANDIDATES:
             try:
                 kernel = Kernel(name, load())
@@ -93,7 +93,7 @@ def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
                 if error <= kernel_tolerance(layer.dtype):
                     return KernelChoice(kernel, tuple(lacks))
                 reason = f"wrong by {error:.2g}"
-            except torch.OutOfMemoryError:  # says nothing of the kernel
+            except torch.OutOfMemoryError:  # not the kernel's fault
                 raise
             except Exception as failure:  # packages and kernels raise exceptions of every type
                 reason = first_line(failure)
@@ -103,7 +103,7 @@ def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
 
 
 def _check_alive(name: str, failure: str, device: torch.device) -> None:
-    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does."""
+    """Raise CheckFailed if kernel `name` has made the GPU unusable for this process. Its `failure` may be an illegal access."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -114,7 +114,7 @@ def _check_alive(name: str, failure: str, device: torch.device) -> None:
 
 
 def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:
-    """The largest error of `kernel` on a small row, outputs and gradients (see `kernel_tolerance`); nan where it gives nan."""
+    """Return the largest error of `kernel` on a small row, outputs and gradients (see `kernel_tolerance`). It is nan if any of them is nan."""
     segments, random = Segments(_LENGTHS, _PREFIXES), torch.Generator().manual_seed(0)
     scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores large enough to be capped
     scoring = Scoring(scale, _WINDOW if layer.window else None, layer.softcap)
@@ -146,7 +146,7 @@ def dense_attention(
     segments: Segments,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """The plain reference, in the precision of its inputs, with all T × T scores at once; shapes as `attend_by_segments`."""
+    """Attend with all T × T scores at once: the plain reference. It has the precision of its inputs; shapes as in `attend_by_segments`."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
@@ -161,6 +161,6 @@ def dense_attention(
 
 
 def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The largest |a - b| of a row (last dimension) over its |b|, or over the mean |b| where that is larger."""
+    """Return the largest |a - b| of a row (last dimension) over its |b|. If the mean |b| is larger, that is the divisor."""
     error, norm = (ours.double() - exact).norm(dim=-1), exact.norm(dim=-1)
     return (error / norm.clamp(min=norm.square().mean().sqrt())).max()

@@ -1,9 +1,9 @@
-"""Variable-length ("varlen") kernels: one call attends within every segment of a row, with no mask and no padding.
+"""Variable-length ("varlen") kernels: one call attends within every segment, without mask and padding.
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
-values of a segment's whole path, its own tokens last. Whether a kernel has more (soft-cap, sinks) is read from its signature;
-whether it is correct is checked by running it (selection.py).
+values of a segment's whole path, its own tokens last. A kernel's signature shows whether it has soft-cap or sinks; selection.py
+checks that it is correct.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 
-_ALIGNMENT = 8  # head dimensions that kernels take are multiples of 16 bytes
+_ALIGNMENT = 8  # kernels take head dimensions that are multiples of 16 bytes
 
 
 class Lacks(Exception):
-    """A kernel is not installed, or lacks a feature that a layer needs; the message says which."""
+    """A kernel is not installed, or lacks a feature that a layer needs. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer weighs its keys: `scale` of the dot products, `window` in tokens (the query's own included), and the
+    """How a layer weighs its keys. `scale` of the dot products, `window` in tokens (the query's own included), and the
     `softcap` that limits scores. There is no dropout: its random draws could not be compared with a reference."""
 
     scale: float
@@ -42,10 +42,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Borders:
-    """A row's segments as kernels take them.
+    """A row's segments in the form that kernels take.
 
     `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
-    int64, for each key the token of the row that it is, or None where the keys are the row as it stands.
+    int64, for each key its token in the row, or None if the keys are exactly the row.
     """
 
     queries: torch.Tensor
@@ -61,15 +61,15 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, t
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel by its `name` for people."""
+    """A kernel, with a `name` for people."""
 
     name: str
     attend: Attend
 
 
-@lru_cache(maxsize=16)  # the same for every layer, and for the layers run again under gradient checkpointing
+@lru_cache(maxsize=16)  # the same for every layer, also when gradient checkpointing runs it again
 def borders_of(segments: Segments, device: torch.device) -> Borders:
-    """The borders of a row on `device`, without waiting for the device."""
+    """Return the borders of a row on `device`, without waiting for the device."""
     lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         queries = to_device(segments.cumulative_lengths(), device)
@@ -89,9 +89,10 @@ def attend_by_segments(
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one row: `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v].
+    """Attend within one row, segment by segment.
 
-    Heads of another width are padded with zeros to one that kernels take, which changes no score and no output.
+    `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v]. Heads are padded with zeros to a width that
+    kernels take, which changes no score and no output.
     """
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
@@ -103,7 +104,7 @@ def attend_by_segments(
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of a tensor, as `index_select`. The gradients of a row that was taken several times are summed in float32."""
+    """Rows of a tensor, as by `index_select`. The gradients of a row that was taken several times are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -120,19 +121,19 @@ class _Gathered(torch.autograd.Function):
 
 
 def from_package(module: str) -> Attend:
-    """`flash_attn_varlen_func` of an installed package. Raises Lacks where it is not there, and whatever its import raises."""
+    """Return `flash_attn_varlen_func` of an installed package. Raises Lacks if it is not there, and every error of its import."""
     try:
         loaded = import_module(module)
     except ModuleNotFoundError as error:
         raise Lacks(f"{error.name} is not installed") from error
-    if getattr(loaded, "__file__", "") is None:  # flash-attn-4 alone: a folder `flash_attn` with nothing but `cute`
+    if getattr(loaded, "__file__", "") is None:  # only flash-attn-4: its folder `flash_attn` has nothing but `cute`
         raise Lacks("not installed")
     return _by_signature(loaded.flash_attn_varlen_func)
 
 
 def from_hub(repository: str) -> Attend:
-    """`flash_attn_varlen_func` of a kernel of the Hugging Face hub, if it was downloaded before: training downloads no code.
-    Raises Lacks where it is not there, and whatever loading it raises."""
+    """Return `flash_attn_varlen_func` of a hub kernel that was downloaded before. Training downloads no code.
+    Raises Lacks if it is not there, and every error of loading it."""
     try:
         import_module("kernels")
     except ModuleNotFoundError as error:
@@ -150,7 +151,7 @@ def from_hub(repository: str) -> Attend:
 
 
 def _by_signature(function: Callable[..., Any]) -> Attend:
-    """An adapter for FlashAttention 2, 3, 4 and others, whose arguments differ by what they can do."""
+    """Adapt the functions of FlashAttention 2, 3, 4 and others. Their arguments differ by their features."""
     names = signature(function).parameters
     sink_name = "s_aux" if "s_aux" in names and "learnable_sink" not in names else "learnable_sink"
     words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
@@ -178,7 +179,7 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
 
 
 def from_torch() -> Attend:
-    """The operator under `varlen_attn` of torch, whose arguments are the same since torch 2.10, unlike those of `varlen_attn`."""
+    """Return the operator under torch's `varlen_attn`. Its arguments have not changed since torch 2.10, unlike the function's."""
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None or sinks is not None:
@@ -202,4 +203,4 @@ CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
     ("FlashAttention 2 of the hub", partial(from_hub, "kernels-community/flash-attn2")),
     ("torch's varlen_attn", from_torch),
 )
-"""Names and loaders of the kernels, in the order in which they are tried: newer generations first, torch's own last."""
+"""Names and loaders of the kernels, in the order of trying: newer generations first, torch's own last."""

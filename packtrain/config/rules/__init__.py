@@ -1,6 +1,6 @@
-"""What cannot work though each key alone is fine, refused before anything is loaded. Pure: no files, no devices, no environment.
+"""Rules about combinations of keys that cannot work, checked before loading. Pure: no files, devices, environment.
 
-Only what is certainly wrong is refused here; what depends on the data (a document longer than a row) is checked as it is read.
+Only certain faults are refused here. Faults that depend on the data (a document longer than a row) are found as the data is read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology,
 from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
-# set for each process
+# launchers set these for each process
 _LAUNCH_VARIABLE = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"
-_COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the least of each
+_COUNTS = {"num_decay_steps": 1, "num_stable_steps": 0, "timescale": 1}  # the smallest value of each
 _POSITIVE = ("num_cycles", "power")
 _RATES = ("min_lr", "lr_end")
 _FORMS = ("warmup_type", "decay_type")
@@ -34,7 +34,7 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
-    """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
+    """Return all impossible combinations in `config`. The user gave the keys `given` values other than their defaults."""
     return [
         *_model(config),
         *_data(config, given),
@@ -55,7 +55,7 @@ def check_combinations(config: RunConfig, given: Set[str]) -> list[Fault]:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
+    """Return the multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
     below = value // unit * unit
     return " or ".join(str(item) for item in (below, below + unit) if item > 0)
 
@@ -76,7 +76,7 @@ def _model(config: RunConfig) -> Iterator[Fault]:
 
 
 FIGURES = {"loss", "tokens", "pairs", "answers", "accuracy", "margin", "kl", "entropy", "rewards", "logits", "logps"}
-"""Names of held-out figures, which no set of data.eval has."""
+"""Names of held-out figures. No set of data.eval may have one of them."""
 
 
 def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -121,7 +121,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 
 def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Names of sources that are none, stages that are not in order, and what does not go with stages."""
+    """Yield faults of source names, of the order of stages, and of keys beside them."""
     stages, key, train = config.data.stages, "data.stages", sources(config.data.train)
     names = name_sources(train)
     own = [source.name for source in train if source.name]
@@ -157,7 +157,7 @@ def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 
 def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """What needs the whole data, which a stream never has, and keys of streams where there is none."""
+    """Yield keys that need the whole data, if it is a stream. Without a stream, yield the keys of streams."""
     data, key, train = config.data, "data.streaming", sources(config.data.train)
     if not data.streaming:
         if "data.shuffle_buffer" in given:
@@ -209,7 +209,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
     known, where = SCHEDULE_OPTIONS.get(optim.schedule, ()), ("optim.schedule_options", "optim.schedule")
     for name, value in optim.schedule_options.items():
         path = (f"optim.schedule_options.{name}",)
-        # a rate beyond its limits would be used, although nobody means it
+        # without this limit, an absurd rate would be used
         most = optim.learning_rate if name in _RATES else 1
         if name not in known:
             fix = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
@@ -237,11 +237,11 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
 
 
 def _rounding(config: RunConfig) -> Iterator[Fault]:
-    """optim.bf16_rounding where it has nothing to do, or would do something else than it says."""
+    """Yield faults of optim.bf16_rounding. It has nothing to do, or would not do what it says."""
     rounding, lora, name = config.optim.bf16_rounding, config.peft.kind == "lora", config.strategy.name
     if rounding == "auto":
         return
-    # beside adapters: a reward model's head
+    # a reward model's head is trained beside adapters
     trained = bool(config.peft.modules_to_save) or config.objective.traits.scores
     whole = config.peft.merge or not config.model.is_base_for_adapters
     key, at_updates = "optim.bf16_rounding", rounding == "stochastic"
@@ -305,7 +305,7 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 
 def _quantized(config: RunConfig) -> Iterator[Fault]:
-    """model.quantize where it cannot be, or would not train what it says."""
+    """Yield faults of model.quantize: it is impossible, or would not train what it says."""
     if config.model.quantize == "no":
         return
     if config.peft.kind == "none":
@@ -329,7 +329,7 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:
-    """The impossible combinations of strategy.name with other keys."""
+    """Yield impossible combinations of strategy.name with other keys."""
     name = config.strategy.name
     yield from check_optimizer(config)
     if name != "ddp" and config.model.dtype == "float16":
@@ -374,7 +374,7 @@ def _split_rows(config: RunConfig) -> Iterator[Fault]:
 
 
 def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
-    """The impossible combinations of trainer.gradient_checkpointing with other keys."""
+    """Yield impossible combinations of trainer.gradient_checkpointing with other keys."""
     trainer, key = config.trainer, "trainer.gradient_checkpointing"
     if trainer.gradient_checkpointing == "selective" and trainer.torch_compile:
         what = "the products inside compiled parts are not seen one by one, so none would be kept"
@@ -399,7 +399,7 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
     address = topology.main_address
-    # IPv6 has two colons
+    # IPv6 addresses have two colons or more
     if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
         what = f"{address!r} is neither a host name nor an address"
         yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")

@@ -1,4 +1,4 @@
-"""What fits the weights: arguments of PEFT's adapters, groups of weights, and optimizers, as far as they cannot be or do not go together."""
+"""Rules about weights: PEFT's arguments, groups of weights, and optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE = {
     "muon": "makes each matrix orthogonal as a whole",
     "adagrad": "makes its states before the weights are spread",
 }
-"""Why optimizers cannot step parts of weights, where it is not a state for the whole one."""
+"""Why optimizers cannot step parts of weights. Others keep a state for the whole weight."""
 
 
 def _is_pattern(value: object) -> bool:
@@ -51,18 +51,18 @@ PEFT_OPTIONS = {
     **dict.fromkeys(("layers_pattern", "exclude_modules"), _NAMES),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), _COUNTS),
 }
-"""The entries of peft.options; names and defaults are those of PEFT's LoraConfig."""
+"""The entries of peft.options, with names and defaults of PEFT's LoraConfig."""
 
 
 def check_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> Iterator[Fault]:
-    """Faults of the values of those arguments that are `known`."""
+    """Yield faults in the values of `known` arguments."""
     for name in given.keys() & known.keys():
         if given[name] != known[name].default and not known[name].accepts(given[name]):
             yield Fault((f"{where}.{name}",), f"found {shortened(given[name])}", f"Allowed: {known[name].allowed}.")
 
 
 def check_fitting(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Faults of peft, of optim.groups, and of trainer.ema."""
+    """Yield faults of peft, of optim.groups, and of trainer.ema."""
     yield from _peft(config, given)
     yield from _groups(config)
     if config.trainer.ema and config.strategy.name.startswith("zero"):
@@ -99,7 +99,7 @@ def _groups(config: RunConfig) -> Iterator[Fault]:
 
 
 def check_optimizer(config: RunConfig) -> Iterator[Fault]:
-    """Faults of optim.name with strategy.name."""
+    """Yield faults of optim.name with strategy.name."""
     name, optimizer = config.strategy.name, config.optim.name
     if name == "zero3_offload" and optimizer not in ADAMW:
         what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"

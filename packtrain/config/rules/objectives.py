@@ -1,4 +1,4 @@
-"""What cannot work with an objective: losses and options that TRL refuses or gets wrong, and keys of other objectives."""
+"""Rules about objectives: refused or miscomputed losses and options of TRL, keys of other objectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMOOTHED = {"exo_pair", "robust", "aot", "aot_unpaired"}
 
 
 def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Faults of objective.* and of keys that the objective has no use for; `given` are the keys that the user set."""
+    """Yield faults of objective.* and of keys without use for the objective. The user set the keys `given`."""
     objective, traits = config.objective, config.objective.traits
     for path, key in keys().items():
         if path in given and key.objectives and objective.kind not in key.objectives:
@@ -38,7 +38,7 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 
 def _prefixes(config: RunConfig) -> Iterator[Fault]:
-    """Faults of packing.share_prefix and data.shuffle=by_prefix, but for pairs, which `_answers` checks."""
+    """Yield faults of packing.share_prefix and data.shuffle=by_prefix. `_answers` checks them for pairs."""
     kind, packing, batch = config.objective.kind, config.packing, config.batch
     by_prefix = config.data.shuffle == "by_prefix"
     if by_prefix and kind != "sft":
@@ -95,7 +95,7 @@ def _options(objective: Objective) -> Iterator[Fault]:
 
 
 def _dpo(objective: Objective) -> Iterator[Fault]:
-    """Combinations of losses and options that TRL's DPOTrainer refuses or gets wrong."""
+    """Yield combinations of losses and options that TRL's DPOTrainer refuses or gets wrong."""
     losses, smoothing = objective.losses, objective.option("label_smoothing")
     weights = objective.option("loss_weights")
     if isinstance(weights, list) and len(weights) != len(losses):
@@ -120,7 +120,7 @@ def _dpo(objective: Objective) -> Iterator[Fault]:
 
 
 def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """Faults of objectives that train or score answers: of pairs (dpo, reward) or with labels (kto)."""
+    """Yield faults of objectives that use answers: pairs (dpo, reward) or labels (kto)."""
     data, traits = config.data, config.objective.traits
     what = "preference pairs" if traits.pairs else "answers with labels"
     if "data.loss_on" in given:

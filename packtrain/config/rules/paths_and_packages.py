@@ -1,4 +1,4 @@
-"""Files, folders and packages that a config needs and that do not exist: better refused now than after loading."""
+"""Rules about files, folders and packages that must exist, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from packtrain.errors import UserError
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (
     *(".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow"),
-    *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # which people have data in, and which no hub id ends in
+    *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # common data formats; no hub id ends in one
 )
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 _OPTIMIZER_PACKAGES = dict.fromkeys(get_args(Bitsandbytes), "bitsandbytes")
 _OPTIMIZER_PACKAGES |= {"adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao"}
 FOR_GPUS = ("model.quantize", "model.kernels", "trainer.mixed_precision", "optim.name")
-"""Keys whose packages are for GPUs: where there is none, a plan is for another machine."""
+"""Keys whose packages are for GPUs. On a machine without GPUs, a plan is for another machine."""
 _TRACKER_PACKAGES = {"comet": "comet_ml"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def check_paths(config: RunConfig) -> Iterator[Fault]:
-    """One fault for each path that is certainly local and does not exist."""
+    """Yield a fault for each path that is certainly local and does not exist."""
     model, trainer = config.model, config.trainer
     yield from _data(config.data)
     yield from _reference(config.objective.reference)
@@ -51,7 +51,7 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
 
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
-    """One fault for each package, and program, that is not installed."""
+    """Yield a fault for each package or program that is not installed."""
     model, trainer, strategy = config.model, config.trainer, config.strategy.name
     if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
         yield from _not_installed("optim.name", config.optim.name, package, package)
@@ -66,7 +66,7 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
         yield from _not_installed("model.quantize", model.quantize, package, f"'packtrain[{extra}]'")
     if trainer.mixed_precision == "fp8":
         yield from _not_installed("trainer.mixed_precision", "fp8", "torchao", "'packtrain[fp8]'")
-    compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # as torch searches for it
+    compiler = config.topology.variables.get("CXX") or os.environ.get("CXX") or "g++"  # torch searches in the same way
     if trainer.torch_compile and not shutil.which(compiler):
         fix = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), name one in CXX, or set it to false."
         yield Fault(("trainer.torch_compile",), f"there is no C++ compiler ({compiler})", fix)
@@ -79,25 +79,25 @@ def check_packages(config: RunConfig) -> Iterator[Fault]:
 
 @cache
 def template_names() -> tuple[str, ...]:
-    """The names that data.chat_template understands: chatml and the files that TRL brings."""
+    """Return the names that data.chat_template understands: chatml and TRL's template files."""
     return tuple(sorted({"chatml", *template_files()}))
 
 
 @cache
 def template_files() -> dict[str, Path]:
-    """The chat templates that TRL brings, by name, found without importing it."""
+    """Return TRL's chat templates by name, found without importing TRL."""
     spec = importlib.util.find_spec("trl")
     folders = [Path(place, "chat_templates") for place in (spec.submodule_search_locations or ())] if spec else []
     return {file.stem: file for folder in folders for file in folder.glob("*.jinja")}
 
 
 def as_name(text: str) -> str:
-    """How the user's spelling of a name is looked up: "Llama-3.2" is llama_3_2."""
+    """Return a name's spelling for look-ups: "Llama-3.2" becomes llama_3_2."""
     return re.sub(r"[-.\s]", "_", text.lower())
 
 
 def without_package(optimizer: str) -> str:
-    """What to do where the package of an optimizer is installed and does not work; "" for one that needs none."""
+    """Advise about an optimizer whose package is installed and does not work. "" for one without a package."""
     package = _OPTIMIZER_PACKAGES.get(optimizer)
     if package is None:
         return ""
@@ -111,7 +111,7 @@ def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterato
 
 
 def _bucket(key: str, url: str | None) -> Iterator[Fault]:
-    """A URL that fsspec cannot open: of no protocol that it knows, or of one whose package is missing."""
+    """Yield a fault for a URL that fsspec cannot open. Its protocol is unknown, or the protocol's package is missing."""
     if url is None:
         return
     from fsspec.registry import known_implementations
@@ -154,7 +154,7 @@ def _reference(reference: str) -> Iterator[Fault]:
 
 
 def resume_folder(resume: str) -> Iterator[Fault]:
-    """What trainer.resume names that is not there, or is no checkpoint."""
+    """Yield a fault if the folder in trainer.resume is missing, or is no checkpoint."""
     folder, words = os.path.expanduser(resume), ("auto", "never")
     if resume in words or os.path.lexists(os.path.join(folder, "manifest.json")):
         return
@@ -173,14 +173,14 @@ def _missing(key: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Fault]:
 
 
 def _there(path: str) -> bool:
-    """Whether `path` exists; False too (unlike with pathlib) where it cannot be: ~nobody, a name without end."""
+    """Return whether `path` exists. Impossible paths (~nobody, an endless name) give False, unlike with pathlib."""
     return os.path.exists(os.path.expanduser(path))
 
 
 def is_local(path: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing.
+    """Return whether `path` cannot be a hub name (owner/name) or a built-in name.
 
-    A misspelt run folder is local, too: no owner on the hub has runs of packtrain beside it.
+    A misspelt run folder is local, too: no owner on the hub has packtrain runs beside it.
     """
     rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
     return rooted or path.lower().endswith(suffixes) or any(_is_run(place) for place in _near(Path(path)))
@@ -213,7 +213,7 @@ def _is_run(place: Path) -> bool:
 
 
 def nearest(path: str) -> str:
-    """What is there in place of a path that is not."""
+    """Describe what is near a missing path."""
     wanted = Path(os.path.expanduser(path))
     if not os.path.isdir(wanted.parent):
         return f"The folder {wanted.parent} does not exist; relative paths start at {Path.cwd()}."
@@ -222,6 +222,6 @@ def nearest(path: str) -> str:
 
 
 def _near(wanted: Path) -> list[Path]:
-    """Entries beside a missing path with a similar name."""
+    """Return entries beside a missing path with a similar name."""
     entries = [] if wanted.exists() else glob.glob(f"{glob.escape(str(wanted.parent))}/*")
     return [wanted.parent / name for name in near(wanted.name, map(os.path.basename, entries))]

@@ -1,8 +1,8 @@
-"""What is certain to go wrong with the keys of Slurm jobs, and secrets that scripts and config.yaml would hold. Pure.
+"""Rules about Slurm jobs, and about secrets that would reach scripts and config.yaml. Pure.
 
-What only the cluster knows, sbatch itself refuses. A text is refused only where it is certain to hold a secret (packtrain/redact.py);
-in options of sbatch, and for values of a mapping, its name is enough. Lines of topology.setup are the user's own program: they stay,
-with a warning.
+Only faults that are certain are refused here; sbatch itself refuses what only the cluster knows. A text is refused only if it certainly
+holds a secret (packtrain/redact.py). For options of sbatch, and for values of a mapping, the name is enough. Lines of topology.setup
+are the user's own program: they stay, with a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packtrain.config.schema import Topology
 from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
 from packtrain.wording import whole
 
-_FIXED = {  # options that are packtrain's own or would break the script, and what to do instead
+_FIXED = {  # packtrain's own options, and options that break the script, with advice
     "array": "A sweep makes one: packtrain sbatch VERB CONFIG -m …",
     "container-image": "The script would run in the image, which has no srun: write it in topology.command.",
     "export": "The job gets all variables of the shell that submits; set others in topology.environment.",
@@ -41,14 +41,14 @@ _SAID = re.compile(
 )
 _BARE_KEY = re.compile(r"[0-9a-f]{40}")
 _NAMES = ("model.revision", "trainer.output_dir", "data.cache_dir", "tracking.run_name")
-"""What may be called by the hash of a commit."""
+"""Keys whose value may be the hash of a commit."""
 _SETUP, _CODE = "topology.setup[", ("topology.sbatch[", "topology.command")
 _MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
 def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Everything that cannot work as a Slurm job."""
+    """Yield everything that cannot work as a Slurm job."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
@@ -68,7 +68,7 @@ def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
 
 
 def parse_options(lines: list[str]) -> dict[str, str]:
-    """The options in lines of topology.sbatch by their long names, with their values; a line with an open quote has none."""
+    """Return the options in lines of topology.sbatch by long names, with values. A line with an open quote has none."""
     options: dict[str, str] = {}
     name = ""
     for line in lines:
@@ -83,7 +83,7 @@ def parse_options(lines: list[str]) -> dict[str, str]:
 
 
 def count_gpus(topology: Topology) -> int | None:
-    """How many GPUs of a machine topology.sbatch asks for (`--gres=gpu:h100:8,nvme:1` → 8); None where it names no number."""
+    """Return the GPUs per machine in topology.sbatch (`--gres=gpu:h100:8,nvme:1` → 8); None without a number."""
     given = parse_options(topology.sbatch)
     gres = f"gpu:{given['gpus-per-node']}" if "gpus-per-node" in given else given.get("gres", "")
     if gres == "none":
@@ -93,13 +93,13 @@ def count_gpus(topology: Topology) -> int | None:
 
 
 def check_secrets(config: dict[str, Any]) -> list[Fault]:
-    """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
+    """Return a fault for every secret in a text of the config (plain containers). It gives the place, not the secret."""
     texts = [(path, text) for path, text in _texts(config, "") if not path.startswith(_SETUP)]
     return [item for path, text in texts for item in _secrets_in(path, text)]
 
 
 def note_secrets(setup: list[str]) -> Iterator[str]:
-    """Warnings of secrets in lines of topology.setup, which are then hidden on the terminal and in the run folder."""
+    """Yield warnings of secrets in topology.setup. The secrets are then hidden on the terminal and in the run folder."""
     for at, line in enumerate(setup):
         if any(_secrets_in(f"{_CODE[0]}{at}]", line)):
             learn(line, names=True)
@@ -122,7 +122,7 @@ def _secrets_in(path: str, text: str) -> Iterator[Fault]:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every text in a value of mappings and lists, with its path."""
+    """Yield every text in nested mappings and lists, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Rows of any known shape become conversations, pairs, texts or tokens."""
+"""Parse rows of any known shape into conversations, pairs, texts or tokens."""

@@ -1,4 +1,4 @@
-"""Rows under our column names: the format that they speak for, columns that nothing reads, equal rows."""
+"""Rows under our column names: their format, unread columns, equal rows."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "xlam": ("query", "answers", "tools"),
     "tokenised": ("input_ids",),
 }
-"""The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
+"""Columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's names."""
 PROMPTS = ("conversations", "prompt", "messages", "instruction")
-"""Columns that may hold the prompt of a preference, the first that is there."""
+"""Columns that may hold the prompt of a preference; the first one present counts."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "history", "reasoning_content", "attention_mask", "chat_template_kwargs")
 OPTIONAL += (*MASKS, "margin")
 LABEL = "label"
-"""The column of packtrain kto that says whether an answer is desirable."""
+"""The column of packtrain kto that marks an answer as desirable or not."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
-"""The formats whose rows may have a label."""
+"""Formats whose rows may have a label."""
 CHOSEN: dict[str, Format] = {"messages": "messages", "conversations": "sharegpt", "output": "alpaca"}
-"""Columns that end in the chosen answer of ms-swift's pairs, which have no column `chosen`; and how they are read."""
+"""Columns that end in the chosen answer of ms-swift's pairs (without a column `chosen`), and the format to read them as."""
 ALIASES: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen_messages", "chosen_response"),
     "rejected": ("rejected_messages", "rejected_response"),
@@ -51,9 +51,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "reasoning_content": ("reasoning", "thinking"),
     LABEL: ("kto_tag",),
 }
-"""Other names that our columns may have without data.columns, as public data sets, ms-swift, axolotl and LLaMA-Factory have them."""
+"""Other names of our columns, read without data.columns; from public data sets, ms-swift, axolotl and LLaMA-Factory."""
 COLUMNS = {*PROMPTS, *OPTIONAL, LABEL, *chain.from_iterable((*REQUIRED.values(), *ALIASES.values()))}
-"""All names of columns that are known without data.columns."""
+"""All column names known without data.columns."""
 HINTS = {
     "system": "sys|persona|role_?play",
     "tools": "tool|function|apis?(?![a-z])",
@@ -63,9 +63,9 @@ HINTS = {
     "chat_template_kwargs": "kwargs|template",
     "loss_mask": "mask",
 }
-"""Our optional columns, and how words begin in names of columns that may mean them."""
+"""Our optional columns, with beginnings of words in column names that may mean them."""
 NOTE = "note"
-"""Stands for the use of a column that says something about its row, such as an id."""
+"""Mark of columns about the row itself, such as an id."""
 _NOTES = re.compile(
     r"(.*[^a-z])?u{0,2}(id|idx|index|key|hash|source|origin|dataset|split|domain|category|topic|tag|type|task|subject|difficulty|level|"
     r"lang|language|license|url|link|path|file|filename|model|version|author|date|time|timestamp|created_at|score|rating|rank|reward|"
@@ -78,8 +78,8 @@ _JSON = json.JSONEncoder(sort_keys=True, default=str)
 class Row:
     """One row under our column names.
 
-    `columns` maps ours to the file's, `roles` and `keys` (of messages) are those that the chat template names, `system` is data.system.
-    `asked` are our columns that a reader asked for, `unknown` keys of messages that neither a reader nor the template knows.
+    `columns` maps our names to the file's. `roles` and `keys` (of messages) are named by the chat template. `system` is data.system.
+    `asked` are the columns that readers asked for. `unknown` are keys of messages that neither a reader nor the template knows.
     """
 
     values: Mapping[str, Any]
@@ -91,20 +91,20 @@ class Row:
     unknown: set[str] = field(default_factory=set)
 
     def name(self, ours: str) -> str:
-        """The file's name of our column."""
+        """Return the file's name of our column."""
         return column_of(ours, self.values, self.columns)
 
     def has(self, ours: str) -> bool:
-        """Whether the row has the column."""
+        """Return whether the row has the column."""
         return self.name(ours) in self.values
 
     def optional(self, ours: str) -> Any:
-        """The value, None where there is none."""
+        """Return the value, or None without one."""
         self.asked.add(ours)
         return self.values.get(self.name(ours))
 
     def unread(self) -> dict[str, str]:
-        """Unread columns that have a value, each with our column that would read it, "" for none, or NOTE."""
+        """Return unread columns with a value. Each has our column that would read it, "" for none, or NOTE."""
         names = {self.name(ours): ours for ours in self.asked}
         absent = {ours for name, ours in names.items() if name not in self.values}
         left = ((name, self.values[name]) for name in self.values.keys() - names.keys())
@@ -112,7 +112,7 @@ class Row:
         return found | {name: NOTE if _classify(name)[0] else "" for name in self.unknown}
 
     def take(self, ours: str) -> Any:
-        """The value; raises BadRow where there is no such column."""
+        """Return the value; raises BadRow without this column."""
         self.asked.add(ours)
         name = self.name(ours)
         if name not in self.values:
@@ -121,7 +121,7 @@ class Row:
         return self.values[name]
 
     def text(self, ours: str, *, may_be_empty: bool = False) -> str:
-        """The value, which must be a string."""
+        """Return the value, which must be a string."""
         value = self.take(ours)
         if not isinstance(value, str):
             raise wrong_type("a string", value, self.name(ours))
@@ -131,19 +131,19 @@ class Row:
 
 
 def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> str:
-    """Which of the file's `names` our column has, or would have; `columns` maps ours to the file's."""
+    """Return the name of our column in the file's `names`, or its expected name. `columns` maps our names to the file's."""
     name = columns.get(ours, ours)
     return name if name in names else next((other for other in ALIASES.get(name, ()) if other in names), name)
 
 
 def is_answer_alone(names: Iterable[str], columns: Mapping[str, str]) -> bool:
-    """Whether only `output` says something. To ms-swift it answers a question without words."""
+    """Return whether only `output` has content. ms-swift takes it as the answer to an empty question."""
     ours = {column_of(name, {*names}, columns) for name in ("output", "system", "tools", LABEL, "rejected")}
     return all(name in ours or name.lower().endswith(("id", "idx", "index")) for name in names)
 
 
 def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]) -> list[tuple[str, RawRow]]:
-    """Give rows without an `instruction` a null one, as tables do, if another row of the chunk has one."""
+    """Give rows without an `instruction` a null one, as in tables. Only if another row of the chunk has one."""
 
     def asks(row: RawRow) -> bool:
         return isinstance(row, dict) and column_of("instruction", row, columns) in row
@@ -156,7 +156,7 @@ def fill_in_questions(rows: list[tuple[str, RawRow]], columns: Mapping[str, str]
 
 @lru_cache(4096)
 def _classify(name: str) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the name speaks of a NOTE, and the columns of ours that it hints at."""
+    """Return whether the name means a NOTE, and our columns that it hints at."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.removesuffix(UNLISTED)).lower()
     hinted = (ours for ours, hint in HINTS.items() if re.search(rf"(^|[^a-z])({hint})", plain))
     return _NOTES.fullmatch(plain) is not None, () if name.endswith(UNLISTED) else tuple(hinted)
@@ -173,13 +173,13 @@ def _use_of(name: str, value: Any, absent: Container[str]) -> str:
 
 
 def merge_uses(into: dict[str, str], more: Mapping[str, str]) -> None:
-    """Add what `Row.unread` found in other rows. A use counts more than none, and none more than NOTE."""
+    """Add the results of `Row.unread` for other rows. A use counts more than none, and none more than NOTE."""
     worth = {NOTE: 0, "": 1}
     into.update({name: max(into.get(name, NOTE), use, key=lambda use: worth.get(use, 2)) for name, use in more.items()})
 
 
 def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
-    """Name the unread columns of a source: those that may matter, then notes."""
+    """Name the unread columns of a source: first the ones that may matter, then notes."""
     notes = sorted(name for name, use in unread.items() if use == NOTE)
     others = sorted((name, use) for name, use in unread.items() if use != NOTE)
     told = [f"{name} (data.columns.{use}={name} reads it)" if use else name for name, use in others]
@@ -188,7 +188,7 @@ def name_unread(source: str, unread: Mapping[str, str]) -> list[str]:
 
 
 def parse_json(text: str, reason: str, what: str, where: str) -> Any:
-    """The value of JSON text; raises BadRow, which begins with `what`, if it is not JSON."""
+    """Parse JSON text. If it is not JSON, raise BadRow with a message that begins with `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -196,7 +196,7 @@ def parse_json(text: str, reason: str, what: str, where: str) -> Any:
 
 
 def list_of(value: Any, where: str) -> list[Any]:
-    """A list, or the list in a JSON string (csv and parquet files often hold nested columns that way)."""
+    """Return a list, or the list in a JSON string. Csv and parquet files often hold nested columns as strings."""
     if isinstance(value, str):
         value = parse_json(value, "wrong type", "expected a list, found a string that is not JSON", where)
     if not isinstance(value, list):
@@ -207,10 +207,10 @@ def list_of(value: Any, where: str) -> list[Any]:
 def detect_format(
     first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: ObjectiveKind
 ) -> Format:
-    """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
+    """Detect the format of a source. Raises UserError unless exactly one fits, and the objective allows it.
 
-    `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen. A format whose
-    columns have our own names goes before one that fits by ALIASES.
+    `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are the columns of all rows seen. A format
+    that fits by our own column names goes before one that fits by ALIASES.
     """
     label, single = column_of(LABEL, names, columns), [name for name in REQUIRED if name != "preference"]
     allowed = {"sft": single, "kto": [*LABELLED, "preference"]}.get(objective, ["preference"])
@@ -259,10 +259,10 @@ def detect_format(
 
 
 def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
-    """A hash of 64 bits that is equal for equal rows, whatever template, tokenizer and data.max_length make of them.
+    """Return a 64-bit hash that equal rows share, independent of template, tokenizer and data.max_length.
 
-    Only the columns that the format reads count (not an id, not a score), so copies of a conversation have one hash and
-    fall on the same side of a held-out split. The hash of an unreadable row is that of its error.
+    Only the columns that the format reads count (not an id, not a score). Copies of a conversation therefore have one hash and
+    fall on the same side of a held-out split. The hash of an unreadable row is its error's hash.
     """
     if isinstance(row, BadRow):
         return hash_content([row.reason, row.what])
@@ -272,5 +272,5 @@ def hash_row(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
 
 
 def hash_content(content: object) -> int:
-    """A 64-bit hash of `content` as JSON."""
+    """Return a 64-bit hash of `content` as JSON."""
     return int.from_bytes(hashlib.blake2b(_JSON.encode(content).encode(), digest_size=8).digest(), "little")

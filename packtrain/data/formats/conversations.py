@@ -1,6 +1,6 @@
-"""Parses rows with one answer: a conversation, a prompt with its completion, text, or tokens.
+"""Parse rows with one answer: a conversation, a prompt with its completion, text, or tokens.
 
-One function reads one format; a new format is one more entry of READERS, with its columns in columns.py. Shapes follow
+One function reads one format. A new format is one more entry of READERS, with its columns in columns.py. Shapes follow
 TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
 """
 
@@ -28,12 +28,12 @@ from packtrain.data.formats.messages import (
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns of media: rows that have them are refused."""
+"""Columns of media: we refuse rows that have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template; with `answer_from`, the answer starts there (else it is the last turn)."""
+    """Messages for a chat template. The answer starts at `answer_from`, or is the last turn."""
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
@@ -42,13 +42,13 @@ class Conversation:
 
     @property
     def prompt(self) -> Messages:
-        """The messages before the answer."""
+        """Return the messages before the answer."""
         return self.messages[: self.answer_from]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and its completion, both plain text; running text is the completion of an empty prompt."""
+    """Prompt and completion as plain text; running text is the completion of an empty prompt."""
 
     prompt: str
     completion: str
@@ -56,7 +56,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids int32[n] and which of them are trained bool[n] (None: the row does not say)."""
+    """Token ids int32[n] with a loss mask bool[n]. `mask` is None if the row has none."""
 
     input_ids: np.ndarray
     mask: np.ndarray | None
@@ -66,7 +66,7 @@ Example = Conversation | PromptCompletion | Tokens
 
 
 def read_row(row: Row, format: Format) -> Example:
-    """A row as an example; raises BadRow naming the field."""
+    """Read a row as an example; raises BadRow naming the field."""
     if format not in ("text", "tokenised"):
         refuse_media(row)
         refuse_unwanted(row)
@@ -89,7 +89,7 @@ def refuse_unwanted(row: Row) -> None:
 
 
 def refuse_chat_columns(row: Row) -> None:
-    """Raise BadRow for a row of plain text with what only a chat template has a place for."""
+    """Raise BadRow for plain text with columns that only a chat template can render."""
     if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
         what = "the row is read as plain text, which has no place for this"
         fix = "Make a conversation of it (data.columns.instruction names the column of the prompt), or take this column out."
@@ -123,7 +123,8 @@ def _read_xlam(row: Row) -> Conversation:
 
 
 def ask_by_columns(row: Row) -> Messages:
-    """The messages before the answer in Alpaca's columns: `system`, pairs of `history`, `instruction` with `input` on a line below."""
+    """Build the messages before the answer from Alpaca's columns.
+    `system`, pairs of `history`, then `instruction` with `input` on the next line."""
     messages, where = read_system(row), row.name("history")
     for index, pair in enumerate(list_of(row.optional("history") or [], where)):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):

@@ -1,14 +1,14 @@
-"""Messages as chat templates take them, from the ways in which data sets write them.
+"""Messages for chat templates, parsed from the forms that data sets use.
 
-Read are OpenAI's messages ({"role", "content"}, `tool_calls`, `tool` answers), ShareGPT's turns ({"from", "value"}, with
+We read OpenAI's messages ({"role", "content"}, `tool_calls`, `tool` answers), ShareGPT's turns ({"from", "value"}, with
 `function_call` and `observation`), and contents that are lists of parts (`text`, `reasoning`, `tool_call`).
-All become {"role", "content"} with the content as one string, and of what an assistant says beside it
+All become {"role", "content"} with the content as one string. An assistant's turn may also have
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
-    weight              0 where the turn is not to be trained, also by other keys (WEIGHTS), or in all of its parts
+    weight              0 if the turn is not trained; also read from other keys (WEIGHTS), or from all of its parts
 
-tokens/chat_template.py puts that where a template reads it. Roles are checked: most templates render any role, so a misspelt
+tokens/chat_template.py puts these where a template reads them. Roles are checked: most templates render any role, so a misspelt
 one would silently go untrained. Sources: transformers' guide to chat templates, OpenAI's API, LLaMA-Factory, ms-swift.
 """
 
@@ -24,9 +24,9 @@ from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALLS = ("function_call", "tool_call")
-"""Whose text is JSON: a call, or a list of parallel ones."""
+"""Roles with JSON as text: a call, or a list of parallel calls."""
 RESULTS = ("observation", "tool_response", "function_response")
-SPEAKERS = {  # the words of ShareGPT and others for the roles
+SPEAKERS = {  # words of ShareGPT and others for the roles
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "bot", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(CALLS, "assistant"),
@@ -35,34 +35,34 @@ SPEAKERS = {  # the words of ShareGPT and others for the roles
 }
 _EXCHANGE = {name: role for name, role in SPEAKERS.items() if role != "tool" and name not in CALLS}
 _EXCHANGE |= {"input": "user", "output": "assistant"}
-"""The keys of exchanges, as ms-swift and XTuner have them."""
+"""Keys of exchanges in the formats of ms-swift and XTuner."""
 STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
-"""Roles that become another one where the template names only that: most templates would drop their messages."""
+"""Roles replaced by another role if the template names only the other: most templates would drop their messages."""
 PARTS = {
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
     "text": "content",
     "tool_call": "tool_calls",
 }
-"""Types of parts, in the order of an assistant's turn, and the keys that they go to."""
+"""Types of parts, in the order of an assistant's turn, and the key of the message for each."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss")
-MASKED = "masked"  # torchtune's, true where the turn is not trained
+MASKED = "masked"  # torchtune's key, true if the turn is not trained
 WHOLE = "packtrain trains a whole turn or none of it"
 _WEIGHT = re.compile(
     r"(?i)(\w+_)?(train(able|ed|ing)?|loss|mask(ed)?|weights?)(_?(mask|scale|weight|detail|on|turn)s?)*"
 )
 KNOWN = {"role", "content", "name", "id", "tool_calls", "tool_call_id", "reasoning_content", "weight"}
-"""Keys that a message may have once it is read; others nothing reads, unless the chat template does."""
+"""Keys that a parsed message may have; nothing reads others, unless the chat template does."""
 CALL = '{"name": …, "arguments": {…}}'
 _TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
 
 
 def read_messages(row: Row, ours: str) -> Messages:
-    """The messages of a column; raises BadRow where there are none.
+    """Read the messages of a column. Raises BadRow if there are none.
 
-    A turn of CALLS continues what the assistant just said: text, or other calls, which then count as parallel.
+    A turn of CALLS continues the assistant's previous turn: text, or other calls, which then count as parallel.
     """
     where = row.name(ours)
     messages: Messages = []
@@ -80,7 +80,7 @@ def read_messages(row: Row, ours: str) -> Messages:
 
 
 def _unfold(turn: Any) -> list[Any]:
-    """The turn; of an exchange ({"human": …, "assistant": …}) both turns."""
+    """Return the turn as a list. An exchange ({"human": …, "assistant": …}) becomes its turns."""
     is_turn = not isinstance(turn, dict) or turn.keys() & {"role", "from", "content", "value"}
     said = {} if is_turn else {_EXCHANGE[name]: text for name, text in turn.items() if text and name in _EXCHANGE}
     rest = {name: value for name, value in turn.items() if name not in _EXCHANGE} if said else {}
@@ -89,14 +89,14 @@ def _unfold(turn: Any) -> list[Any]:
 
 
 def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
-    """One message of the file. Keys that are null are left out, as by apply_chat_template. Raises BadRow naming the field."""
+    """Read one message of the file. Drops null keys, like apply_chat_template. Raises BadRow naming the field."""
     if not isinstance(value, dict):
         raise wrong_type("an object", value, where)
     message = {key: part for key, part in value.items() if part is not None}
     who, what = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     if who == "from":
         message |= {"role": message.pop("from", None), "content": message.pop("value", None)}
-    if call := message.pop("function_call", None):  # as OpenAI's API had it before tool_calls
+    if call := message.pop("function_call", None):  # OpenAI's API had this key before tool_calls
         message.setdefault("tool_calls", [call])
     wordless = bool(message.get("tool_calls") or message.keys() & set(THOUGHTS))
     for key in ("role", "content"):
@@ -128,9 +128,9 @@ def read_message(value: Any, where: str, row: Row) -> dict[str, Any]:
 
 
 def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
-    """Our word for a `role` or, where `who` is "from", a speaker; `named` are roles of the template. Raises BadRow for another.
+    """Return our word for a `role`, or for a speaker if `who` is "from". Raises BadRow for an unknown one.
 
-    Another word for the assistant is refused even where it is named: only `assistant` is ever trained.
+    `named` are the template's roles. Another word for the assistant is refused even if named: only `assistant` is ever trained.
     """
     if who == "from" and role in SPEAKERS:
         return SPEAKERS[role]
@@ -148,7 +148,7 @@ def _read_role(role: str, who: str, named: frozenset[str], where: str) -> str:
 
 
 def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
-    """Leave `weight` 0 where an assistant's turn is not trained, and no other weight."""
+    """Keep `weight` 0 on an assistant's turn that is not trained, and no other weight."""
     given = _take_weights(message, where, message["role"])
     if isinstance(parts := message.get("content"), list):
         places = ((part, f"{where}.{inside}[{at}]") for at, part in enumerate(parts) if isinstance(part, dict))
@@ -166,7 +166,7 @@ def _set_weight(message: dict[str, Any], where: str, inside: str) -> None:
 
 
 def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int]:
-    """Remove and return the weights of a turn or a part; raises BadRow unless 0 or 1."""
+    """Remove and return the weights of a turn or a part. Raises BadRow unless they are 0 or 1."""
     given = dict[str, int]()
     for key in [key for key, weight in value.items() if _WEIGHT.fullmatch(key) and weight not in (None, [])]:
         weight = value.pop(key)
@@ -181,7 +181,7 @@ def _take_weights(value: dict[str, Any], where: str, role: str) -> dict[str, int
 
 
 def _set_thought(message: dict[str, Any], where: str) -> None:
-    """Leave an assistant's thought under `reasoning_content`."""
+    """Keep an assistant's thought only as `reasoning_content`."""
     given = {key: message.pop(key) for key in THOUGHTS if key in message}
     for key, thought in given.items():
         if not isinstance(thought, str):
@@ -191,7 +191,7 @@ def _set_thought(message: dict[str, Any], where: str) -> None:
 
 
 def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message whose content is a list of parts, with text, thought and calls under their own keys."""
+    """Join the content's parts: text, thought and calls each under their own key."""
     joined = {**message, "content": ""}
     order, last = list(dict.fromkeys(PARTS.values())), 0
     for index, part in enumerate(message["content"]):
@@ -221,7 +221,7 @@ def _join_parts(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_calls(value: Any, where: str) -> dict[str, Any]:
-    """What a turn of CALLS says: calls as JSON, after a thought in <think> if there is one; raises BadRow where there is no call."""
+    """Read the calls (JSON) of a turn of CALLS, after an optional <think>. Raises BadRow without a call."""
     said: dict[str, Any] = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):
@@ -235,7 +235,7 @@ def read_calls(value: Any, where: str) -> dict[str, Any]:
 
 
 def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, with their arguments as objects: the API gives JSON in a string, templates want objects."""
+    """Return calls in OpenAI's form, but with arguments as objects. The API has JSON strings; templates want objects."""
     calls = []
     for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
@@ -251,7 +251,7 @@ def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_function(value: Any, expected: str, where: str) -> dict[str, Any]:
-    """The function of a tool or a call, whether {"type": "function", "function": {…}} or itself; a copy."""
+    """Return a copy of the function of a tool or a call. Takes {"type": "function", "function": {…}} or the function itself."""
     given = value if isinstance(value, dict) else {}
     inner = given.get("function", {key: part for key, part in given.items() if key not in ("type", "id")})
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
@@ -260,7 +260,7 @@ def _read_function(value: Any, expected: str, where: str) -> dict[str, Any]:
 
 
 def read_tools(row: Row) -> list[dict[str, Any]] | None:
-    """The tools of the column `tools`, if any, as templates want them: {"type": "function", "function": {…}}."""
+    """Return the tools of the column `tools`, if any. Templates want this form: {"type": "function", "function": {…}}."""
     value, where = row.optional("tools"), row.name("tools")
     tools = []
     for index, tool in enumerate(list_of(value, where) if value else []):
@@ -272,13 +272,13 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
 
 
 def read_system(row: Row) -> Messages:
-    """The message of the column `system`, else of data.system, if any."""
+    """Return the system message from the column `system`, else from data.system, if any."""
     said = row.text("system") if row.optional("system") else row.system
     return [{"role": "system", "content": said}] if said else []
 
 
 def with_system(row: Row, messages: Messages) -> Messages:
-    """The messages after that of the column `system` or of data.system, unless they begin with one, as ms-swift and LLaMA-Factory do."""
+    """Put the system message first unless the messages begin with one, like ms-swift and LLaMA-Factory. See read_system."""
     own = bool(messages) and messages[0]["role"] in ("system", "developer")
     if own and messages[0]["content"] != row.values.get(row.name("system")):
         return messages
@@ -286,7 +286,7 @@ def with_system(row: Row, messages: Messages) -> Messages:
 
 
 def with_thought(row: Row, messages: Messages) -> Messages:
-    """The messages with the thought of a column in the last answer, if the template has a place for it."""
+    """Add a column's thought to the last answer. The template must have a place for it."""
     last = messages[-1]
     free = last["role"] == "assistant" and "reasoning_content" not in last and "</think>" not in last["content"]
     if not (free and row.keys & {*THOUGHTS, "</think>"}) or not row.optional("reasoning_content"):
@@ -296,14 +296,14 @@ def with_thought(row: Row, messages: Messages) -> Messages:
 
 
 def refuse_closed_turn(prompt: Messages, answer: Messages, where: str) -> None:
-    """Raise BadRow where the answer would continue the prompt's last turn."""
+    """Raise BadRow if the answer would continue the prompt's last turn."""
     if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
         what = "the prompt ends in a turn of the assistant, which the chat template closes before the answer"
         raise BadRow("closed turn", what, where, "Write the whole turn into the answer.")
 
 
 def read_variables(row: Row) -> dict[str, Any]:
-    """Arguments for the chat template that the row brings."""
+    """Return the row's own arguments for the chat template."""
     value, where = row.optional("chat_template_kwargs") or {}, row.name("chat_template_kwargs")
     if not isinstance(value, dict):
         raise wrong_type("an object", value, where)

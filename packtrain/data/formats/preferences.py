@@ -1,18 +1,18 @@
-"""Parses rows of preference pairs, and of single answers that are desirable or not.
+"""Parse rows of preference pairs, and single answers with a label.
 
-A pair becomes two examples that begin with the same prompt. These forms are known, as in TRL
+A pair becomes two examples that begin with the same prompt. We read these forms, as in TRL
 (https://huggingface.co/docs/trl/dataset_formats#preference), LLaMA-Factory, axolotl and ms-swift:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
-    chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
+    chosen, rejected                  the prompt is their common beginning: messages, or the characters of two strings
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
-    messages, chosen, rejected        axolotl's: the prompt's messages, then an answer each; of whole conversations the last turn
+    messages, chosen, rejected        axolotl's: the prompt's messages, then an answer each (the last turn of whole conversations)
     instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
-    messages, rejected_response       ms-swift's: a conversation, and what replaces all after its last question; also rejected_messages, a
-                                      whole conversation, and Alpaca's columns in place of messages
+    messages, rejected_response       ms-swift's: a conversation, and a replacement for everything after its last question; also
+                                      rejected_messages (a whole conversation), and Alpaca's columns instead of messages
 
-and beside messages `tools`, `system` and chat_template_kwargs. Single answers with a label (packtrain kto) are rows
-of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns; pairs are split into their two answers.
+with `tools`, `system` and chat_template_kwargs beside messages. Single answers with a label (packtrain kto) are rows
+of prompt and completion, of messages whose last turn is the answer, or of Alpaca's columns. Pairs are split into their two answers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from packtrain.data.formats.messages import (
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ASKING = ("system", "developer", "user")
-"""Roles that an answer cannot begin with."""
+"""Roles that cannot begin an answer."""
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TURNS = re.compile(r"""\s*(\[\s*)?\{\s*"(role|from|content|value)"|\s*\[\s*\]""")
-"""Begins messages as JSON."""
+"""Match the beginning of messages as JSON."""
 Answered = Conversation | PromptCompletion
 """A prompt with an answer."""
 
 
 def read_preference(row: Row) -> tuple[Answered, Answered]:
-    """The prompt with the better and with the worse answer; raises BadRow naming the field."""
+    """Return the prompt with the better answer and with the worse one. Raises BadRow naming the field."""
     refuse_media(row)
     if not row.has("chosen"):
         return _pair_conversation(row)
@@ -65,9 +65,9 @@ def read_preference(row: Row) -> tuple[Answered, Answered]:
 
 
 def read_margin(row: Row) -> float:
-    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number."""
+    """Return the row's margin of the chosen answer over the rejected one, default 0. Raises BadRow unless it is a number."""
     value = row.optional("margin")
-    if value is None or value == "":  # as csv has it
+    if value is None or value == "":  # csv has an empty string here
         return 0.0
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -79,11 +79,11 @@ def read_margin(row: Row) -> float:
 
 
 def read_unpaired(row: Row, format: Format) -> tuple[list[Answered], bool]:
-    """A row as one answer, or a pair as two, and whether the first is desirable; raises BadRow naming the field."""
+    """Read one labelled answer, or a pair as two answers. The flag is the first one's label. Raises BadRow naming the field."""
     if format == "preference":
         return [*read_preference(row)], True
     refuse_media(row)
-    value = row.take("label")  # as text in csv
+    value = row.take("label")  # csv has text here
     label = _LABELS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
     if label is None:
         raise wrong_type("true (desirable) or false", value, row.name("label"))
@@ -95,7 +95,7 @@ def read_unpaired(row: Row, format: Format) -> tuple[list[Answered], bool]:
 
 
 def _find_answer(conversation: Conversation) -> Conversation:
-    """The conversation with the place where its answer begins, by default the last turn."""
+    """Set where the answer of a conversation begins, by default at the last turn."""
     messages = conversation.messages
     start = len(messages) - 1 if conversation.answer_from is None else conversation.answer_from
     if not 0 < start < len(messages):
@@ -109,9 +109,9 @@ def _find_answer(conversation: Conversation) -> Conversation:
 
 
 def common_prompt(row: Row, answered: Answered) -> str | Messages:
-    """The prompt of a row that became `answered`, equal in all rows that ask the same.
+    """Return the prompt of a row read as `answered`. Rows with the same question have equal prompts.
 
-    A prompt that is the common beginning of two strings loses its last line, where the answers' common words may be.
+    If the prompt is the common beginning of two strings, drop its last line: the answers may have common words there.
     """
     if isinstance(answered, Conversation) or row.has("prompt"):
         return answered.prompt
@@ -127,7 +127,7 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
         return PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected)
     border = _find_border(chosen, rejected)
     if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
-        border -= 1  # most tokenizers keep a space with the word behind it
+        border -= 1  # most tokenizers keep a space with the next word
     if not chosen[:border].strip():
         what = f"there is no prompt: no column {row.name('prompt')!r}, and the answers begin differently"
         raise BadRow("no common prompt", what, row.name("chosen"), "Name the prompt's column with data.columns.")
@@ -136,7 +136,7 @@ def _pair_strings(row: Row) -> tuple[Answered, Answered]:
 
 
 def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
-    """The pair of chosen and rejected; `asked` is the column of the prompt, None if only the answers contain it."""
+    """Pair chosen and rejected. `asked` is the prompt's column, None if only the answers contain the prompt."""
     chosen, rejected = _read_answer(row, "chosen"), _read_answer(row, "rejected")
     is_whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
     prompt = None if asked is None else _read_prompt(row, asked)
@@ -145,7 +145,7 @@ def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
         border = _find_border(chosen, rejected)
         prompt, chosen, rejected = chosen[:border], chosen[border:], rejected[border:]
     elif is_whole and asked == "messages":
-        chosen, rejected = chosen[-1:], rejected[-1:]  # as axolotl takes them
+        chosen, rejected = chosen[-1:], rejected[-1:]  # like axolotl
     else:
         refuse_closed_turn(prompt, chosen, row.name("chosen"))
     if not prompt:
@@ -155,7 +155,7 @@ def _pair_messages(row: Row, asked: str | None) -> tuple[Answered, Answered]:
 
 
 def _pair_conversation(row: Row) -> tuple[Answered, Answered]:
-    """ms-swift's pair: the last round of a conversation, and what is worse."""
+    """Read ms-swift's pair: the last round of a conversation, and a worse one."""
     if (ours := next(filter(row.has, CHOSEN), None)) is None:
         raise BadRow("missing column", f"no column {row.name('chosen')!r}; found: {', '.join(map(repr, row.values))}")
     example = READERS[CHOSEN[ours]](row)
@@ -171,7 +171,7 @@ def _pair_conversation(row: Row) -> tuple[Answered, Answered]:
 
 
 def _split_last_round(messages: Messages, where: str) -> tuple[Messages, Messages]:
-    """The messages up to the last question; the answer, with its calls of tools and their results."""
+    """Split messages after the last question. The answer includes tool calls and their results."""
     start = max((at for at, message in enumerate(messages, 1) if message["role"] in ASKING), default=0)
     if not 0 < start < len(messages):
         raise BadRow("no prompt", "expected a question and then an answer", where)
@@ -179,7 +179,7 @@ def _split_last_round(messages: Messages, where: str) -> tuple[Messages, Message
 
 
 def _join(row: Row, prompt: Messages, answers: dict[str, Messages]) -> tuple[Answered, Answered]:
-    """The pair of both answers, each under the name of its column; raises BadRow for what is no answer."""
+    """Join the prompt with both answers, given by column name. Raises BadRow for an answer that is not one."""
     for name, answer in answers.items():
         if answer[0]["role"] in ASKING:
             what = f"the answer begins with what the {answer[0]['role']} says"
@@ -192,25 +192,25 @@ def _join(row: Row, prompt: Messages, answers: dict[str, Messages]) -> tuple[Ans
 
 
 def _find_prompt(row: Row) -> str | None:
-    """Our column that holds the prompt; None if only the answers contain it."""
+    """Return our column that holds the prompt; None if only the answers contain it."""
     if "instruction" in row.columns and row.has("instruction") and row.name("instruction") == row.name("prompt"):
         return "instruction"
     return next((ours for ours in PROMPTS if row.has(ours) and (ours != "messages" or _is_prompt(row))), None)
 
 
 def _is_prompt(row: Row) -> bool:
-    """Whether the column `messages` is what the answers follow, and not the chosen answer once more."""
+    """Return whether the column `messages` is the prompt, not a copy of the chosen answer."""
     value = row.values[row.name("messages")]
     return bool(value) and (_is_text(value) or read_messages(row, "messages")[-1]["role"] != "assistant")
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is what somebody says, and not messages, which tables may hold as JSON text."""
+    """Return whether a value is plain text rather than messages. Tables may hold messages as JSON text."""
     return isinstance(value, str) and not _TURNS.match(value)
 
 
 def _read_prompt(row: Row, asked: str) -> Messages:
-    """The messages before the answers, of the column `asked`."""
+    """Return the messages before the answers, from the column `asked`."""
     if asked == "instruction":
         return ask_by_columns(row)
     value = row.take(asked)
@@ -220,7 +220,7 @@ def _read_prompt(row: Row, asked: str) -> Messages:
 
 
 def _read_answer(row: Row, ours: str) -> Messages:
-    """The messages of `chosen` or `rejected`; a string is what the assistant says, an object the only message."""
+    """Read the messages of `chosen` or `rejected`. A string is the assistant's text, an object the only message."""
     value = row.take(ours)
     if _is_text(value):
         return [{"role": "assistant", "content": row.text(ours)}]
@@ -230,6 +230,6 @@ def _read_answer(row: Row, ours: str) -> Messages:
 
 
 def _find_border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """The index of the first difference; the last common index if one is a prefix of the other."""
+    """Return the index of the first difference. If one is a prefix of the other, return its last index."""
     shortest = min(len(chosen), len(rejected))
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)

@@ -1,1 +1,1 @@
-"""Where rows come from: files, folders, the hub, built-in data."""
+"""Sources of rows: files, folders, the hub, built-in data."""

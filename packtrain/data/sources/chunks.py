@@ -1,7 +1,7 @@
-"""Chunks of raw rows for the tokenising processes: picklable, with the place (file and line, or number) of every row.
+"""Chunks of raw rows for the tokenising processes; they pickle, and know each row's place.
 
-The process that receives a chunk parses it (JSON, Arrow to Python), so parsing runs in parallel; the reader only cuts files
-into chunks. A row that cannot be read is replaced by a `BadRow` that says why.
+(The place is file and line, or a row number.) The process that receives a chunk parses it (JSON, Arrow to Python), so parsing runs in
+parallel; the reader only cuts files into chunks. A `BadRow` with a reason replaces a row that cannot be read.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from packtrain.errors import Problem
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 UNLISTED = " (not in dataset_info.json)"
-"""Ends the names of columns that an entry of LLaMA-Factory's list leaves out."""
+"""Suffix for names of columns that an entry of LLaMA-Factory's list leaves out."""
 
 
 class BadRow(Exception):
-    """A row that cannot be used: it is counted under `reason`; `what` is the sentence, `field` the place in the row."""
+    """Unusable row, counted under `reason`. `what` is the sentence for the user, `field` the place in the row."""
 
     def __init__(self, reason: str, what: str, field: str = "", fix: str = "") -> None:
         super().__init__(reason, what, field, fix)
         self.reason, self.what, self.field, self.fix = reason, what, field, fix
 
     def problem(self, where: str) -> Problem:
-        """The error for the user; `where` is the row's file and line."""
+        """Return the error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
         return Problem(self.what, place, f"{self.fix or 'Fix the row.'} data.bad_rows=skip skips and counts such rows.")
 
 
 RawRow = dict[str, Any] | BadRow
 Value = bytes | RawRow
-"""A row that is parsed, or a line of JSON."""
+"""A parsed row, or a line of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of the file or data set `origin`, as values or as a batch of a table.
+    """Rows of the file or data set `origin`: values, or a batch of a table.
 
-    `numbers` are those of their lines or, where `by_line` is not set, of the rows, from 1. `size` is in bytes or rows, as the
-    source's. `translate` renames the columns of each row (dataset_info.py); `columns` are our names: its own.
+    `numbers` are line numbers if `by_line`, else row numbers, from 1. `size` is in bytes or rows, like the
+    source's. `translate` renames the columns of each row (dataset_info.py); `columns` maps our names to its own.
     """
 
     origin: str
@@ -59,7 +59,7 @@ class Chunk:
         return len(self.numbers)
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:
-        """Each row with its place."""
+        """Yield each row with its place."""
         for at, number in enumerate(self.numbers):
             if isinstance(self.values, pa.RecordBatch):
                 row = _read_table_row(self.values, at)
@@ -71,7 +71,7 @@ class Chunk:
 
 
 def cut_into_chunks(origin: str, rows: Iterable[tuple[int, Value, int]], *, by_line: bool = True) -> Iterator[Chunk]:
-    """Chunks of rows, each given by its number, value and size."""
+    """Cut rows into chunks; each row is given as (number, value, size)."""
     numbers: list[int] = []
     values: list[Value] = []
     size = 0
@@ -87,19 +87,19 @@ def cut_into_chunks(origin: str, rows: Iterable[tuple[int, Value, int]], *, by_l
 
 
 def _read_table_row(batch: pa.RecordBatch, at: int) -> RawRow:
-    """Row `at`, without nulls inside its columns.
+    """Read row `at`, without nulls inside its columns.
 
-    All objects of a table have the same fields; those that a row lacks are null, so a tool call would get the arguments of
-    every other tool. A value that Python cannot hold is a BadRow, which `wrong_type` gives to whoever reads it.
+    All objects of a table have the same fields, and fields that a row lacks are null: a tool call would get the arguments of
+    every other tool. A value that Python cannot hold becomes a BadRow, which the reader's `wrong_type` returns.
     """
     return {name: _drop_nulls(_as_python(batch.column(name)[at])) for name in batch.schema.names}
 
 
 def _as_python(value: Any) -> Any:
-    """A value of Arrow, or the BadRow in its place: text that is not UTF-8, a date beyond the year 9999, nanoseconds."""
+    """Return an Arrow value in Python, or a BadRow. Bad values: text that is not UTF-8, a date beyond the year 9999, nanoseconds."""
     try:
         return value.as_py()
-    except Exception as error:  # ValueError and OverflowError mostly; of time zones LookupError
+    except Exception as error:  # mostly ValueError and OverflowError; LookupError for time zones
         if isinstance(value, pa.StructScalar):
             return {name: _as_python(part) for name, part in value.items()}
         if isinstance(value, pa.ListScalar) and value.values is not None:
@@ -110,7 +110,7 @@ def _as_python(value: Any) -> Any:
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _drop_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not long lists of token ids
+    if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):  # not for lists of token ids
         return [_drop_nulls(part) for part in value]
     return value
 
@@ -127,7 +127,7 @@ def _parse_line(line: bytes) -> RawRow:
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError for one that has a key twice, of which Python would silently keep the last."""
+    """Return a JSON object. Raises ValueError for a repeated key: Python would silently keep its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -136,12 +136,12 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_object(row: Any) -> RawRow:
-    """`row` if it is a JSON object, else the BadRow that says what it is."""
+    """Return `row` if it is a JSON object, else a BadRow that names its type."""
     return row if isinstance(row, dict) else wrong_type("an object", row, "")
 
 
 def wrong_type(expected: str, value: Any, where: str) -> BadRow:
-    """The BadRow of a field that should be `expected`, with the value's type in the words of JSON, and a short value itself."""
+    """Return the BadRow of a field that should be `expected`. It names the value's JSON type, and the value if it is short."""
     if isinstance(value, BadRow):
         return BadRow(value.reason, value.what, where)
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}

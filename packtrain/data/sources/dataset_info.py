@@ -1,8 +1,8 @@
-"""Data sets by LLaMA-Factory's `dataset_info.json`: where their rows are, and rows under our column names.
+"""Data sets listed in LLaMA-Factory's `dataset_info.json`: their source, and rows under our column names.
 
-An entry names a file, a folder or a hub data set, and says by `columns`, `tags`, `formatting` and `ranking` what its rows hold. Rows are
-renamed as they are parsed (`Translation`), so that all that follows sees Alpaca's or ShareGPT's columns. As there, `columns` and `tags`
-replace the defaults as a whole: a column that an entry does not name is not read, and said to be so. A prompt without an answer is running text.
+An entry names a file, a folder or a hub data set. Its `columns`, `tags`, `formatting` and `ranking` describe the rows. `Translation`
+renames the columns during parsing, so that all later code sees Alpaca's or ShareGPT's columns. LLaMA-Factory's `columns` and `tags` replace
+all defaults, and ours do too: a column that an entry does not name is not read, and reported. A prompt without an answer is running text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAGS = {
     "system_tag": "system",
 }
 _ROLES = {"observation": "tool", "function_call": "function_call", "human": "user", "gpt": "assistant"}
-"""ShareGPT's speakers → roles of messages, where these differ."""
+"""ShareGPT's speakers → roles of messages, if they differ."""
 _OURS = {**_COLUMNS, "kto_tag": "label"}
 _KNOWN = {
     *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name"),
@@ -39,7 +39,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Translation:
-    """`columns` and `tags` of an entry; `form` is its formatting: alpaca, sharegpt or openai."""
+    """Column names of an entry: `columns`, `tags` and `ranking`. `form` is its formatting: alpaca, sharegpt or openai."""
 
     form: str
     ranking: bool
@@ -47,7 +47,7 @@ class Translation:
     tags: Mapping[str, str]
 
     def __call__(self, row: RawRow) -> RawRow:
-        """The row under our names."""
+        """Return the row under our names."""
         if isinstance(row, BadRow):
             return row
         chat, columns = self.form != "alpaca", self.columns
@@ -84,9 +84,9 @@ class Translation:
 
 
 def look_up(source: DataSource, where: str) -> tuple[DataSource, Translation, int | None]:
-    """The source that `lf:FILE#NAME` stands for, how its rows are translated, and the documents of it in an epoch, if the entry says so.
+    """Return the source of an entry `lf:FILE#NAME`, its Translation, and its num_samples or None.
 
-    Raises UserError for an entry that is not there, or that names what cannot be read here.
+    Raises UserError for a missing entry, or one that packtrain cannot read. num_samples counts documents in an epoch.
     """
     path, _, name = source.path.removeprefix(LISTED).rpartition("#")
     entries = read_info(Path(path))

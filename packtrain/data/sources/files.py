@@ -1,6 +1,6 @@
-"""Files as streams of chunks, in bounded memory (but for a file that is one JSON value, or a text that is one row).
+"""Read files as streams of chunks. Memory is bounded, except for a file with one JSON value or a text that is one row.
 
-JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
+We do not read JSON Lines and csv with `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
 """
 
@@ -45,21 +45,21 @@ READABLE = f"packtrain reads {', '.join(_TEXTUAL)} (also with {' or '.join(COMPR
 
 
 def suffix_of(path: Path | RemoteFile) -> str | None:
-    """The suffix of SUFFIXES that the file's name ends with; None for a file that is not read."""
+    """Return the suffix of SUFFIXES that ends the file's name; None for other files."""
     name = path.name.lower()
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
 def kind_of(path: Path | RemoteFile) -> str:
-    """The suffix of SUFFIXES without that of a compression; "" for a file that is not read."""
+    """Return the suffix of SUFFIXES without the compression's; "" for other files."""
     suffix = suffix_of(path) or ""
     return next((suffix.removesuffix(packed) for packed in COMPRESSED if suffix.endswith(packed)), suffix)
 
 
 def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first: int = 0) -> Iterator[Chunk]:
-    """The rows of one file, in order, from chunk number `first` on; `split_text` says what is a row of running text.
+    """Yield the rows of one file in order, from chunk number `first` on. `split_text` cuts running text into rows.
 
-    Raises UserError when the file as a whole cannot be read, PeerFailed when its server does not answer.
+    Raises UserError if the file as a whole cannot be read, PeerFailed if its server does not answer.
     """
     kind = kind_of(path)
     try:
@@ -79,12 +79,12 @@ def read_file(path: Path | RemoteFile, split_text: SplitText = "document", first
         what = f"cannot read the file, it is not {error.encoding}: {error}"
         raise UserError(what, where=str(path), fix=fix) from error
     except Exception as error:
-        remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # whatever its library raises
+        remote = isinstance(path, RemoteFile) and not isinstance(error, UserError)  # libraries raise anything
         if not (remote or isinstance(error, (OSError, *_DAMAGED))):
             raise
         away = remote and not isinstance(error, (*_DAMAGED, PermissionError, FileNotFoundError))
         fix = "Check the network and your access to it." if remote else "Check the file, or download it again."
-        kind_of_error = PeerFailed if away else UserError  # an engine may start the job again for the one
+        kind_of_error = PeerFailed if away else UserError  # after PeerFailed an engine may start the job again
         raise kind_of_error(f"cannot read the file: {error}", where=str(path), fix=fix) from error
 
 
@@ -93,7 +93,7 @@ def _open_raw(path: Path | RemoteFile) -> BinaryIO:
 
 
 def _open_bytes(path: Path | RemoteFile) -> BinaryIO:
-    """The file, decompressed where its name ends in one of COMPRESSED."""
+    """Open the file, and decompress it if its name ends in one of COMPRESSED."""
     name = path.name.lower()
     if name.endswith(".gz"):
         return cast(BinaryIO, gzip.open(_open_raw(path)))
@@ -105,14 +105,14 @@ def _open_bytes(path: Path | RemoteFile) -> BinaryIO:
 
 
 def _open_text(path: Path | RemoteFile, newline: str | None = "") -> TextIO:
-    """The file as text, `newline` as in `open`."""
+    """Open the file as text, `newline` as in `open`."""
     return io.TextIOWrapper(_open_bytes(path), "utf-8-sig", newline=newline)
 
 
 def _read_json(path: Path | RemoteFile) -> tuple[Iterator[tuple[int, Value, int]], bool]:
-    """Each row of a JSON file with its number and its size, and whether it is a file of lines: then they are lines that are not blank.
+    """Read a JSON file. Return each row with its number and size, and whether rows are lines (not blank).
 
-    Else it is one value, whatever the file's name ends in: a list of rows, an object with one list of rows ({"data": [...]}), or a row.
+    Otherwise the file is one value, with any suffix: a list of rows, an object with one list of rows ({"data": [...]}), or a row.
     """
     file, head = _open_bytes(path), list[bytes]()
     while len(shown := [*filter(None, map(bytes.strip, head))]) < 2 and (line := file.readline()):
@@ -129,7 +129,7 @@ def _read_json(path: Path | RemoteFile) -> tuple[Iterator[tuple[int, Value, int]
 
 
 def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
-    """The rows of a file that is one JSON value; None where it is better read line by line. Raises UserError for a broken list."""
+    """Return the rows of a file that is one JSON value. None: read it by line. UserError for a broken list."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
@@ -149,9 +149,9 @@ def _find_rows(text: bytes, path: Path | RemoteFile) -> list[Any] | None:
 
 
 def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
-    """Each text with the line that it begins on and its length: the file, its lines, or what blank lines separate.
+    """Yield each text with its first line number and its length. A text is the file, a line or a paragraph (between blank lines).
 
-    Blank ones are no rows; a text has no line end before or after it.
+    Blank texts are no rows; a text has no line end before or after it.
     """
     with _open_text(path, newline=None) as file:
         if split == "document":
@@ -168,22 +168,22 @@ def _read_texts(path: Path | RemoteFile, split: SplitText) -> Iterator[tuple[int
 
 
 def _refuse_nul(row: dict[str, Any]) -> RawRow:
-    """The row, or a BadRow where a field holds NUL, as a damaged file does."""
+    """Return the row, or a BadRow if a field holds NUL. Damaged files have NUL."""
     if name := next((name for name, text in row.items() if "\0" in text), None):
         return BadRow("NUL bytes", "the text holds NUL bytes", name, "The file is damaged: get it anew.")
     return row
 
 
 def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
-    """Each row with its line and its length. All fields are strings: a column of digits stays text.
+    """Yield each row with its line and length. All fields are strings: a column of digits stays text.
 
-    Without a `separator` it is what the first line has most of: Excel writes semicolons in half of Europe, and tabs.
+    The default `separator` is the most frequent one of the first line: Excel writes semicolons in half of Europe, and tabs.
     """
     csv.field_size_limit(sys.maxsize)
     with _open_text(path) as file:
         start = file.readline()
         separator = separator or max(",;\t", key=start.count)
-        # strict: else an open quote swallows the rest of the file
+        # strict: otherwise an open quote swallows the rest of the file
         reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
         names = next(filter(None, reader), [])
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -206,17 +206,17 @@ def _read_csv(path: Path | RemoteFile, separator: str | None) -> Iterator[tuple[
 
 
 def _cut_table(path: Path | RemoteFile, batches: Iterator[pa.RecordBatch], first: int = 1) -> Iterator[Chunk]:
-    """Chunks of the batches, whose rows are numbered from `first`."""
+    """Cut the batches into chunks; rows are numbered from `first`."""
     for batch in batches:
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             rows = range(start, min(start + CHUNK_ROWS, batch.num_rows))
-            part = batch.take(pa.array(rows))  # a slice is pickled with the rest
+            part = batch.take(pa.array(rows))  # pickling a slice would include the whole batch
             yield Chunk(str(path), range(first, first + len(rows)), part, len(rows), by_line=False)
             first += len(rows)
 
 
 def _read_parquet(path: Path | RemoteFile, first: int) -> Iterator[Chunk]:
-    """The chunks of each group of rows, from number `first` on; groups before it are not read."""
+    """Yield the chunks of each row group, from chunk number `first` on. Skips earlier groups without reading."""
     row = 1
     with _open_raw(path) as raw, pq.ParquetFile(raw) as file:
         for group in range(file.num_row_groups):
@@ -228,7 +228,7 @@ def _read_parquet(path: Path | RemoteFile, first: int) -> Iterator[Chunk]:
 
 
 def _read_arrow(path: Path | RemoteFile) -> Iterator[Chunk]:
-    """A file of Arrow's IPC, which is a stream (so `datasets` writes it) or a file with an index (Feather)."""
+    """Read an Arrow IPC file: a stream (as `datasets` writes) or an indexed file (Feather)."""
     opened = pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(path.open(), mode="r")
     with opened as mapped:
         if mapped.read(6) == b"ARROW1":

@@ -1,4 +1,4 @@
-"""Finds the sources of data.train and data.eval (files, folders, hub, quickstart) and reads them as streams of chunks."""
+"""Find the sources of data.train and data.eval, and read them as streams of chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""The words of file names for splits, as in `datasets`."""
+"""Words for splits in file names, as in `datasets`."""
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
 _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
     "sft": quickstart.conversations,
@@ -49,11 +49,11 @@ _QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of `files`: the name of each, and what reads its chunks from a number on (of what has no files, as of one).
+    """Rows of `files`: pairs of a name and a reader of chunks from any number. A source without files has one pair.
 
-    `size` is the sum of the chunks' (0 where unknown), `remark` what was decided about the source. The rows are determined by
-    `key` and the bytes of `paths`: their tokens are still found after a file was moved or touched, and never reused after a
-    byte of it changed. `samples` are its documents in an epoch, where dataset_info.json says so.
+    `size` sums the chunks' sizes (0 if unknown). `remark` is a decision about the source. `key` and the bytes of `paths` determine the
+    rows: their tokens are found again after a file was moved or touched, and never reused after one byte
+    changed. `samples` counts its documents in an epoch, if dataset_info.json sets it.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Source:
     samples: int | None = None
 
     def chunks(self) -> Iterator[Chunk]:
-        """All rows in order. Raises UserError for a file that cannot be read at all."""
+        """Yield all rows in order. Raises UserError for an unreadable file."""
         return chain.from_iterable(read(0) for _, read in self.files)
 
     def identity(self, hash_file: Callable[[Path], str]) -> str:
-        """A hash of what determines the rows."""
+        """Return a hash of everything that determines the rows."""
         files = [path for path in self.paths if isinstance(path, Path)]
         parts = (self.key, *(f"{suffix_of(path)} {hash_file(path)}" for path in files))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -84,15 +84,15 @@ def locate(
     *,
     streaming: bool = False,
 ) -> Source:
-    """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
+    """Find the source at `source.path`: quickstart, file, glob, folder, or else a hub data set.
 
-    `streaming`: files of a bucket or of the hub are read where they are.
+    `objective` chooses the quickstart rows. `streaming` reads files of a bucket or of the hub in place.
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path, where = source.path, f"data.{role}"
     if path.startswith(LISTED):
         source, translate, samples = look_up(source, where)
-        split_text = "line" if split_text == "document" else split_text  # as LLaMA-Factory reads .txt
+        split_text = "line" if split_text == "document" else split_text  # LLaMA-Factory reads .txt files by line
         plain = locate(source, role, seed, objective, split_text, streaming=streaming)
         return replace(_changed(plain, translate=translate), samples=samples)
     if source.columns:
@@ -126,7 +126,7 @@ def locate(
 
 
 def _changed(plain: Source, **fields: Any) -> Source:
-    """The source with these fields of its chunks."""
+    """Return the source with these fields set in its chunks."""
 
     def changed(read: Callable[[int], Iterator[Chunk]], first: int) -> Iterator[Chunk]:
         return (replace(chunk, **fields) for chunk in read(first))
@@ -138,7 +138,7 @@ def _changed(plain: Source, **fields: Any) -> Source:
 def _choose(
     name: str, found: Sequence[Path | RemoteFile], source: DataSource, split_text: SplitText, where: str
 ) -> Source:
-    """The files that are data; those of the source's split, where `name` is a folder and they speak of several."""
+    """Choose the data files. In a folder with several splits by name, choose the source's split."""
     files = [file for file in found if suffix_of(file) and not _is_about_data(file.name)]
     if not files:
         fix = f"{_READABLE} If a file is one of these under another suffix, rename it."
@@ -178,7 +178,7 @@ def _from_files(name: str, files: Sequence[Path | RemoteFile], split_text: Split
 
 
 def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
-    """Of a data set of the `datasets` library; its fingerprint covers the origin and all transformations."""
+    """Make a source from a data set of the `datasets` library. Its fingerprint covers the origin and all transformations."""
 
     def chunks() -> Iterator[Chunk]:
         first = 1
@@ -194,7 +194,7 @@ def _from_dataset(name: str, dataset: datasets.Dataset) -> Source:
 
 
 def _list_files(local: Path) -> list[Path]:
-    """The file itself, or the files of a folder or a glob that are not hidden."""
+    """Return the file itself, or all files of a folder or glob. Skips hidden files."""
     if local.is_file():
         return [local]
     pattern = f"{glob.escape(str(local))}/**" if local.is_dir() else str(local)
@@ -202,7 +202,7 @@ def _list_files(local: Path) -> list[Path]:
 
 
 def _group_by_split(folder: str, files: Sequence[Path | RemoteFile]) -> dict[str, list[Path | RemoteFile]]:
-    """The files of each split that their names (or folders') contain, as `datasets` reads them: "train-0001.parquet"."""
+    """Group files by the split in their names or folders, as `datasets` does: "train-0001.parquet"."""
     splits: dict[str, list[Path | RemoteFile]] = {}
     for path in files:
         words = re.split(r"[^a-z]+", str(path).removeprefix(folder).lower())
@@ -212,18 +212,18 @@ def _group_by_split(folder: str, files: Sequence[Path | RemoteFile]) -> dict[str
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that does not exist was meant as a file or a folder, and not as a hub id (owner/name)."""
+    """Return whether a missing path means a file or folder. Otherwise it is a hub id (owner/name)."""
     first, slash, _ = path.partition("/")
     return is_local(path, DATA_SUFFIXES) or (Path(first).is_dir() if slash else "." in first)
 
 
 def _load_saved(folder: Path, source: DataSource) -> Source:
-    """A folder of datasets.save_to_disk."""
+    """Load a folder of datasets.save_to_disk."""
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever a damaged folder makes `datasets` raise
+    except Exception as error:  # a damaged folder can make `datasets` raise anything
         raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
     if isinstance(loaded, datasets.Dataset):
         return _from_dataset(str(folder), loaded)
@@ -234,13 +234,13 @@ def _load_saved(folder: Path, source: DataSource) -> Source:
 
 
 def load_from_hub(source: DataSource, where: str) -> Source:
-    """A data set of the Hugging Face hub. Raises UserError, at the config key `where`."""
+    """Load a data set of the Hugging Face hub. Raises UserError, at the config key `where`."""
     import datasets
 
     with offline_unless_reachable() as online:
         try:
             loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-        except Exception as error:  # network, access, name, split, subset: the library's message has it
+        except Exception as error:  # network, access, name, split, subset: see the library's message
             what = f"no file or folder {source.path} is here, and the hub has no such data set: {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
             raise UserError(what, where=where, fix=fix) from error

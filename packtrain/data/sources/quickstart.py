@@ -1,13 +1,13 @@
-"""Built-in conversations, preference pairs and their tokenizer, so that a first run needs no download and no account.
+"""Built-in data and tokenizer: a first run needs no download and no account.
 
-The conversations are small generated exercises whose answers are right or wrong, so that learning shows in the samples. Their
-lengths are long-tailed as in real chat data, which is what packing is for.
+The conversations are small generated exercises with right or wrong answers, so that learning shows in the samples. Their
+lengths are long-tailed as in real chat data: packing is made for such lengths.
 
 The hash of a question's wording decides its split, so no question of `eval` is in `train`. The tokenizer is a byte-level BPE
 trained on the `train` split at first use; a run folder keeps its own.
 
-The wrong answer of a preference pair, or with the label false, is the right one to another question: a model from nothing learns
-to tell these apart in a minute.
+The rejected answer of a pair is the right answer to another question; so is an answer with the label false. A model trained from
+scratch learns to tell these apart in a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 Exercise = list[tuple[str, str]]
-"""Turns (question, answer) that belong together; the first question holds all that the others refer to."""
+"""Turns (question, answer) that belong together; later questions only refer to facts in the first question."""
 
 COUNTS = {"train": 10_000, "eval": 200}
 PAIR_COUNTS = {"train": 4_000, "eval": 200}
@@ -49,7 +49,7 @@ COUNTRIES = {  # capital, continent
     "Senegal": ("Dakar", "Africa"), "Peru": ("Lima", "South America"), "Chile": ("Santiago", "South America"),
     "Cuba": ("Havana", "North America"), "Canada": ("Ottawa", "North America"),
 }  # fmt: skip
-ANIMAL_FACTS = {  # what is said of them, and how to ask for it
+ANIMAL_FACTS = {  # answers about animals, and ways to ask for each
     "A young {0} is called a {1}.": (
         *("What is a young {0} called?", "What do you call the young of a {0}?"),
         *("Name the young of the {0}.", "A {0} has young. What are they called?"),
@@ -87,7 +87,7 @@ TUTOR = (
 
 
 def conversations(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, list[Message]]]:
-    """`count` rows (10,000 for train, 200 for eval) of the form {"messages": [{"role", "content"}, ...]}.
+    """Make `count` rows {"messages": [{"role", "content"}, ...]}; default 10,000 for train, 200 for eval.
 
     The same arguments give the same rows on every machine, and the first rows do not depend on `count`.
     """
@@ -96,13 +96,13 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
 
 
 def held_out(question: str) -> bool:
-    """Whether an exercise that starts with `question` belongs to the eval split."""
+    """Return whether an exercise that starts with `question` belongs to the eval split."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 
 @lru_cache(maxsize=1)
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most 960 tokens with a ChatML template that marks the trained tokens; every digit is a token."""
+    """Train a byte-level BPE of at most 960 tokens; every digit is a token. Its ChatML template marks the trained tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +131,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def conversation(split: Split, rng: random.Random) -> list[Message]:
-    """One exercise most of the time, else a lesson of several; a third of the lessons starts with a system prompt."""
+    """Make one exercise most of the time, else a lesson of several. A third of the lessons start with a system prompt."""
     number = 1 if rng.random() < 0.8 else 2 + min(int(rng.expovariate(0.4)), 10)
     messages: list[Message] = []
     if number > 1 and rng.random() < 0.33:
@@ -143,7 +143,7 @@ def conversation(split: Split, rng: random.Random) -> list[Message]:
 
 
 def _exercise(split: Split, rng: random.Random) -> Exercise:
-    """A random exercise of this split."""
+    """Return a random exercise of this split."""
     while True:
         exercise = rng.choices(TASKS, WEIGHTS)[0](rng)
         if held_out(exercise[0][0]) == (split == "eval"):
@@ -151,7 +151,7 @@ def _exercise(split: Split, rng: random.Random) -> Exercise:
 
 
 def _few(rng: random.Random, least: int, most: int) -> int:
-    """A number from `least` to `most`, small ones far more often: this makes the tail of the lengths."""
+    """Return a number from `least` to `most`, mostly a small one. This makes the long tail of lengths."""
     return min(most, least + int(rng.paretovariate(1.3)) - 1)
 
 
@@ -238,7 +238,7 @@ WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
 
 def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """As `conversations`, 4,000 rows for train of the form {"prompt", "chosen", "rejected"}, each a list of messages."""
+    """Make rows {"prompt", "chosen", "rejected"} of lists of messages, 4,000 for train; otherwise like `conversations`."""
     rng, rows = random.Random(f"relevance-{split}-{seed}"), []
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
@@ -248,7 +248,7 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
 
 
 def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
-    """As `preferences`, of the form {"prompt", "completion", "label"}; half of the answers are to another question."""
+    """Make rows {"prompt", "completion", "label"}; half of the answers belong to another question. Otherwise like `preferences`."""
     rng, rows = random.Random(f"labels-{split}-{seed}"), []
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
@@ -259,7 +259,7 @@ def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict
 
 
 def _take_other_answer(split: Split, answer: str, rng: random.Random) -> str:
-    """An answer that ends another conversation, and is not `answer`."""
+    """Return the last answer of another conversation; it differs from `answer`."""
     while (other := conversation(split, rng)[-1]["content"]) == answer:
         pass
     return other

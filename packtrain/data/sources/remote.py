@@ -1,4 +1,4 @@
-"""Files that are read where they are, through fsspec: of buckets (s3://, gs://, https://) and of the Hugging Face hub (hf://)."""
+"""Read remote files in place through fsspec. Buckets (s3://, gs://, https://) and the Hugging Face hub (hf://)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """Return the last part of the URL."""
         return self.url.rpartition("/")[2]
 
     def __str__(self) -> str:
         return self.url
 
     def open(self) -> BinaryIO:
-        """The bytes of the file, fetched as they are read."""
+        """Open the file; its bytes are fetched while they are read."""
         return cast(Any, fsspec.open(self.url, "rb")).open()
 
 
 def list_remote(url: str, where: str) -> list[RemoteFile]:
-    """The file at `url`, or the files of a folder or a glob there, in the order of names. Raises UserError where it cannot be reached."""
+    """List the file at `url`, or all files of a folder or glob. Sorted by name. UserError if it cannot be reached."""
     try:
         system, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
         if any(sign in path for sign in "*?["):
@@ -44,18 +44,18 @@ def list_remote(url: str, where: str) -> list[RemoteFile]:
         else:
             found = [path] if system.isfile(path) else system.find(path)
             if not found:
-                system.info(path)  # raises what says why
-        seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # as of a folder here
+                system.info(path)  # raises an error that says why
+        seen = [name for name in sorted(map(str, found)) if "/." not in name.removeprefix(path)]  # none hidden
         return [RemoteFile(str(system.unstrip_protocol(name))) for name in seen]
     except ImportError as error:
         raise UserError(f"{url} cannot be read: {error}", where=where, fix="Install the package it names.") from error
-    except Exception as error:  # whatever the library of a bucket raises: no access, no such bucket, no network
+    except Exception as error:  # libraries of buckets may raise anything: no access, no such bucket, no network
         what = f"{url} cannot be read: {type(error).__name__}: {error}"
         raise UserError(what, where=where, fix="Check the URL and your access to it.") from error
 
 
 def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) -> Iterator[tuple[int, Any]]:
-    """The chunks of a file from number `first` on, with their numbers. Where reading a URL fails, it goes on from there a little later."""
+    """Yield a file's chunks from number `first` on, with their numbers. If reading a URL fails, wait and continue there."""
     for wait_s in (*_WAITS_S, None):
         try:
             for chunk in read(first):
@@ -69,13 +69,13 @@ def read_patiently(name: str, read: Callable[[int], Iterator[Any]], first: int) 
 
 
 def list_hub(source: DataSource, where: str) -> list[RemoteFile]:
-    """The files of a split of a hub data set. Raises UserError for one that is not made of files."""
+    """List the files of a split of a hub data set. Raises UserError if it is not made of files."""
     import datasets
 
     with offline_unless_reachable() as online:
         try:
             files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
-        except Exception as error:  # as by load_dataset
+        except Exception as error:  # the same errors as from load_dataset
             fix = "Check the spelling and the subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
             raise UserError(f"the hub has no such data set: {error}", where=where, fix=fix) from error
     if not files or source.split not in files:

@@ -1,1 +1,1 @@
-"""Rows to token ids and loss masks, and where they are kept."""
+"""Token ids and loss masks of rows, and their cache."""

@@ -1,18 +1,18 @@
-"""Tokenised sources on disk: one folder each, named by a hash of everything that determines its content; complete or absent.
+"""Tokenised sources on disk: one folder each, complete or absent.
 
+The folder's name is a hash of everything that determines its content. Its files:
     tokens.bin     int32[T]     the documents' ids, end to end
-    mask.bin       bool[T]      which of them are trained targets
+    mask.bin       bool[T]      True for trained targets
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
-    fates.npy      FATES[rows]  what became of each row of the source, in its order
-    manifest.json  sizes of the above, a hash of their content, and the reasons why rows were dropped
+    fates.npy      FATES[rows]  the fate of each row of the source, in its order
+    manifest.json  sizes of these files, a hash of their content, and the reasons why rows were dropped
 
-Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages.
-
-A store is built in a folder `*.building`, which is renamed when complete, under a lock that the system releases when its holder
-dies: processes that start together build it once, and an interrupted build is never mistaken for a result. Complete stores are
-only read (the disk may be read-only) and never removed: another process may be training from them. A store whose files do not
-have the manifest's sizes is built anew.
+Documents are numpy views of the mapped files (reading takes a microsecond), so all processes of a machine share the pages.
+A store is built in a folder `*.building` and renamed when complete. A lock protects the build; the system releases it when its holder
+dies. Processes that start together therefore build a store once, and an interrupted build is never mistaken for a result. Complete
+stores are only read (the disk may be read-only) and never removed: another process may be training from them. A store is rebuilt if its
+files do not have the manifest's sizes.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
 POLL_S, STALLED_S = 0.5, 900.0
 SETTLED_S = 2.0
-"""A file changed this recently might change again within the file system's clock tick: its hash is not remembered."""
+"""A file changed this recently (in seconds) might change again within the file system's clock tick: its hash is not remembered."""
 
 
 class DamagedStore(Exception):
-    """The files of the folder are not those of its manifest."""
+    """The folder's files do not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """input_ids int32[n] and loss_mask bool[n], both read-only; loss_mask[t]: token t is a trained target."""
+    """Document with input_ids int32[n] and loss_mask bool[n], read-only. loss_mask[t]: token t is a trained target."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
 
 
 class Fate(NamedTuple):
-    """What became of one row: it gave `documents` documents, or was `dropped` for a reason.
+    """Fate of one row: it gave `documents` documents, or was `dropped` for a reason.
 
-    `content` is a hash of the row itself (formats/columns.py), whatever is made of it. DataReport says what the fields up to
-    `two_bos` are. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
-    template leaves the system prompt out). `margin` is by how much the chosen answer is better (reward only). `desirable` is the label of the row's first document (kto only); the second one of a pair is not desirable.
+    `content` is a hash of the row itself (formats/columns.py), independent of its documents. DataReport explains the fields up to
+    `two_bos`. `packtrain inspect` shows the faults `marker` (the text has control tokens of the template) and `drops_system` (the
+    template leaves the system prompt out). `margin` is the chosen answer's lead (reward only). `desirable` is the label of the row's first
+    document (kto only); the second one of a pair is not desirable.
     """
 
     content: int
@@ -82,14 +83,14 @@ class Fate(NamedTuple):
 
 FATES = np.dtype("u8,i8,i4,i4,i2,?,?,?,?,?,?,?,f4,?", align=True)
 FATES.names = Fate._fields
-"""A Fate on disk; its `dropped` is the number of the reason, 0 where the row is not dropped."""
+"""A Fate on disk; its `dropped` is the number of the reason, 0 if the row is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """The documents of a chunk end to end, ids int32[T], mask bool[T] and lengths int32[n], and the fate of each row.
+    """Documents of a chunk end to end, with the fate of each row.
 
-    Any `problems` must stop the run. `unread` has the columns that nothing reads, as `Row.unread`.
+    ids int32[T], mask bool[T], lengths int32[n]. Any `problems` must stop the run. `unread` has the columns from `Row.unread`.
     """
 
     ids: np.ndarray
@@ -101,7 +102,7 @@ class EncodedChunk:
 
 
 class StoreWriter:
-    """Writes a store into an empty folder, chunk by chunk; the folder is a store only after `finish`."""
+    """Writer of a store, chunk by chunk. The folder, empty at first, is a store only after `finish`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +114,7 @@ class StoreWriter:
         self._reasons = {"": 0}
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Append documents, and the fates of the rows they came from; a reason is stored as its number."""
+        """Append documents, and the fates of their rows; a reason is stored as its number."""
         fates = chunk.fates
         self.dropped.update(fate.dropped for fate in fates if fate.dropped)
         merge_uses(self._unread, chunk.unread)
@@ -143,13 +144,13 @@ class StoreWriter:
 
 
 def _as_array(fates: list[Fate], reasons: dict[str, int]) -> np.ndarray:
-    """FATES[rows]; a reason of `reasons`, which grows, is stored as its number."""
+    """Return fates as FATES[rows]. A reason is stored as its number in `reasons`, which grows."""
     numbers: list[Any] = [reasons.setdefault(fate.dropped, len(reasons)) for fate in fates]
     return np.array([tuple(fate._replace(dropped=at)) for fate, at in zip(fates, numbers, strict=True)], FATES)
 
 
 class Store:
-    """A finished store, mapped into memory; pickled by its path. Raises DamagedStore if files are missing or cut."""
+    """Finished store, mapped into memory; pickled by its path. Raises DamagedStore if files are missing or cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,26 +179,26 @@ class Store:
         return len(self.lengths)
 
     def labels(self) -> np.ndarray:
-        """bool[n]: whether each document is a desirable answer; in a store of packtrain kto only."""
+        """Return whether each document is a desirable answer: bool[n]. Only for stores of packtrain kto."""
         row = np.repeat(np.arange(len(self.fates)), self.fates["documents"])
         labels = self.fates["desirable"][row]
         labels[1:] &= row[1:] != row[:-1]  # the second document of a row is a rejected answer
         return labels
 
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32[T] and mask bool[T] of documents `first` to `end` - 1, end to end: read, so that no page stays mapped."""
+        """Read documents `first` to `end` - 1, end to end: ids int32[T], mask bool[T]. No page stays mapped."""
         start, count = int(self._borders[first]), int(self._borders[end] - self._borders[first])
         ids = np.fromfile(self.folder / TOKENS, np.int32, count, offset=4 * start)
         return ids, np.fromfile(self.folder / MASK, bool, count, offset=start)
 
     def __getitem__(self, index: int) -> Document:
-        """Document number `index`, from 0."""
+        """Return document number `index`, from 0."""
         inside = slice(self._borders[index], self._borders[index + 1])
         return Document(self._ids[inside], self._mask[inside])
 
 
 class MemoryStore(Store):
-    """A store that is in memory alone: ids int32[T], mask bool[T] and lengths int32[n] of documents, and the FATES of their rows."""
+    """Store in memory. Documents have ids int32[T], mask bool[T] and lengths int32[n]; their rows have FATES."""
 
     def __init__(
         self,
@@ -216,20 +217,20 @@ class MemoryStore(Store):
 
     @classmethod
     def of(cls, chunk: EncodedChunk, format: str) -> MemoryStore:
-        """The store of one chunk."""
+        """Make the store of one chunk."""
         reasons = {"": 0}
         store = cls(chunk.ids, chunk.mask, chunk.lengths, _as_array(chunk.fates, reasons), format, [*reasons])
         store.unread = chunk.unread
         return store
 
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """See Store."""
+        """Return ids and mask of documents `first` to `end` - 1, as in Store."""
         inside = slice(self._borders[first], self._borders[end])
         return self._ids[inside], self._mask[inside]
 
 
 def hash_file(path: Path, memory: Path) -> str:
-    """Hash of the file's bytes, remembered in the folder `memory` by (path, size, time of last change)."""
+    """Hash the file's bytes. The folder `memory` remembers hashes by (path, size, time of last change)."""
     stat = path.stat()
     key = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
     note = memory / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -238,16 +239,16 @@ def hash_file(path: Path, memory: Path) -> str:
             return known
     digest = hash_of(path, 16)
     if time.time() - stat.st_mtime > SETTLED_S:
-        with suppress(OSError):  # where the disk is read-only or full, or another process has just written it
+        with suppress(OSError):  # the disk is read-only or full, or another process has just written it
             memory.mkdir(parents=True, exist_ok=True)
             write_text(note, digest)
     return digest
 
 
 def cache_folder(configured: str | None) -> Path:
-    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; created if needed, UserError if it cannot be.
+    """Return data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain. Creates it, or raises UserError.
 
-    A read-only folder is fine as long as the data is in it.
+    A read-only folder is fine as long as it holds the data.
     """
     folder = Path(os.path.expanduser(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain"))
     try:
@@ -261,7 +262,7 @@ def cache_folder(configured: str | None) -> Path:
 def open_or_build(
     folder: Path, key: str, build: Callable[[Path], None], say: Callable[[str], None]
 ) -> tuple[Store, bool]:
-    """The store of `key` and whether it was built now; `build(empty folder)` makes it where there is none.
+    """Return the store of `key` and whether it was built now. `build(empty folder)` makes a missing store.
 
     Raises UserError on a full disk, PeerFailed if another process makes it and writes nothing for STALLED_S seconds.
     """
@@ -298,7 +299,7 @@ def _open_whole(folder: Path, say: Callable[[str], None]) -> Store | None:
 
 
 def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> AbstractContextManager[Any]:
-    """The lock, held until its `with` ends, once the process that has it is done or has died; raises PeerFailed where it stalls."""
+    """Acquire the lock once its holder is done or has died; release it by `with`. Raises PeerFailed if the holder stalls."""
     lock, written = FileLock(path), 0.0
     while True:
         with suppress(Timeout):
@@ -307,7 +308,7 @@ def _acquire(path: Path, building: Path, say: Callable[[str], None]) -> Abstract
         if not written:
             say("another process is tokenising this data; waiting for it")
             written = time.time()
-        with suppress(OSError):  # it is not there yet, or complete
+        with suppress(OSError):  # the folder does not exist yet, or is complete
             written = max([written, *(file.stat().st_mtime for file in building.iterdir())])
         if time.time() - written > STALLED_S:
             what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"

@@ -1,13 +1,13 @@
-"""The chat template, TRL's training version of it, and the rewriting of a conversation to the keys that the template reads.
+"""Chat templates: the model's own, TRL's training version, and conversations rewritten for them.
 
 TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
-the same template with `{% generation %}` marks around the model's turns. They are read as files, without importing
-TRL. A template that equals one of TRL's gets the training version as `marked`; loss_mask.py uses its marks
-only for conversations that both render alike, for some change the text.
+the same template with `{% generation %}` marks around the model's turns. We read them as files, without importing
+TRL. A template that equals one of TRL's gets the training version as `marked`. loss_mask.py uses its marks
+only for conversations that both render alike, because some training versions change the text.
 
-Templates agree on `content` and mostly on `tool_calls`, and on little else: a thought is read from `reasoning_content`, `reasoning`
-or `thinking` (gpt-oss), by others from <think> in the content (SmolLM3, DeepSeek R1's distillates). Mistral's want an id of nine
-characters for each call and its answer, Hermes' the tool's name with the answer. What still goes unread loss_mask.py refuses.
+Templates agree on `content` and mostly on `tool_calls`, and on little else. They read a thought from `reasoning_content`, `reasoning`
+or `thinking` (gpt-oss), others from <think> in the content (SmolLM3, DeepSeek R1's distillates). Mistral's want a nine-character id
+for each call and its answer, Hermes' want the tool's name with the answer. loss_mask.py refuses anything still unread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""The generation mark covers an answer and its end token, and not the header in front of it."""
+"""The generation mark covers an answer and its end token, but not the header before it."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
@@ -50,16 +50,16 @@ ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwe
 
 @dataclass(frozen=True)
 class Template:
-    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
+    """Text of a template and of its marked twin. `marked` is None without a twin, or if the text has marks itself."""
 
     text: str
     marked: str | None
     name: str = field(default="the tokenizer's own", compare=False)
-    for_tools: str = ""  # the text of rows with tools, if that is another one
-    day: date | None = None  # given where the format of its clock is computed
+    for_tools: str = ""  # the text for rows with tools, if it differs
+    day: date | None = None  # only set if the template computes the format of its clock
 
     def on(self, day: date) -> Template:
-        """The template with this day in place of the clock: all rows are alike."""
+        """Return the template with this day instead of the clock, so that all rows agree."""
         at = partial(_CLOCK.sub, lambda look: repr(f"{day:{look[2]}}"))
         text, for_tools = at(self.text), at(self.for_tools)
         left = day if "strftime_now" in text + for_tools else None
@@ -67,37 +67,37 @@ class Template:
 
     @property
     def with_tools(self) -> Template:
-        """The template of rows with tools."""
+        """Return the template for rows with tools."""
         return replace(self, text=self.for_tools, marked=_find_twin(self.for_tools), for_tools="")
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """All quoted words of the text: the roles they name, and harmless others."""
+        """Return all quoted words of the text: names of roles, and harmless others."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + self.for_tools))
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """All words after a dot or in quotes, and </think>: keys that it reads, and harmless others."""
+        """Return all words after a dot or in quotes, and </think>. These are keys that it reads, and harmless others."""
         found = re.findall(r"""\.(\w+)|['"](\w+)['"]|(</think>)""", self.text + self.for_tools)
         return frozenset(chain.from_iterable(found))
 
     @property
     def content(self) -> str:
-        """Hash of the texts and the day."""
+        """Return a hash of the texts and the day."""
         parts = (self.text, self.marked, self.for_tools, str(self.day))
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 @lru_cache
 def has_marks(text: str) -> bool:
-    """Whether the text of a template has generation marks."""
+    """Return whether the text of a template has generation marks."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
 
 
 def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """The template that `name` (a .jinja file, or one of `template_names()`) stands for; the tokenizer's own if None.
+    """Return the template called `name`: a .jinja file, or one of `template_names()`. Default: the tokenizer's own.
 
-    None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name, and a file
+    Returns None if the tokenizer has none either: only conversations need one. Raises UserError for an unknown name, and a file
     that cannot be read or is no template.
     """
     if name is None:
@@ -120,7 +120,7 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Make the template that `name` stands for the tokenizer's own, so that the trained model is asked as it was trained.
+    """Set the template called `name` on the tokenizer. The trained model is then prompted as in training.
 
     Its generation marks become `{% if true %}`: programs other than transformers do not know them.
     """
@@ -143,13 +143,13 @@ def _find_twin(text: str) -> str | None:
 
 @lru_cache
 def _find_thought_key(template: str) -> str | None:
-    """The key from which a template reads thoughts, "content" for <think> in the content; None where it reads none."""
+    """Find the key of thoughts in a template. "content" means <think> in the content; None means no thoughts."""
     read = (key for key in THOUGHTS if re.search(rf"""[.'"]{key}\b""", template))
     return next(read, "content" if "</think>" in template else None)
 
 
 def rewrite_for_template(template: str, conversation: Conversation, *, text_arguments: bool = False) -> Conversation:
-    """The conversation with its thoughts, calls and ids where the template reads them."""
+    """Move thoughts, calls and ids of a conversation to the keys that the template reads."""
     messages, key = conversation.messages, _find_thought_key(template)
     if any("tool_calls" in message for message in messages):
         messages = _with_ids(messages, short=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None)
@@ -171,7 +171,7 @@ def _move_thought(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with JSON text as arguments of calls, and null for an empty content."""
+    """Return the message with call arguments as JSON text, and null for an empty content."""
     calls = copy.deepcopy(message.get("tool_calls", []))
     for call in calls:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -179,7 +179,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_ids(messages: Messages, short: bool) -> Messages:
-    """Each call with an id, each answer of a tool with id and name of its call; with `short`, ids are of nine characters."""
+    """Give each call an id, and each tool's answer its call's id and name. `short`: ids have nine characters."""
     made: Messages = []
     named: dict[str, tuple[str, str]] = {}
     number, waiting = 0, dict[str, str]()

@@ -1,17 +1,17 @@
-"""Rows to documents: parse, tokenise, mask, and fit to data.max_length. No side effects; runs in every tokenising process.
+"""Turn rows into documents: parse, tokenise, mask, and fit to data.max_length.
 
-A document's mask marks the trained TARGETS, so its first token is never trained. A text ends in EOS, and starts with BOS
-if the tokenizer adds one; rendered conversations contain their own. A document that is cut keeps its first tokens; `split` gives
-consecutive parts of data.max_length, without overlap.
+No side effects; this runs in every tokenising process. A document's mask marks the trained TARGETS, so its first token is never trained.
+A text ends in EOS, and starts with BOS if the tokenizer adds one; rendered conversations contain their own. A cut
+document keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
 
-Prompt and completion as strings are tokenised together, as TRL does. If a token crosses the border between them, they are
-tokenised separately and joined, since that is what the model sees at inference; such rows are counted (`apart`).
+Prompt and completion as strings are tokenised together, as TRL does. If a token crosses their border, they are
+tokenised separately and joined, since the model sees them so at inference. We count these rows (`apart`).
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
-each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt
-(`apart` where that is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
-with a label (packtrain kto) becomes one document in the same way, as by TRL's KTOTrainer. So an empty thought before an answer is a
-target here, as it is in TRL, while sft counts it as the prompt's.
+each is tokenised as one text, and the answer starts at the first token where either differs from the tokenised prompt
+(`apart` if this is not the prompt's end). Every later token is a target, also the user's turns within an answer. An answer
+with a label (packtrain kto) becomes one document in the same way, as in TRL's KTOTrainer. As in TRL, an empty thought before an
+answer is a target here; sft counts it as part of the prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNTRAINED = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
 SAME = "identical answers within data.max_length"
 UNUSABLE = (UNTRAINED, TOO_LONG, SAME)
-"""Why rows are dropped that are no bad rows."""
+"""Reasons for dropping rows that are not bad rows."""
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
 Flags = dict[str, Any]
 """Fields of a row's Fate."""
@@ -52,7 +52,7 @@ IdsAndMask = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns chunks of rows into the documents of an objective: of a pair two, the chosen one first."""
+    """Encoder of rows into the documents of an objective. A pair gives two, the chosen one first."""
 
     tokenizer: PlainTokenizer
     template: Template | None
@@ -60,7 +60,7 @@ class Encoder:
     objective: ObjectiveKind
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
-        """Every row of the chunk, in order."""
+        """Encode every row of the chunk, in order."""
         kept: list[IdsAndMask] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
@@ -106,7 +106,7 @@ class Encoder:
 
     @cached_property
     def _chat(self) -> ChatEncoder:
-        """Raises BadRow where there is no chat template."""
+        """Return the encoder of conversations. Raises BadRow without a chat template."""
         if self.template is None:
             what = f"messages need a chat template, and {self.tokenizer.name} has none"
             raise BadRow("no chat template", what, fix=ADVICE)
@@ -114,18 +114,18 @@ class Encoder:
 
     @cached_property
     def _with_tools(self) -> Encoder:
-        """The encoder of rows with tools."""
+        """Return the encoder of rows with tools."""
         return replace(self, template=self.template.with_tools) if self.template and self.template.for_tools else self
 
     @cached_property
     def _markers(self) -> re.Pattern[str]:
-        """Finds a text that becomes a control token."""
+        """Return a pattern for text that becomes a control token."""
         ids = () if self.tokenizer.encode_special_tokens else self.tokenizer.special_ids
         texts = filter(None, map(self.tokenizer.text_of, sorted(ids)))
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _find_faults(self, *examples: Example) -> Flags:
-        """The faults `marker` and `drops_system` of a Fate."""
+        """Return the faults `marker` and `drops_system` of a Fate."""
         faults = Flags()
         for example in examples:
             if isinstance(example, Tokens):
@@ -136,7 +136,7 @@ class Encoder:
                     faults["drops_system"] = True
             else:
                 end = "" if self.tokenizer.eos_id is None else self.tokenizer.text_of(self.tokenizer.eos_id)
-                # without EOS as text, which the file may hold
+                # ignore EOS as text: the file may hold it
                 texts = [example.prompt, example.completion.rstrip().removesuffix(end)]
             if any(map(self._markers.search, texts)):
                 faults["marker"] = True
@@ -144,13 +144,13 @@ class Encoder:
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
-        """TRL's version of the template for training, if it has one."""
+        """Return an encoder with TRL's training version of the template, if there is one."""
         if self.template is None or self.template.marked is None:
             return None
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
     def _encode_chat(self, conversation: Conversation, loss_on: LossOn) -> tuple[IdsAndMask, Flags]:
-        """The document of a conversation, by the template or by TRL's version of it where only that gives an exact mask."""
+        """Encode a conversation by the template. If its mask is not exact, use TRL's training version."""
         try:
             ids, mask, apart = self._chat.encode(conversation, loss_on)
             return (ids, mask), {"apart": apart}
@@ -211,7 +211,7 @@ class Encoder:
         return documents, flags
 
     def _encode_labelled(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        """One document for each answer, with the ids and targets of TRL's KTOTrainer."""
+        """Encode each answer as one document, with the ids and targets of TRL's KTOTrainer."""
         examples, desirable = read_unpaired(row, format)
         encoded = [self._encode_answers(example) for example in examples]
         documents, apart = [document for made, _ in encoded for document in made], any(apart for _, apart in encoded)
@@ -230,17 +230,17 @@ class Encoder:
         return ids, np.ones(len(ids), dtype=bool) if mask is None or loss_on == "all" else mask
 
     def _encode_prompt(self, text: str) -> np.ndarray:
-        """Ids of a prompt alone, without the EOS of tokenizers that end every text."""
+        """Return the ids of a prompt alone. Drop the EOS of tokenizers that end every text with it."""
         ids = self.tokenizer.ids(text, special=True)
         return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
 
     def _with_eos(self, ids: np.ndarray) -> np.ndarray:
-        """`ids` with EOS after them, unless it is there."""
+        """Append EOS to `ids` unless they end in it."""
         eos = self.tokenizer.eos_id
         return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
     def _join_completion(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
-        """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether both were tokenised separately."""
+        """Tokenise prompt, completion and EOS. Return the ids, the prompt's length, and whether both were tokenised separately."""
         prompt = self._encode_prompt(pair.prompt)
         whole = self.tokenizer.ids(pair.prompt + pair.completion, special=True)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
@@ -249,8 +249,8 @@ class Encoder:
         return self._with_eos(np.concatenate([prompt, completion])), len(prompt), True
 
     def _encode_answers(self, *answers: Answered) -> tuple[list[IdsAndMask], bool]:
-        """The prompt with each of its answers, as TRL's trainers of preferences make them, and whether the targets begin within the prompt
-        as it is tokenised alone."""
+        """Encode the prompt with each of its answers, like TRL's preference trainers.
+        The flag is True if the targets begin within the separately tokenised prompt."""
         if chats := [answer for answer in answers if isinstance(answer, Conversation)]:
             prompt, *answered = (self._with_tools if chats[0].tools else self)._chat.encode_answers(*chats)
         else:
@@ -264,7 +264,7 @@ class Encoder:
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
 
     def _fit(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """The parts of the documents that are kept, each with a trained token (of a pair both or none), and the updated `fate`."""
+        """Return the kept parts of the documents and the new `fate`. Each part has a trained token; a pair keeps both documents or none."""
         is_pair = TRAITS[self.objective].pairs
         fitted = [self._fit_document(document, fate, format) for document in documents]
         kept = [part for parts, _ in fitted for part in parts]
@@ -279,11 +279,11 @@ class Encoder:
             dropped_chunks=sum(own.dropped_chunks for own in fates) + len(documents) - len(fates),
             truncated=any(own.truncated for own in fates),
             split=any(own.split for own in fates),
-            desirable=fate.desirable and bool(fitted[0][0]),  # of a pair only the rejected answer may be kept
+            desirable=fate.desirable and bool(fitted[0][0]),  # a split pair of kto may keep only the rejected answer
         )
 
     def _fit_document(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """As `_fit`, of one document; its fate counts what was cut."""
+        """Fit one document like `_fit`; the returned fate counts the tokens cut."""
         ids, mask = document
         limit = self.data.max_length or len(ids)
         if len(ids) > limit and self.data.overlong == "drop":
@@ -306,7 +306,7 @@ class Encoder:
 
 
 def _count_common(first: np.ndarray, second: np.ndarray) -> int:
-    """Number of leading tokens that both share."""
+    """Return the number of leading tokens that both share."""
     shortest = min(len(first), len(second))
     differs = first[:shortest] != second[:shortest]
     return int(np.argmax(differs)) if differs.any() else shortest

@@ -1,18 +1,18 @@
-"""Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
+"""Turn conversations into tokens with an exact loss mask, or raise an error; never guess.
 
 The conversation is rendered to text and tokenised once. The model's turns are found as spans of characters and mapped to
-tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before it
-ends), both sides are tokenised separately, as they are when the model is asked. Three ways find the spans:
+tokens by their offsets. A border may fall inside a token: the header ends in white space and the answer begins with some.
+Then both sides are tokenised separately, as at inference. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's training version of the template, used only if both render this very conversation to the same text;
-3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
-   must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
-   earlier thoughts, is refused; encode.py then takes the training version).
+3. prefixes: we also render the conversation up to a turn, with the generation prompt, and up to the turn's end. Each
+   must be a prefix of the whole text. This proves that the template does not rewrite history (Qwen3 strips earlier
+   thoughts, so it is refused; encode.py then takes the training version).
 
-The role's header before an answer, an empty thought in front of it, white space after its end and turns of weight 0 are not
-trained. Where no trained turn has a thought, the template is told that thinking is off. Refused: marks over what
-the user or the system says, turns that do not end in a control token (the model would not learn to stop), and a template that
+Not trained are the role's header before an answer, an empty thought in front of it, white space after its end, and turns of weight 0.
+If no trained turn has a thought, the template is told that thinking is off. Refused: marks over the user's or the system's
+text, turns that do not end in a control token (the model would not learn to stop), and a template that
 leaves out an answer, a thought, a call or the tools.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
@@ -44,23 +44,23 @@ TEMPLATE_ADVICE = (
     "in <|eot_id|>: llama3_1 (tools); in <|call|>: gptoss. Or remove them from the data."
 )
 THINKING_OFF = {"enable_thinking": False, "thinking": False}
-"""Variables that have templates ask for an answer without a thought; DeepSeek and Granite read the second."""
+"""Variables that ask templates for an answer without a thought; DeepSeek and Granite read the second."""
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\s*")
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Encodes conversations with one template; made once per process."""
+    """Encoder of conversations with one template; made once per process."""
 
     tokenizer: PlainTokenizer
     template: Template
 
     def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
-        """ids int32[n], the trained targets bool[n], and whether the text was tokenised separately at a border of a turn.
+        """Return ids int32[n], trained targets bool[n], and a flag. The flag: a turn's border split the text for tokenising.
 
-        `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
-        when ids or targets are uncertain.
+        `completion` trains the assistant's turns from `answer_from` on, or else the last one. Without an assistant's turn nothing is trained.
+        Raises BadRow if ids or targets are uncertain.
         """
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
@@ -97,9 +97,9 @@ class ChatEncoder:
         return encoded.ids, mask, separated
 
     def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
-        """ids int32[n] of the prompt with the generation prompt, and of each conversation.
+        """Return ids int32[n] of the prompt (with the generation prompt), and of each conversation.
 
-        All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
+        All have the same messages before `answer_from`. Raises BadRow if the template refuses or leaves out a part.
         """
         first = answered[0]
         asked = self._rewrite(replace(first, messages=first.prompt))
@@ -116,7 +116,7 @@ class ChatEncoder:
     def _find_spans(
         self, conversation: Conversation, text: str, marks: list[Span], turns: list[int], wanted: list[int]
     ) -> tuple[list[Span], bool]:
-        """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
+        """Return the spans of the wanted turns, and whether they are whole turns (way 3)."""
         if not has_marks(self.template.text) and self.template.marked is not None:
             twin_text, twin_marks = self._render(conversation, template=self.template.marked)
             marks = twin_marks if twin_text == text else []
@@ -162,7 +162,7 @@ class ChatEncoder:
 
     @cached_property
     def _headers(self) -> tuple[str, str]:
-        """The text before every answer: with thinking off, and up to an opening <think>."""
+        """Return the text before every answer: with thinking off, and up to an opening <think>."""
         question = {"role": "user", "content": "question"}
         found = list[str]()
         for how in (THINKING_OFF, {}):
@@ -171,13 +171,13 @@ class ChatEncoder:
         return "" if found[0].rstrip().endswith("<think>") else found[0], found[1].split("<think>")[0]
 
     def _probe(self, *messages: dict[str, Any], generation_prompt: bool = False, **variables: Any) -> str:
-        """The messages as the template renders them, "" where it refuses them."""
+        """Render the messages; return "" if the template refuses them."""
         with suppress(BadRow):
             return self._render(Conversation([*messages], variables=variables), generation_prompt=generation_prompt)[0]
         return ""
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as the template renders it; raises BadRow when the template refuses."""
+        """Render the conversation. Raises BadRow if the template refuses."""
         return self._render(self._rewrite(conversation))[0]
 
     def _rewrite(self, conversation: Conversation) -> Conversation:
@@ -185,7 +185,7 @@ class ChatEncoder:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template takes the arguments of calls only as JSON text, like DeepSeek's."""
+        """Return whether the template takes call arguments only as JSON text, like DeepSeek's."""
         call = {"type": "function", "function": {"name": "NAME", "arguments": {"key": "value"}}}
         asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         rewrite = partial(rewrite_for_template, self.template.text, Conversation(asked))
@@ -194,14 +194,14 @@ class ChatEncoder:
 
     @cached_property
     def drops_system(self) -> bool:
-        """Whether the template leaves out what the system says, without an error."""
+        """Return whether the template silently leaves out system messages."""
         asked = {"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}
         text = self._probe(*asked, {"role": "assistant", "content": "answer"})
         return bool(text) and "SYSTEM" not in text
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
+        """Return the tokens that end a turn. These are EOS, and this template's control token after an answer."""
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         text = self._probe({"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"})
         _, answer, rest = text.rpartition("ANSWER")
@@ -222,11 +222,11 @@ class ChatEncoder:
             raise BadRow("tools left out", what, "tools", TEMPLATE_ADVICE)
 
     def _check_said(self, conversation: Conversation, turns: list[int], answers: str, others: str) -> None:
-        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
+        """Raise BadRow if text of these turns is lost. Answers must be in `answers`, calls and thoughts in `others`."""
         position = 0
         for turn in turns:
             message, place = conversation.messages[turn], f"messages[{turn}]"
-            # templates for images drop content that is a string, some for tools what is said beside a call
+            # templates for images drop string content; some for tools drop text beside a call
             answer = message["content"].rsplit("</think>", 1)[-1].strip()
             if answer not in answers:
                 what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
@@ -236,7 +236,7 @@ class ChatEncoder:
                     what = f"the chat template ({self.template.name}) leaves out the thought {thought[:40]!r}"
                     fix = f"{TEMPLATE_ADVICE} If it keeps those of the last turn, data.loss_on=completion trains that."
                     raise BadRow(UNVERIFIED, what, f"{place}.reasoning_content", fix)
-                position += len(thought)  # one thought does not stand for another
+                position += len(thought)  # one thought must not stand for another
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
             lost = next((name for name in calls if name not in others), None)
             unsure = len(calls) > 1 or (calls and has_marks(self.template.text))
@@ -248,7 +248,7 @@ class ChatEncoder:
                 raise BadRow(UNVERIFIED, what, f"{place}.tool_calls", fix)
 
     def _depends_on_last_call(self, conversation: Conversation, turn: int) -> bool:
-        """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
+        """Return whether the text changes with the turn's last call. (Its name may also be among the tools.)"""
         until = conversation.messages[: turn + 1]
         fewer = {**until[turn], "tool_calls": until[turn]["tool_calls"][:-1]}
         if not fewer["tool_calls"]:
@@ -260,9 +260,9 @@ class ChatEncoder:
         return without != self.render(replace(conversation, messages=until))
 
     def _separate_at_borders(self, encoded: Encoded, text: str, spans: list[Span]) -> tuple[Encoded, bool]:
-        """The tokens of `text` with none across a border of `spans`, and whether that changed them.
+        """Tokenise `text` again if a token crosses a border of `spans`. Return the tokens and whether they changed.
 
-        Raises BadRow for a tokenizer whose tokens of parts are not those of a text.
+        Raises BadRow for a tokenizer that cannot tokenise a text in parts.
         """
         cuts: set[int] = set()
         while True:
@@ -278,7 +278,7 @@ class ChatEncoder:
             encoded = self.tokenizer.encode(text, sorted(cuts))
 
     def _cut_after_end(self, turn: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
-        """The tokens `turn` (indices) without white space after its end-of-turn token; raises BadRow if there is none."""
+        """Cut the tokens `turn` (indices) after the end-of-turn token. Raises BadRow without such a token."""
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
         spoken = [number for number, at in enumerate(turn, 1) if text[starts[at] : ends[at]].strip()]
         if spoken and int(ids[turn[spoken[-1] - 1]]) in self.tokenizer.special_ids:
@@ -296,7 +296,7 @@ class ChatEncoder:
         template: str = "",
         generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """The text of the conversation, or of its first `messages`, and the spans between generation marks."""
+        """Render the conversation, or its first `messages`. Return the text and the spans between generation marks."""
         template = template or self.template.text
         marked = has_marks(template)
         try:
@@ -319,7 +319,7 @@ class ChatEncoder:
 
 
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
-    """Raise BadRow if the marks of the template `name` cover the content of a user's or the system's turn."""
+    """Raise BadRow if the marks of the template `name` cover a user's or system turn."""
     ends = [0, *(end for _, end in spans)]
     starts = [*(start for start, _ in spans), len(text)]
     rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
@@ -332,15 +332,15 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
 
 
 def _find_thought(message: dict[str, Any]) -> str:
-    """What an assistant thinks, empty where it does not."""
+    """Return an assistant's thought, "" without one."""
     before, end, _ = message["content"].rpartition("</think>")
     return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
 
 
 def _find_crossed_borders(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:
-    """The borders of the span that fall inside a token.
+    """Return the borders of the span that fall inside a token.
 
-    A control token may reach over white space behind the end (tokens that swallow it are common).
+    A control token may cover white space after the end (many control tokens swallow it).
     """
     start, end = span
     crossed = [start] if ((encoded.starts < start) & (encoded.ends > start)).any() else []

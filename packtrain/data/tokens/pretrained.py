@@ -1,7 +1,7 @@
-"""Where a model is (a hub id, a folder or a .gguf file), its tokenizer without the model, and whether the hub answers.
+"""Locations of models (hub id, folder, .gguf file), their tokenizers, and the hub's availability.
 
 Without a network huggingface_hub tries each of its requests six times: half a minute of warnings before an error. Here one
-request decides. If it is not answered, the libraries work offline, as with HF_HUB_OFFLINE=1.
+request decides. If the hub does not answer it, the libraries work offline, as with HF_HUB_OFFLINE=1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LFS = b"version https://git-lfs.github.com/"
 
 @lru_cache
 def is_reachable() -> bool:
-    """Whether the hub answers within ANSWER_S seconds, also False if HF_HUB_OFFLINE is set; asked once in a process."""
+    """Return whether the hub answers within ANSWER_S seconds; False with HF_HUB_OFFLINE. Each process asks once."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
@@ -49,7 +49,7 @@ def is_reachable() -> bool:
 
 @contextmanager
 def offline_unless_reachable() -> Iterator[bool]:
-    """Inside the block, huggingface_hub, transformers and datasets work offline if the hub does not answer; yields whether it does."""
+    """Work offline in the block if the hub does not answer; yield whether it does. Covers huggingface_hub, transformers and datasets."""
     from huggingface_hub import constants
 
     online = is_reachable()
@@ -61,7 +61,7 @@ def offline_unless_reachable() -> Iterator[bool]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises UserError for a pointer of Git LFS, of which loaders say "header too large"; hub ids are no folders."""
+    """Raise UserError for a Git LFS pointer (loaders say "header too large"). Hub ids are no folders."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if file.suffix not in _READ or not file.is_file():
             continue
@@ -72,13 +72,13 @@ def check_model_folder(folder: Path) -> None:
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if none can be loaded."""
+    """Load the tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if it cannot be loaded."""
     source = config.tokenizer or tokenizer_of(config.path)
     config = config if source in (config.tokenizer, config.path) else below_adapters(config)
     if source == QUICKSTART:
         from packtrain.data.sources.quickstart import tokenizer
 
-        return copy.deepcopy(tokenizer())  # a run gives it a template
+        return copy.deepcopy(tokenizer())  # a run sets a template on it
     assert source is not None  # config/rules/ refuses it
     from transformers import AutoTokenizer
 
@@ -92,14 +92,14 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(path: str | None) -> str | None:
-    """Return where the tokenizer of a model is: adapters without one have their base's."""
+    """Return the source of a model's tokenizer: adapters without one use their base's."""
     base, place = base_of(path), Path(path or "").expanduser()
     own = base is None or any(any(place.glob(name)) for name in ("tokenizer.*", "vocab*", "*.model"))
     return path if own else base
 
 
 def fix_of(online: bool, error: BaseException) -> str:
-    """What to do about what cannot be loaded: trust its own code, or go where there is a hub; else ""."""
+    """Return the advice for a loading error, else "". It is to trust custom code, to name a tokenizer, or to go online."""
     if "custom code" in str(error):
         return "It has code of its own: trust it with model.trust_remote_code=true."
     if "backend tokenizer" in str(error):
@@ -108,13 +108,13 @@ def fix_of(online: bool, error: BaseException) -> str:
 
 
 def hub(source: str | None) -> AbstractContextManager[bool]:
-    """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
+    """Load hub ids offline in the block if the hub does not answer. Yields whether it does."""
     local = source is None or Path(source).expanduser().exists()
     return nullcontext(True) if local else offline_unless_reachable()
 
 
 def location(source: str, config: Model) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
+    """Return arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
     arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     path = Path(source).expanduser()
     if path.suffix == ".gguf":

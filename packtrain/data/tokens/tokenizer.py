@@ -1,8 +1,8 @@
-"""Text to token ids with the place of every token in the text.
+"""Turn text into token ids, with the place of every token in the text.
 
 A PlainTokenizer is the part of a transformers tokenizer that tokenising processes need: it pickles as JSON, calls the Rust
-tokenizer directly, and never truncates or pads. Tokenizers written in Python are refused: they give no offsets of their
-tokens, which an exact loss mask needs.
+tokenizer directly, and never truncates or pads. We refuse tokenizers written in Python: an exact loss mask needs the
+offsets of tokens, and they give none.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int32[n]).
+    """Tokens of a text: ids int32[n], and the characters starts[t]:ends[t] (int32[n]) of token t.
 
-    `starts` are corrected for tokenizers that leave white space out of a token's offsets though the token holds it:
-    characters that no token claims belong to the token after them.
+    Some tokenizers leave white space out of a token's offsets although the token holds it. `starts` are corrected for this:
+    characters that no token claims belong to the next token.
     """
 
     ids: np.ndarray
@@ -39,7 +39,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class PlainTokenizer:
-    """A tokenizer as a plain value. `special_ids` are the ids of control tokens, `special_tokens` go to templates."""
+    """Tokenizer as a plain value. `special_ids` are the ids of control tokens, `special_tokens` go to templates."""
 
     backend: str
     special_tokens: dict[str, object]
@@ -60,7 +60,7 @@ class PlainTokenizer:
         return {key: value for key, value in self.__dict__.items() if key != "_rust"}
 
     def ids(self, text: str, *, special: bool = False) -> np.ndarray:
-        """`text` as ids int32[n]; with `special`, also what the tokenizer itself adds around a text (e.g. BOS).
+        """Return `text` as ids int32[n]. `special` adds the tokens that the tokenizer puts around a text (e.g. BOS).
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
@@ -74,7 +74,7 @@ class PlainTokenizer:
             raise
 
     def encode(self, text: str, cuts: Sequence[int] = ()) -> Encoded:
-        """`text` as tokens with their places, tokenised in parts that end at the characters `cuts` (ascending).
+        """Tokenise `text` in parts that end at the characters `cuts` (ascending). Return tokens with places.
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
@@ -92,23 +92,23 @@ class PlainTokenizer:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether joined tokens of two texts are those of the joined text: not where a space is put before each, as in Llama 2's tokenizer."""
+        """Return whether joining two texts joins their tokens. False for Llama 2's tokenizer: it puts a space before each text."""
         return self._rust.decode(2 * self.ids("a").tolist()) == self._rust.decode(self.ids("aa").tolist())
 
     def text_of(self, token: int) -> str:
-        """What stands for the token in the tokenizer's file; "" for none."""
+        """Return the token's text in the tokenizer's file, "" if it has none."""
         return self._rust.id_to_token(token) or ""
 
     @cached_property
     def content(self) -> str:
-        """Hash of everything that determines the tokens of a text, including the libraries' versions."""
+        """Return a hash of everything that determines a text's tokens. It covers the libraries' versions."""
         special = sorted(self.special_ids), sorted(self.special_tokens.items(), key=str), self.encode_special_tokens
         parts = (self.bos_id, self.eos_id, special, version("tokenizers"), version("transformers"), self.backend)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
-    """The PlainTokenizer of a transformers tokenizer; raises UserError for one that is written in Python."""
+    """Make the PlainTokenizer of a transformers tokenizer. Raises UserError for one written in Python."""
     name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     rust = getattr(tokenizer, "backend_tokenizer", None)
     if rust is None:
@@ -116,7 +116,7 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
         raise UserError(what, where="model.tokenizer", fix="Take a model or tokenizer that has a tokenizer.json.")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
-    if rust.truncation or rust.padding:  # which change whenever the tokenizer is called
+    if rust.truncation or rust.padding:  # they change whenever the tokenizer is called
         rust = Tokenizer.from_str(rust.to_str())
         rust.no_truncation()
         rust.no_padding()

@@ -1,1 +1,1 @@
-"""Output heads: the loss of documents, summed, and the score of a reward model."""
+"""Output heads: the summed loss of documents, and the score of a reward model."""

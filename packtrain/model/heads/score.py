@@ -1,7 +1,7 @@
-"""Reward models: one number for a document, by a linear layer `score` on the hidden state of its last token.
+"""Reward models: one number for a document, from a linear layer `score`.
 
-These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the model's own call is the
-definition; on a flattened row `score` is applied to every token, and the row's `ends` are the documents' last ones.
+It reads the document's last token. These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the
+model's own call is the definition. On a flattened row `score` is applied to every token; the row's `ends` are the documents' last tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEAD = "score"
 
 
 def is_reward_model(config: PreTrainedConfig) -> bool:
-    """Whether the saved model has a classification head of its own."""
+    """Return whether the saved model already has a classification head."""
     names = config.architectures if isinstance(config.architectures, list) else ()  # may be anything in the file
     return any("ForSequenceClassification" in str(name) for name in names)
 
 
 def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config` of a model with one score. Raises UserError where the saved model has another number of them."""
+    """Set `config` to one score, and return it. Raises UserError if the saved model has another number of scores."""
     if is_reward_model(config) and config.num_labels != 1:
         raise UserError(
             f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one",
@@ -46,7 +46,7 @@ def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def new_score(model: PreTrainedModel, seed: int) -> None:
-    """Draws the weights of a new head, from `seed` alone: the same on all processes, whatever was drawn before."""
+    """Draw the weights of a new head from `seed`. They are the same on all processes, and independent of earlier draws."""
     torch.manual_seed(seed)
     head: Any = getattr(model, HEAD)
     head._is_hf_initialized = False
@@ -56,7 +56,7 @@ def new_score(model: PreTrainedModel, seed: int) -> None:
 
 
 def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding token, by which `model` finds the last one of a document. Raises UserError if there is none, or unless
+    """Set the padding token; `model` finds the last token of a document by it. Raises UserError if there is none, or unless
     `model` scores the last token by one linear layer, as decoders do."""
     linear = isinstance(getattr(model, HEAD, None), nn.Linear)
     if not linear or model.base_model is model or model.config.is_encoder_decoder:
@@ -70,8 +70,8 @@ def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def add_scores(model: PreTrainedModel) -> None:
-    """Adds `layout=` to the forward of `model`: `input_ids` [1, T] are then that row, and the result is that of the padded call,
-    `logits` float32 [documents, 1]. `margin`, which TRL's loss reads from the same batch, is not the model's."""
+    """Add `layout=` to the forward of `model`: `input_ids` [1, T] are then that row. The result equals the padded call,
+    `logits` float32 [documents, 1]. `margin` is ignored: TRL's loss reads it from the same batch."""
     inner = model.forward
 
     @functools.wraps(type(model).forward)
@@ -103,7 +103,7 @@ def add_scores(model: PreTrainedModel) -> None:
 
 @contextmanager
 def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block a call of `model` gives `logits` [rows, T, n] of every token, of a reward model scores [rows, T, 1]."""
+    """Make `model` return `logits` [rows, T, n] of every token inside the block. A reward model returns scores [rows, T, 1]."""
     if not hasattr(model, HEAD):
         yield
         return

@@ -1,10 +1,10 @@
-"""The sum of token losses by the output head, with its gradients made in the forward pass, some thousand tokens at a time.
+"""The sum of token losses by the output head, with gradients from the forward pass.
 
-TRL's fused head, which gives single tokens, computes all logits again in its backward pass: four products of tokens × hidden ×
-vocabulary in place of three. Where there is Triton, TRL's kernels turn logits into gradients here too, in place. They are private
-to TRL: where a version has others, this head is refused on the first rows, and TRL's own serves (`choose_head`). torch's
-`linear_cross_entropy` and Liger's head also take three products, but in bfloat16 they add up the weight's gradient in bfloat16 over
-pieces of a few hundred tokens, and torch's the loss as well. Here both are float32.
+It takes some thousand tokens at a time. TRL's fused head, which gives single tokens, computes all logits again in its backward pass: four
+products of tokens × hidden × vocabulary instead of three. With Triton, TRL's kernels turn logits into gradients here too, in place. They are
+private to TRL: if a version has others, this head is refused on the first rows, and TRL's own is used (`choose_head`). torch's
+`linear_cross_entropy` and Liger's head also take three products. But in bfloat16 they add up the weight's gradient in bfloat16 over
+pieces of a few hundred tokens, and torch adds up the loss in bfloat16 as well. Here both are float32.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from packtrain.config.objective import TokenLoss
 from packtrain.plan.memory import HEAD_CHUNK
 
 _CPU_CHUNK = 512
-_SLICE = 128  # tokens whose log-probabilities are float32 at a time, without Triton
-_ALIGNED = 64  # rows of logits are a multiple of it, so that products are fast for any vocabulary
-_PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # to TRL's kernels
+_SLICE = 128  # number of tokens with float32 log-probabilities at a time, without Triton
+_ALIGNED = 64  # rows of logits are padded to a multiple of it: products are then fast for any vocabulary
+_PLAIN = {"logit_scale": 1.0, "softcap": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}  # for TRL's kernels
 
 
 def token_weights(log_probs: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
-    """What each token counts in `loss`, by its log-probability: a token's loss is its weight times -log_prob."""
+    """Return the weight of each token in `loss`, from its log-probability. The token's loss is its weight times -log_prob."""
     return log_probs.exp().detach() if loss == "dft" else torch.ones_like(log_probs)
 
 
 def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
-    """Scalar float32: Σ of the losses of `targets` int64 [n] after `hidden` [n, d]. Its backward pass runs once.
+    """Sum the losses of `targets` int64 [n] after `hidden` [n, d]: a float32 scalar. Its backward pass runs only once.
 
-    `head` is an nn.Linear, whose products are in float32 on a CPU, elsewhere in autocast's format or that of `hidden`.
+    `head` is an nn.Linear. Its products are in float32 on a CPU, elsewhere in autocast's format or the format of `hidden`.
     """
     with maybe_gather_lm_head_ctx(head.weight, head.bias):
         return _SummedLoss.apply(hidden, head.weight, head.bias, targets, loss, torch.is_grad_enabled())  # type: ignore[return-value]
@@ -42,8 +42,8 @@ def sum_losses(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: Tok
 
 @torch.enable_grad()
 def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, loss: TokenLoss) -> torch.Tensor:
-    """Scalar: the largest relative difference of the gradients of `sum_losses` from those of full logits, of `hidden` [n, d] and of
-    the trained weights of `head`."""
+    """Compare the gradients of `sum_losses` with full logits. Returns the largest relative difference, a scalar, over `hidden` [n, d]
+    and the trained weights of `head`."""
     with maybe_gather_lm_head_ctx(head.weight, head.bias):
         rows, weight = hidden.detach().requires_grad_(), head.weight.detach().requires_grad_(head.weight.requires_grad)
         bias = None if head.bias is None else head.bias.detach().requires_grad_(head.bias.requires_grad)
@@ -116,13 +116,13 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _loss_in_place(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
-    """Scalar float32: Σ of the losses of `targets` [n]; if it `trains`, `logits` [n, words] become the gradients of that sum."""
+    """Sum the losses of `targets` [n]: a float32 scalar. If it `trains`, `logits` [n, words] become the gradients of that sum."""
     by = _by_triton if _kernels()._use_triton(logits.device) else _by_torch
     return by(logits, targets, loss, trains=trains)
 
 
 def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
-    """`_loss_in_place` some rows at a time, in float32."""
+    """Do `_loss_in_place` some rows at a time, in float32."""
     total = torch.zeros((), device=logits.device)
     for part, goals in zip(logits.split(_SLICE), targets[:, None].split(_SLICE), strict=True):
         log_probs = part.log_softmax(dim=-1, dtype=torch.float32)
@@ -135,7 +135,7 @@ def _by_torch(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, t
 
 
 def _by_triton(logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss, *, trains: bool) -> torch.Tensor:
-    """`_loss_in_place` by TRL's kernels, which read `logits` once for the loss and once for the gradients."""
+    """Do `_loss_in_place` by TRL's kernels. They read `logits` once for the loss and once for the gradients."""
     kernels, (count, words) = _kernels(), logits.shape
     block, no_figures = kernels._BLOCK_SIZE, {f"HAS_{name.upper()}": False for name in kernels.OPTIONAL_OUTPUTS}
     highest = torch.full((count,), -math.inf, device=logits.device)

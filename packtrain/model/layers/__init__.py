@@ -1,1 +1,1 @@
-"""How layers compute: their experts, and their MLPs by tiles of tokens."""
+"""Changes to layers: grouped experts, and MLPs by tiles of tokens."""

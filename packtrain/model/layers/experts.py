@@ -1,8 +1,8 @@
-"""`model.experts`: the experts of a layer compute one after the other (the loop), or all of them in one grouped product.
+"""`model.experts`: the experts of a layer run in a loop, or in one grouped product.
 
-Both are transformers' own (transformers.integrations.moe): the loop is the code of the model, `grouped_mm` sorts tokens by expert and hands all to
-torch's grouped product. That knows no autocast (pytorch/pytorch#174763): over float32 weights it would compute in float32. So it is given
-weights and tokens in autocast's format here, as autocast gives them to the linear layers of the loop.
+Both are transformers' own (transformers.integrations.moe): the loop is the code of the model; `grouped_mm` sorts tokens by expert and gives
+all to torch's grouped product. torch's product does not support autocast (pytorch/pytorch#174763): over float32 weights it would compute in
+float32. So here it gets weights and tokens in autocast's format, as the linear layers of the loop do.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from packtrain.proof.comparison import has_routers
 
 KEY = "model.experts"
 LOOP, GROUPED = "eager", "packtrain_grouped"
-"""Names by which transformers' ExpertsInterface knows them."""
+"""Names of the two ways in transformers' ExpertsInterface."""
 
 
 def can_group(model: nn.Module) -> bool:
-    """Whether the experts of `model` are in tensors of all experts, which transformers multiplies in any of its ways."""
-    quantised = getattr(model, "is_quantized", False)  # experts in formats and with code of their own
+    """Return whether tensors of `model` hold all experts of a layer. transformers can then multiply them in any way."""
+    quantised = getattr(model, "is_quantized", False)  # their experts have their own formats and code
     return not quantised and any(hasattr(module, "_is_expert_parallel") for module in model.modules())
 
 
 def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
-    """Has experts compute one after the other, whatever is `asked` by model.experts: train/verify/changes.py groups them by proof.
+    """Make experts compute one after the other. train/verify/changes.py groups them later, by proof.
 
-    Raises UserError if the key names a way that this model does not have.
+    Raises UserError if `asked`, model.experts, names a way that this model does not have.
     """
     if can_group(model):
         model.set_experts_implementation(LOOP)
@@ -44,7 +44,7 @@ def loop_over_experts(model: PreTrainedModel, asked: str) -> None:
 
 
 def group_experts(model: PreTrainedModel) -> Callable[[], None]:
-    """Has `model` compute by grouped products; returns the undo function."""
+    """Make `model` compute by grouped products. Returns the undo function."""
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _by_grouped_products)
     model.set_experts_implementation(GROUPED)
     return lambda: model.set_experts_implementation(LOOP)
@@ -53,7 +53,7 @@ def group_experts(model: PreTrainedModel) -> Callable[[], None]:
 def _by_grouped_products(
     experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs [T, h] of `hidden` [T, h] by the experts `chosen` [T, k], with these `weights` [T, k]."""
+    """Run the experts `chosen` [T, k] on `hidden` [T, h]. Returns outputs [T, h], weighted by `weights` [T, k]."""
     kind, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(kind):
         experts = _InFormat(experts, torch.get_autocast_dtype(kind))
@@ -62,7 +62,7 @@ def _by_grouped_products(
 
 
 class _InFormat:
-    """A module whose tensors are of another `dtype` when they are read."""
+    """A module whose tensors are converted to `dtype` when they are read."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.module, self.dtype = module, dtype

@@ -1,8 +1,8 @@
-"""`trainer.tokens_per_mlp_tile`: the MLP of a layer runs on so many tokens at a time, and again for each tile in the backward pass.
+"""`trainer.tokens_per_mlp_tile`: the MLP of a layer runs on tiles of tokens.
 
-An MLP sees one token at a time, so tiles compute what all tokens at once do; of what is inside, 3 × intermediate size for each token, only
-one tile's exists at any moment (Arctic Long Sequence Training, arXiv 2506.13996). DeepSpeed's TiledMLP runs backward passes of its own
-inside one, past the hooks of DDP and FSDP2; torch's checkpoint for each tile adds gradients up within the graph, so hooks run once a weight.
+Each tile runs again in the backward pass. An MLP sees one token at a time, so tiles compute the same as all tokens at once. Its inside,
+3 × intermediate size for each token, exists for one tile at a time (Arctic Long Sequence Training, arXiv 2506.13996). DeepSpeed's TiledMLP runs
+backward passes inside a backward pass, past the hooks of DDP and FSDP2. torch's checkpoint adds gradients up within the graph: hooks run once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROUTED = ("expert", "router")
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
-    """The MLPs of the layers that are modules of their own, take hidden states alone, and have no experts to choose among."""
+    """Return the MLPs of the layers. They are separate modules, take only hidden states, and have no experts to choose from."""
     found = [getattr(layer, name) for layer in layers_of(model) for name in _NAMES if hasattr(layer, name)]
     return [mlp for mlp in found if _takes_tokens(mlp)]
 
@@ -40,7 +40,7 @@ def _takes_tokens(mlp: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_tiles(model: nn.Module) -> None:
-    """Raises UserError if `model` has no such MLPs, CheckFailed if one mixes tokens. Called before `model` is spread."""
+    """Raise UserError if `model` has no such MLPs, CheckFailed if one mixes tokens. Call it before `model` is sharded."""
     base = base_model(model)
     name, kinds = type(base).__name__, {type(mlp): mlp for mlp in mlps_of(base)}
     if not kinds:
@@ -56,7 +56,7 @@ def check_tiles(model: nn.Module) -> None:
 
 
 def _with_whole_weights(mlp: nn.Module) -> nn.Module:
-    """`mlp`, or, where this process has read only its rows of the weights, a copy of it with random ones."""
+    """Return `mlp`; if this process has only its rows, a copy with random weights."""
     if not any(isinstance(weight, DTensor) for weight in mlp.parameters()):
         return mlp
     made = copy.deepcopy(mlp)
@@ -70,7 +70,7 @@ def _with_whole_weights(mlp: nn.Module) -> nn.Module:
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> Callable[[], None]:
-    """Has the MLPs of `model` run on `tokens` at a time; returns the undo function."""
+    """Make the MLPs of `model` run on `tokens` at a time. Returns the undo function."""
     before = {mlp: mlp.forward for mlp in mlps_of(model)}
     for mlp, run in before.items():
         mlp.forward = partial(_by_tiles, run, tokens)
@@ -83,7 +83,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> Callable[[], None]:
 
 
 def _by_tiles(run: Callable[[torch.Tensor], torch.Tensor], tokens: int, hidden: torch.Tensor) -> torch.Tensor:
-    """The outputs of an MLP for `hidden` [..., h]; what is no longer than a tile runs as it is."""
+    """Return the outputs of an MLP for `hidden` [..., h]. An input no longer than a tile runs at once."""
     tiles = hidden.flatten(0, -2).split(tokens)
     if len(tiles) == 1:
         return run(hidden)

@@ -1,1 +1,1 @@
-"""The weights of a model that is spread by FSDP2, one slice or one weight at a time: read from files, hashed, written to files."""
+"""Weights of a sharded model, read, hashed and written one at a time."""

@@ -1,4 +1,4 @@
-"""A hash of weights that does not depend on how their rows are spread over processes."""
+"""Hashes of weights that do not depend on how rows are spread over processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BLOCKS, _BLOCK_BYTES = 1024, 2**16
 
 
 def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
-    """Hash of names, types, shapes and bytes of weights and saved buffers, adapters included; `trained=False` leaves out trained
-    ones. Called by all processes together if they share weights, of which each hashes its own rows.
+    """Hash names, types, shapes and bytes of weights and saved buffers, adapters included. `trained=False` leaves out trained weights.
+    If processes share the weights, all call it together, and each hashes its own rows.
 
     It is the exclusive or of xxh3 hashes of all rows, with their numbers as seeds, so that rows may be hashed anywhere.
     """
@@ -47,14 +47,14 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
 
 
 def sampled_hash(files: Iterable[str]) -> str:
-    """Hash of the sizes of `files`, their first bytes and blocks all over them: of weights that are read by slices no process sees all, and
-    those of another training differ everywhere."""
+    """Hash the sizes of `files`, their first bytes and blocks spread over them. No process sees all weights that are read by slices;
+    weights of another training differ everywhere."""
     found = xxhash.xxh3_128()
     for file in sorted(files, key=os.path.basename):
         end = os.path.getsize(file)
         found.update(f"{os.path.basename(file)} {end}".encode())
         with open(file, "rb") as opened:
-            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # of a small file all
+            blocks = min(_BLOCKS, 2 + end // _BLOCK_BYTES)  # a small file is read whole
             for number in range(blocks):
                 opened.seek(max(0, end - _BLOCK_BYTES) * number // (blocks - 1))
                 found.update(opened.read(_BLOCK_BYTES))
@@ -62,7 +62,7 @@ def sampled_hash(files: Iterable[str]) -> str:
 
 
 def _of_rows(tensor: torch.Tensor, first: int, seed: int) -> int:
-    """The hash of the rows of `tensor`, the number of the first of which is `first`."""
+    """Hash the rows of `tensor`. `first` is the number of its first row."""
     total = 0
     for number, row in enumerate(_rows(tensor), first):
         total ^= xxhash.xxh3_128_intdigest(row, (seed + number) % 2**64)

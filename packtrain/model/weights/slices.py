@@ -1,11 +1,11 @@
-"""Weights that every process reads only its own rows of, as FSDP2 will keep them; for ZeRO-3 they are put together one by one.
+"""Slices of weights: every process reads only its own rows, as FSDP2 will keep them.
 
-transformers reads safetensors by slices into parameters that are DTensors, also where experts are stacked as they are read
-(core_model_loading.DtensorShardOperation). So inside `reading_slices` a model, which is made on the meta device, gets such
-parameters before its files are read: `Shard(0)` on the mesh, which is what fully_shard makes. model/spread.py then hands them on.
+transformers reads safetensors by slices into parameters that are DTensors, also if experts are stacked while they are read
+(core_model_loading.DtensorShardOperation). So inside `reading_slices` a model on the meta device gets such parameters before its files are
+read: `Shard(0)` on the mesh, as fully_shard makes them. model/spread.py takes them over; for ZeRO-3 it puts them together one by one.
 
-Whole in every process until then: weights that are in no file (a new head), buffers, what the library makes of whole weights
-(a fused projection that is cut into three), and all of files of another kind (.bin, .gguf) and of quantised models.
+These stay whole in every process until then: weights that are in no file (a new head), buffers, weights that the library makes from whole
+ones (a fused projection that is cut into three), and all weights of other kinds of files (.bin, .gguf) and of quantised models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packtrain.model.weights.hashes import sampled_hash
 
 
 def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
-    """Inside the block `from_pretrained` reads the rows that this process has on `mesh`, of one dimension; None: whole weights."""
+    """Make `from_pretrained` read only this process's rows, on a one-dimensional `mesh`; None: whole weights."""
     if mesh is None:
         return nullcontext()
     read = PreTrainedModel._load_pretrained_model
@@ -48,7 +48,7 @@ def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
                 )._is_hf_initialized = True
             elif (
                 weight.to_local().is_meta
-            ):  # to be tied, or initialised: whole, since random numbers depend on the shape
+            ):  # it is tied or initialised later: whole, since random numbers depend on the shape
                 put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
         return loaded, rest
 
@@ -56,7 +56,7 @@ def reading_slices(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
 
 
 def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
-    """Makes the meta parameters of `model` DTensors of which each process has the rows that fully_shard would give it."""
+    """Make the meta parameters of `model` DTensors. Each process has the rows that fully_shard would give it."""
     whole: list[Any] = [
         made.reverse_transform() for made in conversions if isinstance(made, WeightConverter) and not _by_rows(made)
     ]
@@ -69,7 +69,7 @@ def _place(model: nn.Module, mesh: DeviceMesh, conversions: list[Any]) -> None:
 
 
 def _by_rows(made: WeightConverter) -> bool:
-    """Whether rows of the converted weight are made of the same rows, or experts, of those in the files."""
+    """Return whether rows of the converted weight come from the same rows of the files. Rows may be experts."""
     return all(
         (isinstance(step, MergeModulelist) and step.dim == 0) or (isinstance(step, Concatenate) and step.dim > 0)
         for step in made.operations
@@ -77,7 +77,7 @@ def _by_rows(made: WeightConverter) -> bool:
 
 
 def take_slices(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
-    """The parameters of which `model` has slices, by their names (several if tied); whole ones on the meta device are in their place."""
+    """Take the sliced parameters of `model`, by their names (several if tied). Whole ones on the meta device replace them."""
     taken = _sliced(model)
     for names, weight in taken.items():
         put_weight(model, names, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
@@ -85,15 +85,15 @@ def take_slices(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
 
 
 def put_slices(model: nn.Module, taken: dict[tuple[str, ...], DTensor]) -> None:
-    """Puts what `take_slices` took into the parameters that fully_shard has made of those on the meta device."""
+    """Put the slices of `take_slices` back. fully_shard has replaced their parameters on the meta device."""
     for names, weight in taken.items():
-        made = model.get_parameter(names[0])  # an object that FSDP2 knows, and keeps
+        made = model.get_parameter(names[0])  # FSDP2 knows this object, and keeps it
         read = _like(cast(DTensor, made), weight.to_local())
         torch.utils.swap_tensors(made, nn.Parameter(read, requires_grad=weight.requires_grad))
 
 
 def let_copy(model: nn.Module, modules: list[str]) -> None:
-    """Gives slices that are views of their file a storage of their own, in modules whose names end so: a DTensor of such a view has an
+    """Give slices that are views of their file a separate storage. `modules` are ends of module names. A DTensor of such a view has an
     address that is not 0, and deepcopy then looks for a storage where there is none."""
     for names, weight in _sliced(model).items():
         if weight.storage_offset() and any(name.rpartition(".")[0].endswith((*modules,)) for name in names):
@@ -105,7 +105,7 @@ def _sliced(model: nn.Module) -> dict[tuple[str, ...], DTensor]:
 
 
 def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
-    """Each parameter by all its names."""
+    """Return each parameter by all its names."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names[weight] = (*names.get(weight, ()), name)
@@ -113,7 +113,7 @@ def _named(model: nn.Module) -> dict[tuple[str, ...], Any]:
 
 
 def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, trained: bool = True) -> Any:
-    """Makes `value` the parameter of these `names`, and returns it."""
+    """Make `value` the parameter of these `names`, and return it."""
     made = nn.Parameter(value, requires_grad=trained and value.is_floating_point())
     for name in names:
         place, _, last = name.rpartition(".")
@@ -122,6 +122,6 @@ def put_weight(model: nn.Module, names: tuple[str, ...], value: torch.Tensor, tr
 
 
 def _like(weight: DTensor, part: torch.Tensor) -> DTensor:
-    """`part` as this process's rows of a tensor that is spread as `weight` is."""
+    """Return `part` as this process's rows of a tensor that is sharded like `weight`."""
     part = part.detach()
     return DTensor.from_local(part, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())

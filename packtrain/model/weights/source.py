@@ -1,7 +1,7 @@
-"""Weights in its files that a model does not take, and the base of adapters.
+"""Weights in the files that a model does not take, and the base of adapters.
 
-transformers drops weights without a word, also layers for multi-token prediction (MTP) that config.json promises. Here they are counted.
-Layers and modules of their own are carried into final/. If layers of the model lack them, they are refused.
+transformers drops such weights without a word, also layers for multi-token prediction (MTP) that config.json promises. Here they are counted.
+Separate layers and modules are carried into final/. If layers of the model lack the weights, they are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightFiles:
     hash: str = ""
 
     def in_words(self, kept: str) -> str:
-        """Return the header's line about untaken weights; `kept` says what happens to those."""
+        """Return the header's line about untaken weights; `kept` says how the kept ones are used."""
         said = []
         for found, what in ((Counter(self.kept.values()), kept), (self.left, "are left out")):
             names = [f"{name} ({count})" for name, count in found.items()]
@@ -66,7 +66,7 @@ class WeightFiles:
 
 @contextmanager
 def noting_files() -> Iterator[None]:
-    """Inside the block, `from_pretrained` leaves WeightFiles on the model, as its `source`."""
+    """Make `from_pretrained` leave WeightFiles on the model, as its `source`, inside the block."""
     read, map_gguf, passed_over = PreTrainedModel._load_pretrained_model, gguf.get_gguf_hf_weights_map, list[str]()
 
     class Names(dict[str, str]):
@@ -97,7 +97,7 @@ def noting_files() -> Iterator[None]:
 def judge(model: Any, stays: Callable[[str], bool], *, quantised: bool) -> None:
     """Sort the weights that `model` does not take into kept and left ones.
 
-    Layers and modules of their own are kept for final/, unless a name `stays` out. Weights of a `quantised` model may be scales, and are left.
+    Separate layers and modules are kept for final/, unless a name `stays` out. Weights of a `quantised` model may be scales, and are left.
     Raises UserError for weights that layers of the model lack.
     """
     source, lacking = model.source, dict[str, str]()
@@ -120,8 +120,8 @@ def judge(model: Any, stays: Callable[[str], bool], *, quantised: bool) -> None:
 
 
 def _place_of(model: Any, name: str) -> tuple[str, str]:
-    """Return the full name of a weight, and the pattern of its layer or module; "" if the model has that."""
-    if block := re.match(r"blk\.(\d+)\.", name):  # as .gguf files name them
+    """Return the full name of a weight and its module's pattern. The pattern is "" if the model has the module."""
+    if block := re.match(r"blk\.(\d+)\.", name):  # the name in .gguf files
         return name, "" if int(block[1]) < model.config.get_text_config().num_hidden_layers else f"{block[0]}*"
     found, prefix = list[tuple[int, list[str], Any]](), f"{model.base_model_prefix}."
     for full in (name, prefix + name, name.removeprefix(prefix)):
@@ -139,7 +139,7 @@ def _place_of(model: Any, name: str) -> tuple[str, str]:
 
 
 def _switches(model: Any, lacking: set[str]) -> list[str]:
-    """Return switches of model.config by which a model takes `lacking` weights."""
+    """Return switches of model.config that make a model take `lacking` weights."""
     found = []
     for name, value in model.config.get_text_config().to_dict().items():
         changed = deepcopy(model.config)
@@ -154,7 +154,7 @@ def _switches(model: Any, lacking: set[str]) -> list[str]:
 def carry(model: Any, folder: Path) -> str:
     """Add the weights kept for final/ to the files and the index in `folder`, unchanged.
 
-    Returns words for the last lines of a run. Where there are none, config.json no longer counts layers for multi-token prediction.
+    Returns words for the last lines of a run. If there are none, config.json no longer counts layers for multi-token prediction.
     """
     source: Any = getattr(model, "source", None)
     kept = dict[str, list[str]]()
@@ -168,7 +168,7 @@ def carry(model: Any, folder: Path) -> str:
     for file, (old, names) in zip(files[len(saved) :], kept.items(), strict=True):
         held = load_state_dict(old)
         save_file({name: held[name].clone().contiguous() for name in names}, file, metadata={"format": "pt"})
-    for file, old in zip(files, saved, strict=False):  # the last that may fail: before it `saved` are whole
+    for file, old in zip(files, saved, strict=False):  # the last step that may fail: before it `saved` are whole
         old.rename(file)
     shapes = _shapes(files)
     sizes = {"total_parameters": sum(one.numel() for _, one in shapes.values())}
@@ -179,7 +179,7 @@ def carry(model: Any, folder: Path) -> str:
 
 
 def name_base(adapted: Any, path: str, revision: str | None) -> None:
-    """Have adapters name their base by its resolved path, or by hub id and commit."""
+    """Make adapters name their base by its resolved path, or by hub id and commit."""
     named, source, place = adapted.peft_config["default"], adapted.get_base_model().source, Path(path).expanduser()
     named.base_model_name_or_path = str(place.resolve()) if place.exists() else path
     named.revision = None if place.exists() else extract_commit_hash(source.files[0], None) or revision
@@ -195,7 +195,7 @@ def write_base(adapted: Any, folder: Path) -> None:
 
 
 def check_base(model: Any, folder: Path) -> None:
-    """Raise UserError if adapters in `folder` were trained on other files than those of `model`."""
+    """Raise UserError if adapters in `folder` were trained on other files than `model` has."""
     file = folder / BASE
     known, source = read_json(file) if file.exists() else {}, getattr(model, "source", None)
     if known.get("weights") and source and known["weights"] != sampled_hash(source.files):
@@ -206,12 +206,12 @@ def check_base(model: Any, folder: Path) -> None:
 
 
 def _shapes(files: Iterable[str | Path]) -> dict[str, tuple[str, torch.Tensor]]:
-    """The weights in `files` by name: the file, and a tensor on the meta device."""
+    """Return the weights in `files` by name. Each has its file, and a tensor on the meta device."""
     return {name: (str(file), one) for file in files for name, one in load_state_dict(file, "meta").items()}
 
 
 def _forget(config: Path) -> str:
-    """Has config.json count no layers for multi-token prediction; says so where it did."""
+    """Set the counts of layers for multi-token prediction in config.json to 0. Returns words about it, "" if there were none."""
     values = read_json(config) if config.exists() else {}
     counts = {
         name for name, value in values.items() if MTP.search(name) and type(value) is int and value and "layer" in name

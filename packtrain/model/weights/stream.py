@@ -1,8 +1,8 @@
-"""Writing a model under FSDP2 or ZeRO-3 as a folder that from_pretrained loads, without a whole copy of it anywhere.
+"""Writing a sharded model as a folder that from_pretrained loads, without a whole copy.
 
-The files are planned from shapes alone. Then all processes gather one weight after the other, and the main one writes a file as soon as
-it has what belongs into it: beside its share it holds one file and one weight. Where the library saves another form than it computes with
-(experts), each weight is converted by itself, by the library; a model of which it makes one of several is left to whole_weights.
+The files are planned only from shapes. Then all processes gather one weight after the other, and the main one writes a file as soon as
+it has all its weights: beside its share it holds one file and one weight. If the library saves another form than it computes with
+(experts), it converts each weight alone. If it makes one saved weight from several, the model is left to whole_weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from packtrain.monitor.heartbeat import progress, waiting
 
 FILE_BYTES = 5 * 10**9
-"""The most of a file, unless a single weight is larger; huggingface_hub's own default."""
+"""Largest size of a file, unless a single weight is larger; huggingface_hub's own default."""
 _PATTERN = "model{suffix}.safetensors"
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """The names of the state dict that are saved, in order; of what is saved, which file has it; what the index says of it."""
+    """The saved weights: their `names` in the state dict, in order. `files`: the saved names by file. `index`: the index file."""
 
     names: tuple[str, ...]
     files: dict[str, list[str]]
@@ -43,7 +43,7 @@ class FilePlan:
 
 
 def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
-    """The files of a `model` whose weights are saved in `dtype`; None where they have to be converted together."""
+    """Plan the files of a `model` saved in `dtype`. None if weights have to be converted together."""
     held = model.state_dict(keep_vars=True)
     marks = {id(value): torch.zeros(1) for value in held.values()}  # tied weights have the same
     kept = remove_tied_weights_from_state_dict({name: marks[id(value)] for name, value in held.items()}, model)
@@ -62,7 +62,7 @@ def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
         together = revert_weight_conversion(model, dict(shapes))
         for name, shape in shapes.items():
             single |= revert_weight_conversion(model, {name: shape})
-    except Exception:  # of a conversion that lacks the other weights
+    except Exception:  # from a conversion that lacks the other weights
         return None
     if {name: value.shape for name, value in single.items()} != {name: value.shape for name, value in together.items()}:
         return None
@@ -75,10 +75,10 @@ def plan_files(model: Any, dtype: torch.dtype) -> FilePlan | None:
 def write_files(
     model: Any, plan: FilePlan, folder: Path, made: Callable[[torch.Tensor], torch.Tensor | None], *, main: bool
 ) -> None:
-    """Writes the weights of `model` into `folder` by `plan`, on the `main` process; called by all.
+    """Write the weights of `model` into `folder` by `plan`, on the `main` process. All processes call it.
 
-    `made` gives what is saved of a parameter, whole and on the CPU (None elsewhere). If the disk fails, the weights are gathered to the
-    end, since the others wait for that, and its error is raised then.
+    `made` returns the tensor to save for a parameter, whole and on the CPU (None elsewhere). If the disk fails, the weights are still gathered
+    to the end, since the others wait for that; then the error is raised.
     """
     held, place = model.state_dict(keep_vars=True), {name: file for file, names in plan.files.items() for name in names}
     open_files: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.files}
@@ -106,8 +106,8 @@ def write_files(
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
-    """All of a weight whose rows may be spread; called by all processes together. By broadcasts into their places: gloo's all-gather takes
-    a copy more, and `full_tensor` two."""
+    """Gather all of a weight whose rows may be sharded. All processes call it. It broadcasts into place: gloo's all-gather takes
+    one more copy, and `full_tensor` two."""
     if hasattr(weight, "ds_id"):
         import deepspeed
 
@@ -128,13 +128,13 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
 
 
 def return_freed_memory() -> None:
-    """Has the C library return to the system what is freed: of weights one after the other glibc keeps as much as a whole model."""
+    """Call malloc_trim. glibc would keep the memory of freed weights, as much as a whole model."""
     with suppress(OSError, AttributeError):  # another library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def map_large_blocks() -> None:
-    """Have glibc unmap each block of 1 MiB or more when it is freed.
+    """Make glibc unmap each block of 1 MiB or more when it is freed.
 
     Its heap keeps the holes between gathered layers: three whole models in each of four processes.
     """
