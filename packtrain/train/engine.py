@@ -30,7 +30,7 @@ from packtrain.train.optim.seen_updates import optimizer_inside
 class Engine:
     """`model` is the plain model, `wrapped` the one that a step calls, once `prepare` was called.
 
-    The base class of the TRL trainer that the `loss` holds makes the optimizer.
+    The Trainer that the `loss` holds makes the optimizer.
     """
 
     optimizer: Any
@@ -48,11 +48,11 @@ class Engine:
     ) -> None:
         """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py) and whether they
         `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
-        self._trl, self._changes, self.strategy = loss.trl, loss.changes, strategy
+        self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
         self.exchanges_once, self.ema = exchange_once, ema
-        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
+        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         self.wrapped: Any = self.model
-        self.deepspeed: bool = loss.trl.is_deepspeed_enabled
+        self.deepspeed: bool = loss.held.is_deepspeed_enabled
         self.weight_order: list[str] = []
         """The names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
@@ -89,22 +89,22 @@ class Engine:
         what = f"the optimizer {optim.name} cannot be made"
         making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
-            kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
+            kind, arguments = self._held.get_optimizer_cls_and_kwargs(self.args, self.model)
         if optim.name == "muon":
             kind, arguments = MuonAndAdamW, {name: arguments[name] for name in ("lr", "betas", "eps")}
         if optim.groups or optim.name == "muon":
-            decayed = self._trl.get_decay_parameter_names(self.model)
+            decayed = self._held.get_decay_parameter_names(self.model)
             arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
-            self._trl.optimizer_cls_and_kwargs = kind, arguments
+            self._held.optimizer_cls_and_kwargs = kind, arguments
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
         if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it of model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         if coarse:
             names = {weight: name for name, weight in self.model.named_parameters()}
             how: Any = {"masters": optim.keeps_masters, "seed": self.args.seed, "names": names, "dither": self.dither}
-            self._trl.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
+            self._held.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
         with making():
-            return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
+            return deepspeed_init(self._held, steps)[0] if self.deepspeed else self._held.create_optimizer()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
         """The parts of what the optimizer steps that are masters of weights that are computed in bfloat16; where there are any, each

@@ -1,6 +1,6 @@
 """The loop over optimizer steps, from top to bottom (`run_steps`), and the parts that it calls (`StepTrainer`).
 
-packtrain runs the loop itself. The loss is the objective's, computed by TRL's code (objectives/loss.py); accelerate spreads the model,
+packtrain runs the loop itself. The loss is the objective's (objectives/loss.py); accelerate spreads the model,
 and transformers makes the optimizer and the schedule (engine.py).
 """
 
@@ -88,10 +88,10 @@ class StepTrainer:
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
         self.steps, self.evaluation = settings.steps, dict(settings.evaluation)
-        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
+        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         how: Any = {"offload": settings.offload, "exchange_once": settings.exchange_once, "ema": settings.ema}
         self.engine = Engine(loss, settings.strategy, settings.checkpointing, **how)
-        self.checkpoints = Checkpoints(self.engine, settings, loss.trl)
+        self.checkpoints = Checkpoints(self.engine, settings, loss.held)
         self.writer = self.checkpoints.writer
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
@@ -120,7 +120,7 @@ class StepTrainer:
     def prepare(self, checkpoint: Path | None) -> None:
         """Spreads the model, makes optimizer and schedule, and restores the state of `checkpoint`."""
         self.restore_state(checkpoint)
-        align_special_tokens(self.model, self.loss.trl.processing_class)
+        align_special_tokens(self.model, self.loss.held.processing_class)
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
@@ -159,7 +159,7 @@ class StepTrainer:
 
     def notify(self, event: str, **arguments: Any) -> None:
         """Notifies the listeners: metrics.jsonl, the terminal, trackers (run.py)."""
-        arguments |= {"model": self.model, "processing_class": self.loss.trl.processing_class}
+        arguments |= {"model": self.model, "processing_class": self.loss.held.processing_class}
         for listener in self.listeners:
             answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **arguments)
             self.control = answer or self.control

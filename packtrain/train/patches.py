@@ -1,105 +1,40 @@
-"""What TRL's constructors and DeepSpeed's engine leave no other way for, each with its reason; packtrain patches them nowhere else.
+"""Work with transformers' Trainer and DeepSpeed's engine: both do more than packtrain asks of them.
 
-TRL's trainers are held for their losses (objectives/), and never train. Their constructors want data and do work that is done
-elsewhere; their losses gather figures over ranks. DeepSpeed's engine updates the weights within the backward pass.
+A Trainer is held for its accelerator and its optimizer, and never trains. DeepSpeed's engine updates the weights within the backward
+pass. packtrain patches them nowhere else.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
-import datasets
 import torch
-from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainingArguments
+from peft import PeftModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.boundary import holding
-from packtrain.model.load import base_model
-
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
-def arguments_on_one_gpu(kind: type[Arguments], **arguments: Any) -> Arguments:
-    """TRL's arguments of that `kind`. A process that is alone would split its batches over all GPUs that it sees, or be refused."""
-    made = kind(**arguments)
+def arguments_on_one_gpu(**arguments: Any) -> TrainingArguments:
+    """Return transformers' arguments for one device: a process that is alone would split its batches over all GPUs."""
+    made = TrainingArguments(**arguments)
     made._n_gpu = min(made.n_gpu, 1)
     return made
 
 
-def hold_trainer(
-    kind: type[Any],
-    model: PreTrainedModel,
-    args: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: dict[str, list[Any]],
-    **given: Any,
-) -> Any:
-    """A TRL trainer of that `kind`, to be asked for losses. `columns` is the row of data that its constructor reads.
-
-    What is set before the constructor runs stands before the methods of the class:
-    - data is not prepared: there is one row, since a datasets.Dataset is required;
-    - log-probabilities of the reference are not precomputed: they come with the batches (model/reference.py);
-    - nothing is sent to anyone.
-    """
-    trainer: Any = object.__new__(kind)
-    trainer._prepare_dataset = lambda dataset, *_, **__: dataset
-    trainer._precompute_ref_logps = lambda dataset, *_, **__: dataset
-    trainer._send_telemetry = lambda: None
-    data = datasets.Dataset.from_dict(columns)
-    text_config = base_model(model).config.get_text_config()
-    routers = getattr(text_config, "output_router_logits", None)
-    # KTO refuses 1, as it estimates KL over one batch
-    several = holding(args, per_device_train_batch_size=max(args.per_device_train_batch_size, 2))
-    # TRL hashes weights for its cache of log-probabilities, which fails on sharded ones (model/reference.py has its own)
-    unhashed = holding(sys.modules[kind.__module__], hash_module=lambda _: "")
-    # else it rounds adapters on quantised weights to bfloat16, in which small updates are lost
-    base: Any = base_model(model)
-    in_bits = {name: False for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if getattr(base, name, False)}
-    with _adapters_not_copied(model), several, unhashed, holding(base, **in_bits):
-        trainer.__init__(
-            model=model,
-            args=args,
-            processing_class=tokenizer,
-            data_collator=list,
-            train_dataset=data,
-            eval_dataset=None if args.eval_strategy == "no" else data,
-            **given,
-        )
-    if routers is not None:  # TRL turns them on for an auxiliary loss of its own
-        text_config.output_router_logits = routers
+def hold_trainer(model: PreTrainedModel, arguments: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Trainer:
+    """Return a Trainer of `model` that is asked for its accelerator and its optimizer, and never trains."""
+    if isinstance(model, PeftModel) and arguments.activation_checkpointing:
+        model.enable_input_require_grads()  # else a recomputed layer whose inputs are frozen gives its adapters no gradient
+    nothing: Any = [0]  # a data set is required
+    given: Any = {"data_collator": list, "train_dataset": nothing, "eval_dataset": nothing}
+    trainer = Trainer(model=model, args=arguments, processing_class=tokenizer, **given)
     if trainer.accelerator.ddp_handler is not None:  # DDP need not copy what it has reduced back to the gradients
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     return trainer
-
-
-def without_gathering(accelerator: Accelerator) -> Accelerator:
-    """A copy that gathers nothing: TRL gathers figures of each micro-batch, of which ranks may have different numbers, and would hang."""
-    local: Any = copy.copy(accelerator)
-    local.gather = local.gather_for_metrics = lambda tensor, *_, **__: tensor
-    return local
-
-
-@contextmanager
-def _adapters_not_copied(model: Any) -> Iterator[None]:
-    """TRL copies adapters as a reference, which fails on sharded ones and is not needed.
-
-    New adapters are zero, like adapters off; continued ones are also loaded as `ref` (model/adapters.py).
-    """
-    if not hasattr(model, "peft_config"):
-        yield
-        return
-    find = model.get_parameter
-    model.add_adapter = lambda *_, **__: None
-    model.get_parameter = lambda name: find(name.replace(".ref.", ".default."))
-    try:
-        yield
-    finally:
-        del model.add_adapter, model.get_parameter
 
 
 def ask_before_update(optimizer: Any, judge: Callable[[Callable[[], torch.Tensor]], bool | None]) -> None:

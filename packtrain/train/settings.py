@@ -1,4 +1,4 @@
-"""The inputs of a training loop: its steps and folders, the request to stop, and the arguments of TRL's trainers."""
+"""The inputs of a training loop: its steps and folders, the request to stop, and the arguments of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainingArguments
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.loader import Steps
+from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.spikes import SpikeRules
 
 
@@ -109,8 +110,8 @@ class StopRequest:
 
 def training_arguments(
     trainer: Trainer, optim: Optim, tracking: Tracking, precision: Precision, settings: LoopSettings
-) -> dict[str, Any]:
-    """The arguments that all of TRL's trainers share, of a run by these `settings`.
+) -> TrainingArguments:
+    """Return the arguments of the held Trainer for a run by these `settings`.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches, so transformers' own accumulation and sampling have nothing to do.
@@ -118,7 +119,7 @@ def training_arguments(
     evaluates, limits = bool(settings.evaluation), settings.limits or TimeLimits()
     dtype = str(precision.weights).removeprefix("torch.")
     deepspeed = deepspeed_config(settings.strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
-    return {
+    arguments = {
         "output_dir": trainer.output_dir,
         "max_steps": len(settings.steps),
         "per_device_train_batch_size": 1,
@@ -153,8 +154,8 @@ def training_arguments(
         "ddp_broadcast_buffers": False,
         "disable_tqdm": True,
         "remove_unused_columns": False,
-        "max_length": None,
         # DeepSpeed's bf16 would round the weights, so there `model.precision.compute_in` wraps the forward instead
         "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
         **({"deepspeed": deepspeed} if deepspeed else {}),
     }
+    return arguments_on_one_gpu(**arguments)

@@ -33,6 +33,7 @@ LAYERS = (
     ("inspect",),
     ("attention",),
     ("proof",),
+    ("objectives",),
     ("model",),
     ("library",),
     ("train",),

@@ -50,9 +50,9 @@ _SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 class Checkpoints:
     """Writes the checkpoints of a run, in the background (`writer`), and reads them."""
 
-    def __init__(self, engine: Engine, settings: LoopSettings, trl: Any) -> None:
-        """`trl` is the TRL trainer that the objective holds: its base class writes the files beside the weights."""
-        self._engine, self._settings, self._trl = engine, settings, trl
+    def __init__(self, engine: Engine, settings: LoopSettings, held: Any) -> None:
+        """`held` is the Trainer that the objective holds: its base class writes the files beside the weights."""
+        self._engine, self._settings, self._held = engine, settings, held
         self._model, self._accelerator = engine.model, engine.accelerator
         self._has_adapters = base_model(engine.model) is not engine.model
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
@@ -71,7 +71,7 @@ class Checkpoints:
         if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._save_optimizer(staging)
-        writer.write_now(lambda: self._trl._save_rng_state(str(staging)))
+        writer.write_now(lambda: self._held._save_rng_state(str(staging)))
         if main:
             writer.write_now(lambda: torch.save(self._engine.lr_schedule.state_dict(), staging / SCHEDULER_NAME))
             writer.write_now(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
@@ -210,7 +210,7 @@ class Checkpoints:
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
         """Restores that of this rank; with another number of processes it is seeded by trainer.seed, the `step` and the rank."""
         if world_of(checkpoint)[1] == self._accelerator.num_processes:
-            self._trl._load_rng_state(str(checkpoint))
+            self._held._load_rng_state(str(checkpoint))
             return
         drawn = f"{self._engine.args.seed} {step} {self._accelerator.process_index}".encode()
         set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
@@ -301,7 +301,7 @@ class Checkpoints:
             base = base_model(self._model)
             weights = weights and {**getattr(self._model, "beside", {}), **weights}
             with weights_at_least(self._model, folder, weights):
-                self._trl._save(str(folder), state_dict=weights)
+                self._held._save(str(folder), state_dict=weights)
                 if self._has_adapters:
                     write_base(self._model, folder)
                 if self._has_adapters and base.can_generate():  # PEFT leaves it away

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from trl import DPOConfig, DPOTrainer
+from transformers import PreTrainedModel, TrainingArguments
 
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import PairDataset
@@ -22,10 +22,8 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import Logps, ReferenceLoss
 from packtrain.train.objectives.training_objective import PairObjective, ReferenceObjective
-from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
-_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
 FIGURES = ("entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen", "rewards/rejected")
 FIGURES += ("rewards/accuracies", MARGINS, "logps/chosen", "logps/rejected")
 
@@ -38,9 +36,14 @@ class DPOLoss(ReferenceLoss):
     figures = FIGURES
 
     def __init__(
-        self, model: Any, args: DPOConfig, tokenizer: Any, settings: LoopSettings, objective: Objective, reference: Any
+        self,
+        model: Any,
+        arguments: TrainingArguments,
+        tokenizer: Any,
+        settings: LoopSettings,
+        objective: Objective,
+        reference: PreTrainedModel | None,
     ) -> None:
-        trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
         option = objective.option
         self.options = PairOptions(
             beta=objective.beta,
@@ -57,7 +60,7 @@ class DPOLoss(ReferenceLoss):
             self.weights[name] = self.weights.get(name, 0.0) + weight
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         outputs += ("log_sum_sq_probs",) if self.options.use_weighting else ()
-        super().__init__(trl, settings, objective, outputs)
+        super().__init__(model, arguments, tokenizer, settings, objective, reference, outputs)
 
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
@@ -102,7 +105,7 @@ def _sides(**of_rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, 
 class DPO(PairObjective, ReferenceObjective):
     """The objective of preference pairs against a reference."""
 
-    trl_arguments, loss_class = DPOConfig, DPOLoss
+    loss_class = DPOLoss
 
     def steps(
         self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False

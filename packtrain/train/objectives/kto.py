@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from trl import KTOConfig, KTOTrainer
+from transformers import PreTrainedModel, TrainingArguments
 
 from packtrain.config.objective import Objective
 from packtrain.data.dataset import UnpairedDataset
@@ -29,11 +29,9 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Logps, ReferenceLoss
 from packtrain.train.objectives.training_objective import ReferenceObjective
-from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
-_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}
 FIGURES = ("kl", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected")
 FIGURES += ("logps/chosen", "logps/rejected")
 
@@ -47,10 +45,16 @@ class KTOLoss(ReferenceLoss):
     figures = FIGURES
 
     def __init__(
-        self, model: Any, args: KTOConfig, tokenizer: Any, settings: LoopSettings, objective: Objective, reference: Any
+        self,
+        model: Any,
+        arguments: TrainingArguments,
+        tokenizer: Any,
+        settings: LoopSettings,
+        objective: Objective,
+        reference: PreTrainedModel | None,
     ) -> None:
-        trl = hold_trainer(KTOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
-        super().__init__(trl, settings, objective, ("log_probs", "entropy", "mean_logits"))
+        outputs = ("log_probs", "entropy", "mean_logits")
+        super().__init__(model, arguments, tokenizer, settings, objective, reference, outputs)
         weights = {name: objective.option(name) for name in ("desirable_weight", "undesirable_weight")}
         self.options = UnpairedOptions(beta=objective.beta, **weights)
         (name,) = objective.losses
@@ -124,7 +128,7 @@ class KTOLoss(ReferenceLoss):
 class KTO(ReferenceObjective):
     """The objective of answers with labels."""
 
-    trl_arguments, loss_class = KTOConfig, KTOLoss
+    loss_class = KTOLoss
 
     def __init__(self, *arguments: Any, max_length: int | None) -> None:
         """`arguments` are those of ReferenceObjective; `max_length` is data.max_length."""

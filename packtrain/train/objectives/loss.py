@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
+from transformers import PreTrainedModel, TrainingArguments
+from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from packtrain.config.objective import Objective
 from packtrain.model.compiled import compile_layers, is_compiled
@@ -23,7 +24,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.objectives.answers import Sum
 from packtrain.packing.collate import IGNORE, on_device
 from packtrain.train.loader import MicroBatch
-from packtrain.train.patches import without_gathering
+from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
 Logps = tuple[torch.Tensor, ...]
@@ -33,7 +34,7 @@ EvaluationBatches = Callable[..., Iterator[MicroBatch]]
 
 
 class Loss:
-    """The loss of a micro-batch; `trl` is a TRL trainer, kept for its accelerator and its optimizer.
+    """The loss of a micro-batch on `model`.
 
     A subclass defines `compute` and `evaluate`, and patches the forward of the model.
     """
@@ -41,14 +42,15 @@ class Loss:
     extra_forwards = 0
     """Forward passes of a step besides the trained one: the reference's, and those of kto's KL estimate."""
 
-    def __init__(self, trl: Any, settings: LoopSettings) -> None:
-        self.trl, self.settings = trl, settings
-        self.model, self.accelerator, self.device = trl.model, trl.accelerator, trl.args.device
-        trl.accelerator = without_gathering(trl.accelerator)
+    def __init__(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> None:
+        self.held: Any = hold_trainer(model, arguments, tokenizer)
+        """transformers' Trainer, for its accelerator and its optimizer."""
+        self.settings, self.model = settings, model
+        self.accelerator, self.device = self.held.accelerator, arguments.device
         self.compute_dtype: torch.dtype = settings.autocast or base_model(self.model).dtype
         """The number format of computation."""
         # accelerate wraps the forward in autocast, except under DeepSpeed
-        self.autocast = settings.autocast if trl.is_deepspeed_enabled else None
+        self.autocast = settings.autocast if self.held.is_deepspeed_enabled else None
         self.changes: list[str] = []
         """Names of the changes that were made to how the model computes (verify/changes.py)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
@@ -102,8 +104,9 @@ class ExampleLoss(Loss):
     figures: tuple[str, ...]
     """Names of the logged figures, in the order of a logged line."""
 
-    def __init__(self, trl: Any, settings: LoopSettings) -> None:
-        super().__init__(trl, settings)
+    def __init__(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> None:
+        super().__init__(model, arguments, tokenizer, settings)
+        disable_dropout_in_model(model)  # as TRL's trainers do
         self._metrics = self.new_metrics()
 
     def new_metrics(self) -> MeanFigures:
@@ -195,21 +198,38 @@ class ReferenceLoss(ExampleLoss):
     reference_names: tuple[str, ...]
     """Names of the reference's log-probabilities in a batch."""
 
-    def __init__(self, trl: Any, settings: LoopSettings, objective: Objective, outputs: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        arguments: TrainingArguments,
+        tokenizer: Any,
+        settings: LoopSettings,
+        objective: Objective,
+        reference: PreTrainedModel | None,
+        outputs: tuple[str, ...],
+    ) -> None:
         """`outputs` are the figures by token that the loss reads from the output head."""
-        super().__init__(trl, settings)
-        base = base_model(self.model)
-        self.reference: Any = trl.ref_model
-        """The reference's own model; None where there is none."""
-        reference = trl.ref_model and self.accelerator.unwrap_model(trl.ref_model)
+        super().__init__(model, arguments, tokenizer, settings)
+        base = base_model(model)
         patches: Any = {"autocast": self.autocast, "backend": settings.backend}
+        add_fused_lm_head(base, outputs=outputs)
         patch_forward(base, answer_outputs=outputs, **patches)
+        self.reference: Any = reference and self._prepare_reference(reference)
+        """The reference's own model as it is called; None where there is none."""
         if reference is not None:
             if is_compiled(base):  # else it would round otherwise, and the first margins not be zero
                 compile_layers(reference)
             patch_forward(reference, answer_outputs=("log_probs",), **patches)
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
+
+    def _prepare_reference(self, reference: PreTrainedModel) -> Any:
+        """Give the reference its output head, and the place and the sharding that this strategy has for a model without updates."""
+        add_fused_lm_head(reference)
+        disable_dropout_in_model(reference)
+        if self.held.is_deepspeed_enabled:
+            return prepare_deepspeed(reference, self.accelerator)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Log-probabilities of the answers of a micro-batch by the trained model."""
@@ -226,7 +246,7 @@ class ReferenceLoss(ExampleLoss):
     @torch.no_grad()
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
         """Log-probabilities by `model` as it is."""
-        options = self.trl.args.gradient_checkpointing_kwargs
+        options = self.held.args.activation_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from trl import RewardConfig, RewardTrainer
+from transformers import TrainingArguments
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.objective import Objective
@@ -30,10 +30,8 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import ExampleLoss, MeanFigures
 from packtrain.train.objectives.training_objective import PairObjective
-from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.settings import LoopSettings
 
-_COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
 LEAST, GREATEST = "min_reward", "max_reward"
 MEANS = ("mean_reward", "accuracy", "margin")
 METRIC_ORDER = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
@@ -77,9 +75,10 @@ class RewardLoss(ExampleLoss):
     figures = MEANS
 
     def __init__(
-        self, model: Any, args: RewardConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
+        self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings, objective: Objective
     ) -> None:
-        super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
+        super().__init__(model, arguments, tokenizer, settings)
         patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
         self._center: float | None = objective.option("center_rewards_coefficient")
 
@@ -116,10 +115,9 @@ class Reward(PairObjective):
         """The optimizer steps over `data`."""
         return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> RewardLoss:
+    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> RewardLoss:
         """The loss of pairs on `model`."""
-        args = arguments_on_one_gpu(RewardConfig, **arguments, **self.objective.options)
-        return RewardLoss(model, args, tokenizer, settings, self.objective)
+        return RewardLoss(model, arguments, tokenizer, settings, self.objective)
 
     def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from trl import SFTConfig, SFTTrainer
+from transformers import TrainingArguments
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.objective import Objective
@@ -32,21 +32,19 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Loss, by_name
 from packtrain.train.objectives.training_objective import TrainingObjective
-from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.preflight import FirstStepWatch
 from packtrain.train.settings import LoopSettings
 
 _PROBE_TOKENS = 64
-_COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
 
 
 class SFTLoss(Loss):
     """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. The token losses come from TRL's output head."""
 
     def __init__(
-        self, model: Any, args: SFTConfig, tokenizer: Any, settings: LoopSettings, objective: Objective
+        self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings, objective: Objective
     ) -> None:
-        super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
+        super().__init__(model, arguments, tokenizer, settings)
         base = base_model(model)
         self.routers = router_loss(base)
         head = patch_forward(base, token_objective=objective, autocast=self.autocast, backend=settings.backend)
@@ -115,10 +113,9 @@ class SFTLoss(Loss):
 class SFT(TrainingObjective):
     """The objective of documents."""
 
-    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> SFTLoss:
+    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> SFTLoss:
         """The loss of documents on `model`."""
-        args = arguments_on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
-        return SFTLoss(model, args, tokenizer, settings, self.objective)
+        return SFTLoss(model, arguments, tokenizer, settings, self.objective)
 
     def decide_attention(
         self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Model, Packing, Peft
@@ -34,7 +34,6 @@ from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.first_loss import check_answer_forward, check_first_loss
 from packtrain.train.objectives.loss import Loss, ReferenceLoss
-from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.preflight import choose_on_all_ranks, same_everywhere
 from packtrain.train.settings import LoopSettings
 
@@ -95,8 +94,8 @@ class TrainingObjective:
         """The optimizer steps over a data set, or those of an `evaluation`."""
         return Steps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> Loss:
-        """The loss on `model`, whose forward it patches; `arguments` are those of TRL's trainers."""
+    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> Loss:
+        """The loss on `model`, whose forward it patches; `arguments` are those of the Trainer that it holds."""
         raise NotImplementedError
 
     def prove(
@@ -136,8 +135,6 @@ class ReferenceObjective(TrainingObjective):
     `identity` is the part of the reference that its precomputed log-probabilities depend on.
     """
 
-    trl_arguments: ClassVar[type[Any]]
-    """TRL's class of arguments."""
     loss_class: ClassVar[Callable[..., ReferenceLoss]]
 
     def __init__(
@@ -176,18 +173,9 @@ class ReferenceObjective(TrainingObjective):
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> ReferenceLoss:
+    def loss(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> ReferenceLoss:
         """See TrainingObjective."""
-        losses = self.objective.losses
-        options = {
-            **self.objective.options,
-            "beta": self.objective.beta,
-            "loss_type": losses[0] if self.objective.kind == "kto" else list(losses),
-            "precompute_ref_log_probs": self.reference.kind == "precomputed",
-            "router_aux_loss_coef": 0.0,
-        }
-        args = arguments_on_one_gpu(self.trl_arguments, **arguments, **options)
-        return type(self).loss_class(model, args, tokenizer, settings, self.objective, self._reference_model)
+        return type(self).loss_class(model, arguments, tokenizer, settings, self.objective, self._reference_model)
 
     def with_reference(self, steps: Any, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Any:
         """`steps` with the reference's log-probabilities of every example, by the model of `trainer` before step 1.
