@@ -36,6 +36,7 @@ from packtrain.objectives.losses import (
     estimate_kl,
     make_pairs,
     pair_loss,
+    score,
 )
 
 SORTING = {name for name, loss in PAIR_LOSSES.items() if loss.sorts_step}
@@ -130,3 +131,8 @@ def test_weights_by_wpo_need_their_output_of_the_head() -> None:
     targets = Targets(torch.zeros(1, 2), torch.ones(1, 2).bool())
     with pytest.raises(ValueError, match="log_sum_sq_probs"):
         make_pairs(targets, targets, PairLogps(torch.zeros(1), torch.zeros(1)), PairOptions(use_weighting=True))
+
+
+def test_an_alpha_divergence_stays_finite_in_float32() -> None:
+    options = PairOptions(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=2.0)
+    assert torch.isfinite(score(torch.tensor([1e4, -1e4]), options)).all()

@@ -149,7 +149,8 @@ def gaps(trainer: Trainer, batch: Batch, ours: Found) -> dict[str, float]:
     model = model_of(trainer)
     own, expected = gradient(ours[0], model), trainer.compute_loss(model, dict(batch))
     assert isinstance(expected, torch.Tensor)
-    logged = {name: values[-1] for name, values in trainer._metrics["train"].items() if name != "num_tokens"}  # pyright: ignore[reportAttributeAccessIssue]
+    metrics = vars(trainer)["_metrics"]["train"]
+    logged = {name: values[-1] for name, values in metrics.items() if name != "num_tokens"}
     theirs = gradient(expected, model)
     assert ours[1].keys() == logged.keys()
     figures = {name: relative(ours[1][name], value, scale_of(name, logged)) for name, value in logged.items()}
@@ -393,8 +394,7 @@ def token_trainer(folder: Path, loss: str) -> tuple[Trainer, Batch]:
 
 
 def our_tokens(trainer: Trainer, batch: Batch, loss: str) -> Found:
-    model = model_of(trainer)
-    ours = scored(model, batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
+    ours = scored(model_of(trainer), batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
     mask = ours.targets.mask
     total = masked(TOKEN_LOSSES[loss](ours.targets.log_probs), mask).sum()
     return total / mask.sum(), means(token_figures(mask, entropy=ours.entropy, is_top1=ours.is_top1))
