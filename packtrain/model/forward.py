@@ -34,8 +34,9 @@ from packtrain.attention.over_ranks import sum_over_parts
 from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.heads.score import add_scores
-from packtrain.model.heads.summed import compare_gradients, sum_losses, token_weights
+from packtrain.model.heads.summed import compare_gradients, sum_losses
 from packtrain.model.precision import compute_in
+from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_device, row_arguments, to_device
 from packtrain.packing.segments import SplitSegments, own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
@@ -139,7 +140,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
                     )
                 once = _on_device_of(labels, None if label_places is None else np.unique(label_places))
                 log_probs = cast(torch.Tensor, labelled.run_head(hidden, labels, once).log_probs)
-        losses = -token_weights(log_probs, loss) * log_probs
+        losses = TOKEN_LOSSES[loss](log_probs)
         return losses if token_losses else losses.flatten()[places].sum()
 
     model.forward = types.MethodType(forward, model)
@@ -199,7 +200,7 @@ def choose_head(
     with evaluating(model, autocast):
         with model_refusals(f"{name} cannot run a batch", fix="see what model.config sets"):
             log_probs = _log_probs(model(**plain, use_cache=False).logits, labels)
-        losses = -token_weights(log_probs, head.loss) * log_probs
+        losses = TOKEN_LOSSES[head.loss](log_probs)
         for kind in kinds:
             head.kind = kind
             try:

@@ -97,12 +97,6 @@ def reward_extremes(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
     }
 
 
-@torch.no_grad()
-def token_figures(mask: torch.Tensor, *, entropy: torch.Tensor, is_top1: torch.Tensor) -> dict[str, Sum]:
-    """Return the figures of SFTTrainer; `mask` is true for targets, all have one shape."""
-    return {"entropy": _sum(entropy, mask), "mean_token_accuracy": _sum(is_top1, mask)}
-
-
 def _sum(values: torch.Tensor, mask: torch.Tensor | None = None) -> Sum:
     """Return the sum of the values where the mask is true, and their number."""
     values = values.double()

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from packtrain.config.objective import TokenLoss
+from packtrain.objectives.losses import TOKEN_LOSSES
 from packtrain.plan.memory import HEAD_CHUNK
 
 _CPU_CHUNK = 512
@@ -50,7 +51,7 @@ def compare_gradients(hidden: torch.Tensor, targets: torch.Tensor, head: Any, lo
         inputs = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
         own = _SummedLoss.apply(rows, weight, bias, targets, loss, True)
         log_probs = -F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="none")
-        definition = -(token_weights(log_probs, loss) * log_probs).sum()
+        definition = TOKEN_LOSSES[loss](log_probs).sum()
         pairs = zip(torch.autograd.grad(own, inputs), torch.autograd.grad(definition, inputs), strict=True)
         differences = [
             (one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30) for one, other in pairs

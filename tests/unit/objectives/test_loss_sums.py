@@ -19,7 +19,6 @@ from packtrain.objectives.logged_figures import (
     pair_figures,
     reward_extremes,
     reward_figures,
-    token_figures,
     unpaired_figures,
     unpaired_margins,
 )
@@ -105,7 +104,6 @@ def test_no_loss_and_no_figure_reads_a_tensor_on_the_host(divergence: FDivergenc
         *pair_figures(pairs, 0.1, head, head).values(),
         *unpaired_figures(answers, kl, 0.1, **outputs).values(),
         *reward_figures(answers.logps, answers.ref_logps).values(),
-        *token_figures(head.mask, entropy=head.entropy, is_top1=head.is_top1).values(),
     ]
     losses = [one(answers, kl, UnpairedOptions()) for one in UNPAIRED_LOSSES.values()]
     losses.append(bradley_terry(answers.logps, answers.ref_logps, margin=answers.logps, center_rewards_coefficient=0.1))

@@ -24,7 +24,6 @@ from packtrain.objectives.logged_figures import (
     pair_figures,
     reward_extremes,
     reward_figures,
-    token_figures,
     unpaired_figures,
     unpaired_margins,
 )
@@ -150,7 +149,8 @@ def gaps(trainer: Trainer, batch: Batch, ours: Found) -> dict[str, float]:
     own, expected = gradient(ours[0], model), trainer.compute_loss(model, dict(batch))
     assert isinstance(expected, torch.Tensor)
     metrics = vars(trainer)["_metrics"]["train"]
-    logged = {name: values[-1] for name, values in metrics.items() if name != "num_tokens"}
+    unknown = metrics.keys() if isinstance(trainer, SFTTrainer) else {"num_tokens"}  # packtrain sft logs the loss alone
+    logged = {name: values[-1] for name, values in metrics.items() if name not in unknown}
     theirs = gradient(expected, model)
     assert ours[1].keys() == logged.keys()
     figures = {name: relative(ours[1][name], value, scale_of(name, logged)) for name, value in logged.items()}
@@ -397,4 +397,4 @@ def our_tokens(trainer: Trainer, batch: Batch, loss: str) -> Found:
     ours = scored(model_of(trainer), batch["input_ids"], batch["attention_mask"], batch["labels"] != -100)
     mask = ours.targets.mask
     total = masked(TOKEN_LOSSES[loss](ours.targets.log_probs), mask).sum()
-    return total / mask.sum(), means(token_figures(mask, entropy=ours.entropy, is_top1=ours.is_top1))
+    return total / mask.sum(), {}
