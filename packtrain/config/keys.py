@@ -1,7 +1,7 @@
 """Keys of schema.py as a flat list: types in words, advice, changes allowed on resuming.
 
-For an unknown key, the advice names the key that was meant. It searches keys that packtrain once had, the same name in other
-groups, names that other trainers use, and similar spellings.
+For an unknown key, the advice names the key that was meant. It searches names that other tools use, the same name in
+other groups, and similar spellings.
 """
 
 from __future__ import annotations
@@ -18,33 +18,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 from packtrain.config.objective import OPTIONS
 from packtrain.config.schema import DataSource, Stage, groups
 
-_OPTION = "It is now an entry of objective.options, by TRL's name: {}."
 _OF_SBATCH = {"cpus_per_node": "cpus-per-task", "job_name": "job-name", "memory": "mem"}
 _OF_SBATCH |= {name: name for name in ("account", "constraint", "gres", "partition", "qos")}
-REMOVED = {
-    "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
-    "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
-    **{f"objective.{name}": _OPTION.format(name) for options in OPTIONS.values() for name in options},
-    **dict.fromkeys(("objective.kto_loss", "objective.loss_type"), "It is now objective.loss."),
-    "objective.neftune_alpha": _OPTION.format("neftune_noise_alpha"),
-    "objective.router_aux_coef": "Set model.config.output_router_logits=true, and the model's own router_aux_loss_coef in model.config.",
-    "optim.master_weights": "true is the default of optim.bf16_rounding; without masters: optim.bf16_rounding=stochastic.",
-    "optim.rounding": "stochastic is now optim.bf16_rounding=stochastic; nearest, with float32 masters, is the default.",
-    **{f"topology.{name}": f"It is now a line of topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
-    "topology.checkpoint_timeout": "A checkpoint may take three times topology.step_timeout, and the others wait so long.",
-    "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
-    "topology.container_mounts": "They are now options of the container that topology.command starts: docs/slurm.md.",
-    "topology.container_runtime": "It is now named in topology.command: docs/slurm.md has the lines.",
-    "topology.gpu_memory": "It is now an option: packtrain plan --gpu-memory 80.",
-    "topology.modules": "They are now lines of topology.setup: module load NAME.",
-    "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
-    "trainer.float32_matmul": "float32 products are IEEE's. Any GPU with TF32 has bfloat16, which is faster: trainer.mixed_precision.",
-    "trainer.largest_first": "The largest micro-batch runs before step 1 on GPUs, except with trainer.torch_compile.",
-    "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
-    "trainer.save_dtype": "It is now optim.bf16_rounding=never (final/ in float32) or final (in bfloat16).",
-    "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
+ELSEWHERE = {
+    **{f"objective.{name}": f"Set objective.options.{name}." for options in OPTIONS.values() for name in options},
+    **{f"topology.{name}": f"Add a line to topology.sbatch: --{to}=…" for name, to in _OF_SBATCH.items()},
 }
-"""Removed key → advice about its replacement."""
+"""Key that other tools have → its place here."""
 _NO_OPTIMIZERS = {
     "galore_adamw galore_adafactor apollo_adamw": "Its states hold objects, and a checkpoint is read without running code of its own.",
     "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
@@ -52,13 +32,12 @@ _NO_OPTIMIZERS = {
     "stable_adamw": "It counts its steps among its settings, which a run that goes on sets anew.",
     "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
 }
-REPLACED = {
-    ("optim.bf16_rounding", "nearest"): "It lost updates; stochastic takes as little memory.",
+OTHER_VALUES = {
     **{("optim.name", name): why for names, why in _NO_OPTIMIZERS.items() for name in names.split()},
-    ("trainer.gradient_checkpointing", False): "It is now none.",
-    ("trainer.gradient_checkpointing", True): "It is now full; auto takes what fits.",
+    ("trainer.gradient_checkpointing", False): "Set none.",
+    ("trainer.gradient_checkpointing", True): "Set full, or auto to take what fits.",
 }
-"""Key and a value that it once had → advice about the replacement."""
+"""Key and a value that other tools have → advice."""
 _OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike ours
     "base_model": "model.path",
     "batch_size": "batch.examples_per_step",
@@ -69,6 +48,7 @@ _OTHER_NAMES = {  # names in TRL, transformers and axolotl that are spelt unlike
     "gpus": "topology.gpus_per_node",
     "liger": "model.kernels",
     "log_steps": "trainer.log_every",
+    "loss_type": "objective.loss",
     "lr": "optim.learning_rate",
     "lr_scheduler_type": "optim.schedule",
     "model_name_or_path": "model.path",
@@ -189,7 +169,7 @@ def advice_for(path: str) -> str:
     """Advise on a replacement for the unknown key `path`."""
     group, _, rest = path.partition(".")
     leaf, known = path.rpartition(".")[2], keys()
-    if advice := REMOVED.get(path) or ADVICE.get(leaf):
+    if advice := ELSEWHERE.get(path) or ADVICE.get(leaf):
         return advice
     if path in known:  # a dotted name used as one key
         return f"Nest it: {group}: {{{rest}: …}}."

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import (
-    REMOVED,
-    REPLACED,
+    OTHER_VALUES,
     Fault,
     Key,
     advice_for,
@@ -96,8 +95,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
     for name, value in values.items():
         path, before = f"{prefix}{name}", len(faults)
         if name not in known and cls in groups().values():
-            what = "this key was removed" if path in REMOVED else "there is no such key"
-            faults.append(Fault((path,), what, advice_for(path)))
+            faults.append(Fault((path,), "there is no such key", advice_for(path)))
         elif name not in known:
             fix = suggest(name, known, f"A {words((cls,))} has {', '.join(known)}.")
             faults.append(Fault((path,), "there is no such key", fix))
@@ -175,8 +173,8 @@ def _refused(value: Any, key: Key) -> Fault:
         fix += f" Write [{value}]."
     elif isinstance(value, str) and value.lower() == "none" and type(None) in kinds:
         fix += " Write null for none."
-    elif isinstance(value, (bool, str)) and (key.path, value) in REPLACED:
-        fix += f" {REPLACED[key.path, value]}"
+    elif isinstance(value, (bool, str)) and (key.path, value) in OTHER_VALUES:
+        fix += f" {OTHER_VALUES[key.path, value]}"
     elif isinstance(value, str):
         fix = f"{fix} {suggest(value, known)}".strip()
     elif str in kinds and isinstance(value, (bool, int, float)):

@@ -118,7 +118,7 @@ def test_a_model_whose_layers_cannot_is_refused() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("true", "It is now full"),
+        ("true", "Set full"),
         ("always", "none|every_4"),
         ("selective", "trainer.torch_compile=false"),
         ("every_5", "every_4"),

@@ -10,7 +10,7 @@ import pytest
 
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
-from packtrain.config.keys import REMOVED, keys
+from packtrain.config.keys import ELSEWHERE, keys
 from packtrain.config.schema import Batch, Optim, RunConfig, groups
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
@@ -217,7 +217,7 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("optim.learning_rate=1e-4,1e-5", "sweeps", "packtrain sbatch"),
         ("--dryrun", "no such option", "key=value"),
         ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
-        ("topology.account=lab", "this key was removed", "a line of topology.sbatch: --account=…"),
+        ("topology.account=lab", "there is no such key", "a line of topology.sbatch: --account=…"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology.sbatch=[--mem=0, -p x]", "cannot be read", "\"topology.sbatch=['--mem=0','-p x']\""),
@@ -440,11 +440,11 @@ def test_the_head_of_a_reward_model_is_rounded_though_adapters_are_not(key: str)
     load_config(None, [*adapters, "objective.kind=reward"])
 
 
-@pytest.mark.parametrize(("path", "advice"), REMOVED.items())
-def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, advice: str) -> None:
+@pytest.mark.parametrize(("path", "advice"), ELSEWHERE.items())
+def test_a_key_of_other_tools_is_refused_with_its_place_here(path: str, advice: str) -> None:
     group, _, name = path.partition(".")
     found = only(write(f"{group}: {{{name}: x}}\n"), *COMPLETE)
-    assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "this key was removed", advice)
+    assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "there is no such key", advice)
     named = re.findall(rf"\b(?:{'|'.join(groups())})\.\w+", advice)
     assert path not in keys() and set(named) <= keys().keys()
 
