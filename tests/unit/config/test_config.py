@@ -217,7 +217,7 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("optim.learning_rate=1e-4,1e-5", "sweeps", "packtrain sbatch"),
         ("--dryrun", "no such option", "key=value"),
         ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
-        ("topology.account=lab", "there is no such key", "a line of topology.sbatch: --account=…"),
+        ("topology.account=lab", "there is no such key", "a line to topology.sbatch: --account=…"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology.sbatch=[--mem=0, -p x]", "cannot be read", "\"topology.sbatch=['--mem=0','-p x']\""),
