@@ -180,7 +180,7 @@ def test_sft_refuses_what_kto_reads_as_an_undesirable_answer(ready, tmp_path, la
 def test_sft_refuses_a_zero_label_of_a_table(ready, tmp_path, suffix):
     path = tmp_path / f"train.{suffix}"
     rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
-    table = datasets.Dataset.from_list(rows).to_pandas()
+    table: Any = datasets.Dataset.from_list(rows).to_pandas()
     table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
     with pytest.raises(UserError, match=r"(?s)label: .*packtrain kto"):
         ready(str(path))
