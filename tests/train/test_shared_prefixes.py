@@ -145,7 +145,7 @@ def test_verify_compares_shared_rows_with_their_gradients(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows share"),
+        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows can share a prefix"),
         (["packing.share_prefix=true", "packing.strategy=in_order"], "neighbours in a row"),
         (
             ["packing.share_prefix=true", "~batch.examples_per_step", "+batch.tokens_per_step=440"],
