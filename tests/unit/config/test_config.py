@@ -311,7 +311,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["data.max_length=null", "data.overlong=drop"], "data.overlong", "no document is overlong"),
         (["data.format=text", "data.loss_on=assistant"], "data.loss_on", "plain text has no assistant part"),
         (["objective.kind=dpo", "objective.loss=[]"], "objective.loss", "there is no loss"),
-        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "its name says that it is a secret"),
+        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "its name says"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
         (["trainer.restarts=1"], "trainer.restarts", "only restart from its beginning"),
