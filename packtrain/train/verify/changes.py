@@ -1,6 +1,6 @@
 """Faster ways for the loaded model to compute, each proved before step 1.
 
-The proofs come before those of the objective and before the reference's log-probabilities are precomputed, so both use the model
+Changes are made before the objective's proofs and before the reference's log-probabilities are precomputed, so both use the model
 that trains. A resumed run proves again, with the first documents of the data and the weights that the run began with. On a machine
 with the same packages it makes the same changes.
 """
@@ -112,7 +112,7 @@ def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]])
 
 
 def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:
-    """Make the `candidates` that prove exact, in order, each on top of those before it, and log them.
+    """Make the `candidates` that prove exact, one on top of another, and log them.
 
     All ranks call it together. Raises UserError if a change asked for by name is not available, CheckFailed if it is not exact.
     """
@@ -159,7 +159,7 @@ def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
 
 
 def first_documents(steps: Steps) -> MicroBatch:
-    """Collate the first documents of this process's first micro-batch that fit into _TOKENS tokens, in order.
+    """Collate documents of the first micro-batch that fit into _TOKENS tokens, in order.
     If none fits, take the shortest; a text is cut to its last _TOKENS tokens that end with a trained one."""
     numbers, room, some = steps.first_examples(0), _TOKENS, list[int]()
     for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):

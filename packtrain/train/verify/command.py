@@ -1,4 +1,4 @@
-"""`packtrain verify` on the command line: start the processes in a temporary run folder, show their report.
+"""`packtrain verify` on the command line: runs in a temporary folder, and shows the report.
 
 Only the report goes to stdout; output of libraries goes to stderr. This file imports no torch.
 """
@@ -38,10 +38,10 @@ Row = tuple[str, float | None, float | None]
 
 
 def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], *, as_json: bool) -> int:
-    """Run the proof in as many processes as `config` trains in on this machine; return the exit code.
+    """Run the proof on this machine, and show the report; return the exit code.
 
-    Shows the report. `execute` carries out the plan, in this process if there is only one. trainer.output_dir is not touched.
-    """
+    It takes as many processes as `config` trains in here. `execute` carries out the plan, in this process if there is only one.
+    trainer.output_dir is not touched."""
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder, resume="never", mirror=None))
     launch = on_this_machine(aside, "verify")

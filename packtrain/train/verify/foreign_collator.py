@@ -52,7 +52,7 @@ class Collated:
         return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
 
     def like_ids(self, name: str) -> list[torch.Tensor]:
-        """Split the entry `name` by document, [length] each; return [] unless it has the shape of input_ids."""
+        """Split the entry `name` by document, [length] each. Returns [] unless it has the shape of input_ids."""
         given = self.batch.get(name)
         alike = isinstance(given, torch.Tensor) and given.shape == self.batch["input_ids"].shape
         return self.split(cast(torch.Tensor, given).cpu()) if alike else []
@@ -64,7 +64,7 @@ class Collated:
         return "not given" if not documents else "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
-        """Number (from 1) the documents whose first token is a label: the document before in the row is trained to predict it."""
+        """Number (from 1) the documents whose first token is a label. The document before in the row is trained to predict it."""
         trained = [bool(own[0] != IGNORE) for own in self.like_ids("labels")]
         behind = [any(row == other and at > start for other, start in self.places) for row, at in self.places]
         return [number for number, across in enumerate(map(all, zip(trained, behind, strict=False)), 1) if across]
@@ -74,7 +74,7 @@ class Collated:
 def verify_collator(
     model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Prove the collator that `spec` names on the model of a config; return exit code and report.
+    """Prove the collator `spec` on the model of a config; return exit code and report.
 
     The exit code is 0 for exact, else 3. `attention` is transformers' name of an implementation (None: its default). `attached` proves it
     after `packtrain.attach(model)`. Raises UserError for a collator that cannot be imported or called, or returns no readable batch.

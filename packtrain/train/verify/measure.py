@@ -60,7 +60,7 @@ _REPORT = "please report this model"
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The backend of packed rows with the reason for its choice, the rejected candidates, and its proof.
+    """The backend of packed rows, why it was chosen, the rejected candidates, its proof.
 
     `backend` is None if none works. `problem` is None if it is exact. `leak` is the module that mixes documents, if any.
     """
@@ -74,10 +74,10 @@ class Isolation:
 
 
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """Prove, write the report, and return the exit code: 0 if every process finds `exact`, else 3.
+    """Prove, write the report, and return the exit code.
 
-    Raises UserError if something cannot be loaded or is not available, CheckFailed if the proof cannot run.
-    """
+    The code is 0 if every process finds `exact`, else 3. Raises UserError if something cannot be loaded or is not available, CheckFailed
+    if the proof cannot run."""
     outcome: Any
     try:
         outcome = _measure(config, ranks, peers)
@@ -231,9 +231,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
 def _findings(
     isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: FirstLoss | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield verdict, problem and fix of each finding, the most important first; nothing if all is exact.
+    """Yield verdict, problem and fix of each finding, the most important first.
 
-    `pairs` is given only with packing.share_prefix=true.
+    Nothing if all is exact. `pairs` is given only with packing.share_prefix=true.
     """
     if isolation.problem:
         yield _verdict(isolation.proof), isolation.problem.what, isolation.problem.fix

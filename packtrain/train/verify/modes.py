@@ -73,9 +73,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measurements by mode on documents of `lengths`: MODES in order, then SHARED and SPLIT if they ran.
+    """Measurements by mode on documents of `lengths`.
 
-    `reference` is the definition's loss.
+    The modes are MODES in order, then SHARED and SPLIT if they ran. `reference` is the definition's loss.
     """
 
     lengths: tuple[int, ...]
