@@ -1,4 +1,4 @@
-"""What each packing mode costs at this config: rows, slots and micro-batches of the steps that training would lay out."""
+"""The cost of each packing mode at a config: rows, slots and micro-batches of its steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
 
 SAMPLED_STEPS = 48
-"""Steps of an epoch that are laid out; of more, that many spread evenly over it."""
+"""Steps of an epoch that are laid out. In a longer epoch they are spread evenly."""
 
 
 def estimate_attention_cost(corpus: Corpus) -> float | None:
-    """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
+    """Estimate the attention cost as training does (packing/balance.py), from weight shapes; None if they are unknown."""
     config, model = corpus.config, corpus.config.model
     if config.packing.attention_cost is not None:
         return config.packing.attention_cost
@@ -31,7 +31,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     try:
         weights = weights_of(model, scores=config.objective.traits.scores)
         known = AutoConfig.for_model(**weights.sizes)
-    except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
+    except Exception:  # no files here, or a model with unknown layers: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)
     if getattr(known, "tie_word_embeddings", False):
@@ -41,9 +41,9 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
 
 
 def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -> Schedule:
-    """The steps of the run in a packing mode, as training on so many processes makes them; prompts are taken to be shared unless that is off.
+    """Make the run's steps in a packing mode, as training on `processes` does.
 
-    Raises UserError if an example is longer than a micro-batch.
+    Prompts count as shared unless sharing is off. Raises UserError if an example is longer than a micro-batch.
     """
     config, pairs = corpus.config, corpus.pairs
     batch, trainer = config.batch, config.trainer
@@ -76,10 +76,10 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
 
 
 def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
-    """For each mode the rows and slots of an epoch, `efficiency` (tokens / slots), and what a step is, or why it cannot be.
+    """Return by mode the rows and slots of an epoch, `efficiency`, and figures of a step.
 
-    A packed row is as long as its documents: `fill` is how much of batch.tokens_per_device that is.
-    """
+    `efficiency` is tokens / slots. A mode that is impossible has `why` instead. A packed row is as long as its documents: `fill` is its
+    share of batch.tokens_per_device."""
     costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)

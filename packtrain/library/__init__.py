@@ -1,1 +1,1 @@
-"""For people who keep their own script: packed forward passes for TRL's trainers and plain transformers models."""
+"""Packed forward passes for TRL's trainers and plain transformers models in users' own scripts."""
