@@ -382,6 +382,6 @@ def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[l
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return c: a document of l tokens costs l + c · l², in units of one token's linear layers."""
+    """Return c: a document of l tokens costs l + c · l². Unit: one token's linear layers."""
     base = base_model(model)
     return cost_of_attention(base.config.get_text_config(), sum(map(elements, base.parameters())))
