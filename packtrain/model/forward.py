@@ -306,7 +306,7 @@ def _every_position() -> Iterator[None]:
 
 
 def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) -> tuple[dict[str, Any], torch.Size]:
-    """Return the row's forward arguments and the shape [2B, L - 1] of TRL's per-token figures. For a split row: this rank's part."""
+    """Return the row's forward arguments, and the shape [2B, L - 1] of TRL's outputs. For a split row: this rank's part."""
     device, own = input_ids.device, own_tokens(layout.segments)
     places = to_device(layout.rows[own], device), to_device(layout.columns[own], device)
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
