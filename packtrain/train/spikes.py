@@ -1,10 +1,9 @@
-"""Spikes: steps with an infinite, NaN or unusually large loss or gradient norm. Large means far above the recent median. Each step is judged
-before its update.
+"""Spikes: steps whose loss or gradient norm is not finite, or far above the recent median.
 
-`trainer.on_spike` says what follows: the run stops, it skips the update (`skip`), or it returns to its newest checkpoint (`rollback`, as for
-PaLM: Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). A rollback leaves out the steps from there to the spike, and the documents of the
-spike for good. All ranks decide alike, because the figures cover the global step. spikes.jsonl records each decision with the documents of its
-step; a resumed run repeats the decisions.
+Each step is judged before its update. `trainer.on_spike` says what follows: the run stops, it skips the update (`skip`), or it returns to its
+newest checkpoint (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). A rollback leaves out the steps from there
+to the spike, and the spike's documents for good. All ranks decide alike: the figures cover the global step. spikes.jsonl records each decision
+with the documents of its step; a resumed run repeats the decisions.
 """
 
 from __future__ import annotations
