@@ -1,4 +1,4 @@
-"""Spikes: steps whose loss or gradient norm is not finite, or far above the recent median.
+"""Spikes: steps whose loss or gradient norm is not finite or far above recent medians.
 
 Each step is judged before its update. `trainer.on_spike` says what follows: the run stops, it skips the update (`skip`), or it returns to its
 newest checkpoint (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). A rollback leaves out the steps from there
