@@ -185,7 +185,7 @@ def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None
     bits = numbers.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF  # so that numbers of either sign move the same way
     places = _random_bits(seed, name, first, len(numbers), numbers.device).to(torch.int32)
-    # skipped on a GPU, where reading the range would wait for the device
+    # on a GPU always mask: reading the range would wait for the device
     if numbers.device.type != "cpu" or not 0 < (range_ := torch.aminmax(magnitude)).min <= range_.max < _LAST:
         places.masked_fill_((magnitude == 0) | (magnitude >= _LAST), 0)
     magnitude.add_(places).clamp_(min=0)
