@@ -1,4 +1,4 @@
-"""The model as accelerate prepares it: spread, with its optimizer and schedule, alike under DDP, DeepSpeed and FSDP2 (`Engine`)."""
+"""The model after accelerate spread it, with optimizer and schedule (`Engine`). DDP, DeepSpeed and FSDP2 have the same interface."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from packtrain.train.optim.seen_updates import optimizer_inside
 
 
 class Engine:
-    """`model` is the plain model, `wrapped` the one that a step calls, once `prepare` was called.
+    """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
 
     The Trainer that the `loss` holds makes the optimizer.
     """
@@ -46,28 +46,28 @@ class Engine:
         exchange_once: bool = False,
         ema: float = 0.0,
     ) -> None:
-        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py) and whether they
-        `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
+        """`strategy` is strategy.name. `checkpointing` says how layers recompute activations (model/recomputation.py), `offload` whether the
+        kept ones go to the CPU. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
         self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
         self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.held.is_deepspeed_enabled
         self.weight_order: list[str] = []
-        """The names of the trained weights, in the order of the optimizer."""
+        """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
         self._masters: list[torch.Tensor] = []
         if checkpointing != "none":
             recompute(base_model(self.model), checkpointing, offload=offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
-        """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
+        """Make optimizer and schedule for this number of `steps`, and spread the model. Raises UserError if one of them cannot be made."""
         self.accelerator.free_memory()
         self.dither.move_weights()
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-        if self.strategy == "fsdp2":  # sharded already (model/spread.py)
+        if self.strategy == "fsdp2":  # model/spread.py has sharded it
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
@@ -85,7 +85,7 @@ class Engine:
         check_active(self.strategy, self.wrapped, self.model)
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does that itself."""
+        """Return transformers' optimizer. It steps in float32 where weights would lose updates; DeepSpeed does that itself."""
         what = f"the optimizer {optim.name} cannot be made"
         making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
@@ -97,7 +97,7 @@ class Engine:
             arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
             self._held.optimizer_cls_and_kwargs = kind, arguments
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
-        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it of model.dtype=auto
+        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it with model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         if coarse:
             names = {weight: name for name, weight in self.model.named_parameters()}
@@ -107,11 +107,11 @@ class Engine:
             return deepspeed_init(self._held, steps)[0] if self.deepspeed else self._held.create_optimizer()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of what the optimizer steps that are masters of weights that are computed in bfloat16; where there are any, each
-        process has one, if an empty one. Cells of fp8 are others."""
+        """Return the masters of bfloat16-computed weights among the numbers that the optimizer steps. If the run has such masters, every
+        process gets at least an empty one. With fp8 there are none: fp8 has other cells."""
         if "fp8" in self._changes or not self.dither.rounded:
             return []
-        if self.deepspeed:  # which has weights of all kinds in one flat part
+        if self.deepspeed:  # one flat part holds weights of all kinds
             begin = stepped.data_ptr()
             own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
             return own or [stepped[:0]]
@@ -121,7 +121,7 @@ class Engine:
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
     def _find_masters(self) -> None:
-        """Finds the parts of DeepSpeed's flat masters that are of weights computed in bfloat16, and moves those of 16-bit ones."""
+        """Find the masters of bfloat16-computed weights in DeepSpeed's flat parts. Move the masters of 16-bit weights."""
         names = {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
             self._masters.append(master)
@@ -129,8 +129,8 @@ class Engine:
                 self.dither.move_master(names[weight], master, first)
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only, FSDP2 if it `exchanges_once`; else
-        sharded strategies do so with each.
+        """Return the context to run a micro-batch in. DDP exchanges gradients only with the `last` one, as does FSDP2 if it `exchanges_once`;
+        otherwise sharded strategies exchange them with each micro-batch.
 
         DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """
@@ -143,12 +143,12 @@ class Engine:
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def clip(self) -> Any:
-        """The norm of the step's gradients, which are clipped to optim.max_grad_norm; DeepSpeed's engine has done so."""
+        """Clip the step's gradients to optim.max_grad_norm; return their norm. DeepSpeed's engine has already clipped."""
         norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
         return norm.item() if self.deepspeed and isinstance(norm, torch.Tensor) else norm
 
     def update(self) -> float:
-        """Makes the update; returns its learning rate."""
+        """Make the update; return its learning rate."""
         self.optimizer.step()
         if self.ema:
             self._average()
@@ -160,7 +160,7 @@ class Engine:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Has the averages of the weights that were stepped go along with them, from the first step on: one more state of each."""
+        """Update the running averages of the stepped weights. From the first step on they are an optimizer state."""
         states = self.plain_optimizer.state
         for weight in (weight for weight in self.model.parameters() if weight.grad is not None):
             exact = states[weight].get(MASTER, weight).detach().float()
@@ -171,10 +171,10 @@ class Engine:
 
     @property
     def plain_optimizer(self) -> Any:
-        """torch's optimizer inside accelerate's and DeepSpeed's."""
+        """Return torch's optimizer, which accelerate and DeepSpeed wrap."""
         return optimizer_inside(self.optimizer)
 
 
 def warmup_of(schedule: str, asked: int, steps: int) -> int:
-    """Steps of warm-up: 0 for one step, whose rate would be 0; polynomial needs a step after them."""
+    """Return the warm-up steps. 0 if the run has one step, whose rate would be 0; polynomial needs a step after the warm-up."""
     return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked
