@@ -150,7 +150,7 @@ class Data:
     overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",
         "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
-        "Preference pairs are never cut.",
+        "Preference pairs are never split.",
     )
     split_text: SplitText = key(
         "document",

@@ -195,9 +195,14 @@ def when(path: str, value: Any, theirs: Theirs) -> Outcome:
 def sharding(value: Any, theirs: Theirs) -> Outcome:
     """DeepSpeed's config, or its name, or FSDP's words or settings, as the strategy of that effect."""
     settings = value if isinstance(value, dict) else theirs.file.settings_of(value)
-    zero = settings.get("zero_optimization") or {}
+    zero = settings.get("zero_optimization") or settings.get("deepspeed_config") or {}
+    if "deepspeed_config_file" in zero:
+        return sharding(zero["deepspeed_config_file"], theirs)
+    stage = zero.get("stage", zero.get("zero_stage"))
+    whole_on_each = "distributed_type" in settings and "FSDP" not in str(settings["distributed_type"])
     offload = [f"{key}: {item}" for key, item in {**settings, **zero}.items() if "offload" in key and not is_off(item)]
-    text = f"zero{zero['stage']}" if zero else "fsdp" if settings else str(value).lower()
+    text = "zero0" if whole_on_each else "fsdp" if settings else str(value).lower()
+    text = text if stage is None else f"zero{stage}"
     offloads = "none" not in "".join(offload).lower() if offload else "offload" in text
     if found := re.search(r"z(?:ero)?[-_]?([0-3])", text):
         name = {"0": "ddp", "3": "zero3_offload" if offloads else "zero3"}.get(found[1], f"zero{found[1]}")

@@ -143,6 +143,8 @@ def _commands(text: str, empty: Foreign) -> Iterator[Foreign]:
             end = at + 1 + _is_tool(words[at:])
             program = " ".join([Path(words[at]).name, words[at + 1]]) if _is_tool(words[at:]) else words[at]
             launcher, values = _options(words[:at]), _options(words[end:])
+            if "config_file" in launcher:  # accelerate's, which may spread the model
+                values = {"accelerate_config": launcher["config_file"], **values}
             yield replace(empty, values=values, program=program, launcher=launcher, environment={**variables, **own})
 
 

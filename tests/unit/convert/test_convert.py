@@ -240,6 +240,31 @@ def test_commands_of_trl_say_the_verb_and_how_many_devices(
     assert batch.get("examples_per_step", batch.get("tokens_per_step", 0) / 1024) == 8 * devices
 
 
+@pytest.mark.parametrize(
+    ("settings", "strategy"),
+    [
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "zero3"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "z2.json"}}, "zero2"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
+            "zero3_offload",
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "fsdp2"),
+        ({"distributed_type": "MULTI_GPU"}, "ddp"),
+    ],
+)
+def test_the_strategy_of_accelerates_own_config_is_taken(
+    settings: dict[str, Any], strategy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "z2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "acc.yaml").write_text(yaml.safe_dump({**settings, "num_processes": 8}))
+    command = "accelerate launch --config_file acc.yaml sft.py --model_name_or_path o/m --dataset_name o/d"
+    done = convert(tmp_path, command, "run.sh")
+    assert done["config"].get("strategy", {}).get("name", "ddp") == strategy
+    missing = convert(tmp_path, command.replace("acc.yaml", "gone.yaml"), "run.sh")
+    assert note(missing, "accelerate_config")["kind"] == "no counterpart"
+
+
 def test_a_file_of_settings_that_the_command_names_is_read_and_the_command_wins(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text(TRL)
     done = convert(tmp_path, "trl sft --config sft.yaml --learning_rate 1e-5", "run.sh")

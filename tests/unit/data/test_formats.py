@@ -347,6 +347,17 @@ def test_a_row_that_forgot_its_question_among_rows_that_have_one_is_refused(read
     ready(write(tmp_path / "alone.jsonl", {"response": "3"}, {"response": "4"}))
 
 
+def test_the_advice_for_unknown_columns_names_the_chat_first_and_works(ready, tmp_path):
+    path = write(tmp_path / "x.jsonl", {"asked": "Add.", "said": "3"})
+    with pytest.raises(
+        UserError, match=r"(?s)instruction=question data.columns.output=answer for a chat.*plain text"
+    ) as raised:
+        ready(path)
+    assert "chosen=better" not in str(raised.value)
+    (text,) = texts(ready(path, columns={"instruction": "asked", "output": "said"}))
+    assert "<|im_start|>user\nAdd.<|im_end|>" in text
+
+
 def test_an_answer_beside_what_nobody_knows_is_no_answer_alone(ready, tmp_path):
     with pytest.raises(UserError, match="fit no known format"):
         ready(write(tmp_path / "x.jsonl", {"ask": "Why?", "response": "So."}))
