@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a run, written and read: weights, optimizer, schedule, random states and recent figures (`Checkpoints`).
+"""Save and restore a run: weights, optimizer, schedule, random states and recent figures (`Checkpoints`).
 
-FSDP2's are torch's distributed checkpoints (model/spread.py), DeepSpeed's its engine's.
+FSDP2 uses torch's distributed checkpoints (model/spread.py), DeepSpeed the checkpoints of its engine.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, in the background (`writer`), and reads them."""
+    """Checkpoints of a run: written in the background (`writer`), and read."""
 
     def __init__(self, engine: Engine, settings: LoopSettings, held: Any) -> None:
-        """`held` is the Trainer that the objective holds: its base class writes the files beside the weights."""
+        """Keep `held`, the objective's Trainer. Its base class writes the files beside the weights."""
         self._engine, self._settings, self._held = engine, settings, held
         self._model, self._accelerator = engine.model, engine.accelerator
         self._has_adapters = base_model(engine.model) is not engine.model
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
 
     def save(self, state: TrainerState, spikes: RecentFigures) -> None:
-        """Begins the checkpoint of this step, in a hidden folder that is renamed when all ranks have written (writer.py)."""
+        """Begin the checkpoint of this step, in a hidden folder. It is renamed when all ranks have written (writer.py)."""
         writer = self.writer
         writer.wait()
         writer.warn_of_failures()
@@ -82,7 +82,7 @@ class Checkpoints:
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None, since)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """The state dict of the model; of adapters without the frozen weights, but for those of their own that optim.groups freezes."""
+        """Return the model's state dict. With adapters, leave out frozen weights, except adapters that optim.groups freezes."""
         frozen = set[str]()
         if self._has_adapters:
             rest = ((name, weight) for name, weight in self._model.named_parameters() if ".default" not in name)
@@ -90,7 +90,7 @@ class Checkpoints:
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
-        """Makes the folder of a checkpoint if there is room and time for it; returns, on all ranks, why there is not."""
+        """Make the folder of a checkpoint if there is room and time. Return, on all ranks, the reason if not."""
         reason = ""
         if self._accelerator.is_main_process:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
@@ -105,7 +105,7 @@ class Checkpoints:
             return cast(list, broadcast_object_list([reason]))[0]
 
     def warning_of_space(self, every: int | None) -> str:
-        """A warning if the disk is too small for final/ and as many checkpoints as the run keeps at a time, else ""."""
+        """Return a warning if final/ and the kept checkpoints exceed the disk, or ""."""
         settings, final = self._settings, self._weights_bytes()
         # the last step has one too
         number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
@@ -117,7 +117,7 @@ class Checkpoints:
         return f"no room for {what}: {reason} (trainer.output_dir, keep_checkpoints)" if reason else ""
 
     def _checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
+        """Return the bytes of the newest checkpoint, or an estimate from the weights' sizes."""
         for newest in reversed(list_checkpoints(self._settings.checkpoints).values()):
             if files := written_into(newest):
                 return sum(number for number, _ in files.values())
@@ -127,19 +127,19 @@ class Checkpoints:
         return self._weights_bytes() + states + _SMALL_FILES
 
     def _weights_bytes(self) -> int:
-        """Bytes of the weights that are saved: all, or adapters and what is trained beside them."""
+        """Return the bytes of the saved weights: all, or with adapters the trained ones."""
         weights = [weight for weight in self._model.parameters() if weight.requires_grad or not self._has_adapters]
         return sum(elements(weight) * weight.itemsize for weight in weights)
 
     def _seal(self, step: int, best: int | None) -> None:
-        """Completes the checkpoint that all ranks have written, and removes those that it replaces."""
+        """Complete the checkpoint that all ranks have written, and remove the checkpoints that it replaces."""
         folder, keep = self._settings.checkpoints, self._settings.keep_checkpoints
         complete(staging_of(folder, step), folder_of(folder, step))
         with suppress(OSError):  # the next one tries again
             prune(folder, keep, best, self._settings.origin)
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Writes copies of its state, in the background."""
+        """Write copies of the optimizer's state, in the background."""
         writer, optimizer = self.writer, self._engine.optimizer
         if self._engine.deepspeed:
             self._save_engine(folder)
@@ -151,7 +151,7 @@ class Checkpoints:
             writer.write_later(partial(torch.save, states, folder / OPTIMIZER_NAME))
 
     def _save_engine(self, folder: Path) -> None:
-        """DeepSpeed's checkpoint: its engine says what is in which file, the files are written in the background."""
+        """Save DeepSpeed's checkpoint. Its engine decides what goes into which file; the files are written in the background."""
         engine, writer = self._engine.wrapped, self.writer
         files = engine.checkpoint_engine
         save, add_scripts = files.save, engine._copy_recovery_script
@@ -166,9 +166,9 @@ class Checkpoints:
             writer.write_later(partial((folder / "latest").write_text, tag))
 
     def restore(self, checkpoint: Path) -> None:
-        """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
+        """Restore weights, optimizer and schedule from `checkpoint`.
 
-        From here on the optimizer and schedule settings of this run apply, not those of the checkpoint.
+        Any strategy on any number of processes may have written it. From here on the optimizer and schedule settings of this run apply.
         """
         settings = settings_of(self._engine.plain_optimizer)
         self._restore_states(checkpoint)
@@ -176,7 +176,7 @@ class Checkpoints:
         go_on(self._engine.plain_optimizer, self._engine.lr_schedule, settings, steps)
 
     def _restore_states(self, checkpoint: Path) -> None:
-        """Weights and optimizer: as they were written, under the same strategy on as many processes; else by name."""
+        """Restore weights and optimizer. Load the saved files for the same strategy and process count, else go by name."""
         strategy, processes = world_of(checkpoint)
         engine, model, optimizer = self._engine, self._model, self._engine.plain_optimizer
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -186,7 +186,7 @@ class Checkpoints:
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
         same = same and contents.order in (None, engine.weight_order)
-        same = same and not (strategy == "fsdp2" and engine.ema)  # what torch loads into has no averages before a step
+        same = same and not (strategy == "fsdp2" and engine.ema)  # torch loads into states that have no averages yet
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
@@ -205,10 +205,10 @@ class Checkpoints:
             put_weights(contents, names | buffers)
             put_into_torch(contents, optimizer, names)
         for states in () if engine.ema else optimizer.state.values():
-            states.pop(AVERAGE, None)  # else a later run would go on with it as it was here
+            states.pop(AVERAGE, None)  # else a later run would go on with the average of this step
 
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
-        """Restores that of this rank; with another number of processes it is seeded by trainer.seed, the `step` and the rank."""
+        """Restore this rank's random state. With another process count, seed it by trainer.seed, `step` and rank."""
         if world_of(checkpoint)[1] == self._accelerator.num_processes:
             self._held._load_rng_state(str(checkpoint))
             return
@@ -216,21 +216,21 @@ class Checkpoints:
         set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
 
     def restore_best_weights(self, state: TrainerState) -> None:
-        """Puts the weights of the evaluation with the lowest loss back into the model."""
+        """Put the weights with the lowest evaluation loss back into the model."""
         best = state.best_global_step
         folder = folder_of(self._settings.checkpoints, best or 0)
         if best == state.global_step:
             return
-        if not folder.is_dir():  # not written for reason of space, or in another run folder
+        if not folder.is_dir():  # it did not fit on the disk, or is in another run folder
             what = "final/ has the weights of the last step, not those of the best one"
             self._settings.say(f"{folder} is not there: {what}")
             state.best_metric = state.best_global_step = None
             return
         state.best_model_checkpoint = str(folder)
-        self._restore_states(folder)  # masters too, which final/ may be made of
+        self._restore_states(folder)  # masters too: final/ may be made from them
 
     def save_model(self, folder: Path) -> None:
-        """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
+        """Write a folder for from_pretrained. All processes call it; the main one writes."""
         dtype, main = base_model(self._model).dtype, self._accelerator.is_main_process
 
         def made(weight: torch.Tensor) -> torch.Tensor | None:
@@ -241,8 +241,9 @@ class Checkpoints:
             self._write_model(folder, self._whole_weights())
 
     def save_weights_in(self, dtype: torch.dtype, folder: Path, kept_as: str = MASTER) -> None:
-        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any, or of
-        another state that the optimizer keeps of them."""
+        """Write the model like `save_model`, with its weights in `dtype` (adapters stay float32).
+
+        The weights come from the float32 masters, if any, or from the optimizer state named `kept_as`."""
         main, dither = self._accelerator.is_main_process, self._engine.dither
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed, kept_as=kept_as)
         names = {weight: name for name, weight in self._model.named_parameters()}
@@ -261,7 +262,7 @@ class Checkpoints:
             name_format(folder, dtype)
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Writes a whole model that is spread weight by weight, each as it is `made`; whether it could (weights/stream.py)."""
+        """Write a whole, sharded model weight by weight, each from `made`. Return False if that is not possible (weights/stream.py)."""
         if not self._settings.sharded or self._has_adapters:
             return False
         if (plan := plan_files(self._model, dtype)) is None:
@@ -269,7 +270,7 @@ class Checkpoints:
         refusal, main = None, self._accelerator.is_main_process
         try:
             self._write_model(folder, {})  # config and tokenizer
-        except Exception as error:  # weights come what may
+        except Exception as error:  # the weights are written in any case
             refusal = error
         if main:
             for empty in folder.glob("*.safetensors"):
@@ -280,7 +281,7 @@ class Checkpoints:
         return True
 
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
-        """The state dict on the main process, of sharded weights; None where that process has them whole."""
+        """Gather the state dict of sharded weights on the main process; None without sharding."""
         adapted, main = self._has_adapters, self._accelerator.is_main_process
         if not self._settings.sharded:
             return None
@@ -290,13 +291,13 @@ class Checkpoints:
             engine = self._engine.wrapped
             whole = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapted) or {}
         for name, weight in self._model.named_parameters() if adapted else ():
-            if ".default" in name and not weight.requires_grad:  # adapters that are frozen belong to the others
+            if ".default" in name and not weight.requires_grad:  # frozen adapters are saved with the others
                 value = gathered(weight).cpu()
                 whole |= {name: value} if main else {}
         return whole
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Writes model and tokenizer, on the main process; the weights whatever becomes of config and tokenizer."""
+        """Write model and tokenizer on the main process. The weights are written even if config or tokenizer fail."""
         if self._accelerator.is_main_process:
             base = base_model(self._model)
             weights = weights and {**getattr(self._model, "beside", {}), **weights}
@@ -304,12 +305,12 @@ class Checkpoints:
                 self._held._save(str(folder), state_dict=weights)
                 if self._has_adapters:
                     write_base(self._model, folder)
-                if self._has_adapters and base.can_generate():  # PEFT leaves it away
+                if self._has_adapters and base.can_generate():  # PEFT leaves it out
                     cast(Any, base).generation_config.save_pretrained(folder)
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:
-    """Why `needed` bytes do not fit on the disk of `folder`, "" if they do."""
+    """Return why `needed` bytes do not fit on the folder's disk, or ""."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

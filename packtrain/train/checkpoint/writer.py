@@ -1,7 +1,7 @@
-"""Checkpoints are written in the background: what training changes is copied, a thread writes it, and training goes on.
+"""Write checkpoints in the background: copy the changing tensors, write them in a thread.
 
-Each rank's thread writes its own part; then the ranks agree, over a gloo group of their own, that every part is written, and
-rank 0 seals the checkpoint (folder.py). Where the machine's memory has no room for the copies the step waits for the write. A
+Each rank's thread writes its own part. Then the ranks agree, over a gloo group of their own, that every part is written, and
+rank 0 seals the checkpoint (folder.py). If the machine's memory has no room for the copies, the step waits for the write. A
 disk that is full or fails costs the checkpoint, never the run.
 """
 
@@ -32,25 +32,25 @@ from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
 from packtrain.train.sync import BACKGROUND
 
 _SHARE = 0.8
-"""Of the machine's free memory that copies may fill."""
+"""Share of the machine's free memory that copies may fill."""
 _LONGEST = timedelta(days=1)
-"""The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
+"""Time limit of the threads' group. The watchdog sees a step that waits for a write, so the group needs no limit of its own."""
 _Jobs = list[Callable[[], object]]
 _NO_MEMORY = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
 @dataclass(slots=True)
 class WriteOutcome:
-    """What became of the checkpoints of this process: `written` ones, the step of the `newest`, (step, why) of those that `failed`."""
+    """Result of this process's writes: number `written`, `newest` step, `failed` as (step, why)."""
 
     written: int = 0
     newest: int | None = None
     seconds: float = 0.0
-    """That the newest one took, from the first copy to the seal."""
+    """Duration of the newest write, from the first copy to the seal."""
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As summary.json has it."""
+        """Return the fields for summary.json."""
         return {
             "written": self.written,
             "newest": self.newest,
@@ -59,35 +59,36 @@ class WriteOutcome:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time: `write_later` and `write_now` collect this process's part, `begin` starts, `wait` ends it.
+    """Writer of one checkpoint at a time.
 
-    The same calls on all ranks. As a context it waits for the last write, whatever ends the block but an interrupt.
+    `write_later` and `write_now` collect this process's part, `begin` starts the write, `wait` ends it. All ranks make the same calls.
+    A `with` block waits for the last write when it ends, except after an interrupt.
     """
 
     def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
         self.outcome = WriteOutcome(newest=newest)
         self._say, self._jobs = say, _Jobs()
-        self._early = ""  # what is wrong with what was written at once
+        self._early = ""  # why an immediate write failed
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
         self._fits_in_memory, self._kept = True, False
         self.group: Any = None
-        """The ranks, for collectives of the thread alone; None if this process is alone."""
+        """Process group for the threads' collectives; None if this process is alone."""
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
         self._warned = 0
 
     def copied(self, state: Any, *, alone: bool = False) -> Any:
-        """A copy of `state`, with its tensors on the CPU; `state` itself where memory has no room, and then `begin` waits.
+        """Return a copy of `state` on the CPU; `state` itself if memory has no room.
 
-        Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
+        In the second case `begin` waits. Every rank of the machine makes a copy of its own, unless rank 0 is `alone` in it.
         """
         try:
             copies = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if self._fits_in_memory and (self._kept or _fits(state, copies)):
                 return self._staged(state)
-        except NotImplementedError:  # torchao's states in 8 and 4 bits, which the stager cannot copy
+        except NotImplementedError:  # the stager cannot copy torchao's states in 8 and 4 bits
             return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -98,7 +99,7 @@ class CheckpointWriter:
         return state
 
     def _staged(self, state: Any) -> Any:
-        """A copy of `state`, by the same memory each time; in memory that is not pinned where the machine refuses to pin."""
+        """Copy `state` into the same memory each time. The memory is not pinned if the machine refuses to pin."""
         if self._stager is None:
             pinned: Any = {"use_pinned_memory": self._pins, "use_non_blocking_copy": self._pins}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
@@ -116,17 +117,17 @@ class CheckpointWriter:
             return copied
 
     def write_later(self, work: Callable[[], object]) -> None:
-        """Has the thread do `work`, which writes a part of the checkpoint from copies."""
+        """Let the thread do `work`, which writes a part of the checkpoint from copies."""
         self._jobs.append(work)
 
     def write_now(self, work: Callable[[], object]) -> None:
-        """Does `work` now, which writes something small; if it fails, the checkpoint does, and this rank stays in step."""
+        """Do `work` now, which writes something small. If it fails, the checkpoint fails, and this rank stays in step."""
         self._early = self._early or self._first_fault([work])
 
     def begin(self, step: int, staging: Path, seal: Callable[[], object] | None, since: float) -> None:
-        """Starts to write what was collected as the checkpoint of `step`; `seal`, of rank 0, is done when all have written.
+        """Start to write the collected parts as the checkpoint of `step`.
 
-        If one fails, `staging` is removed. `since` is when it began to be collected (time.monotonic).
+        Rank 0 calls `seal` when all ranks have written. If a rank fails, `staging` is removed. `since`: start of collecting (time.monotonic).
         """
         if self.group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
@@ -139,7 +140,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
+        """Wait for the last begun write, if any, to complete or fail. Raise errors that are not a disk's fault."""
         if self._thread is not None:
             others = self._waits.get()
             while others is not None:  # for the watchdog: who writes, and who waits for others
@@ -152,7 +153,7 @@ class CheckpointWriter:
             raise error
 
     def warn_of_failures(self, then: str = "") -> None:
-        """Warns of checkpoints that have failed since the last call, and says what follows `then`."""
+        """Warn of checkpoints that failed since the last call; `then` is added to the warning."""
         failed = self.outcome.failed
         for step, why in failed[self._warned :]:
             newest = self.outcome.newest
@@ -165,15 +166,15 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, Exception):
-            own_heartbeat().enter("checkpoint")  # which may take longer than what was at work
+            own_heartbeat().enter("checkpoint")  # it may take longer than the phase before
             self.wait()
             self.warn_of_failures()
         self._stager = None  # frees the copies
 
     def _write(self, step: int, staging: Path, early: str, jobs: _Jobs, seal: _Jobs, since: float) -> None:
-        """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
+        """Run in the thread: write this rank's part, wait for the others, seal. Every rank learns the outcome."""
         try:
-            # all ranks or none: FSDP2's jobs wait for those of the other ranks
+            # all ranks or none: FSDP2's jobs wait for the jobs of other ranks
             why = self._agree(early)
             if not why:
                 why = self._first_fault(jobs)
@@ -193,7 +194,7 @@ class CheckpointWriter:
         self._waits.put(None)
 
     def _first_fault(self, jobs: _Jobs) -> str:
-        """What is wrong with the first of `jobs` that fails, "" if none does."""
+        """Run `jobs` and return the first error, "" if none fails."""
         try:
             for job in jobs:
                 job()
@@ -207,7 +208,7 @@ class CheckpointWriter:
             self._waits.put(others)
 
     def _agree(self, why: str) -> str:
-        """The first rank's `why` that is not empty."""
+        """Return the first rank's `why` that is not empty."""
         if self.group is None:
             return why
         answers: list[Any] = [None] * dist.get_world_size(self.group)
@@ -216,7 +217,7 @@ class CheckpointWriter:
 
 
 def _thread(work: Callable[[], object]) -> Thread:
-    """A thread at `work` on this thread's GPU: one that names none begins on GPU 0, and opens a context there."""
+    """Start a thread for `work` on this thread's GPU. Without set_device it would open a context on GPU 0."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def begin() -> None:
@@ -230,7 +231,7 @@ def _thread(work: Callable[[], object]) -> Thread:
 
 
 def _fits(state: Any, copies: int) -> bool:
-    """Whether the machine's memory has room for so many copies of `state`."""
+    """Return whether the machine's memory has room for `copies` copies of `state`."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
     return copies * size <= _SHARE * free_memory()
