@@ -1,14 +1,14 @@
-"""Float32 masters that start off the middle of their rounding cells, so that a model that computes in bfloat16 sees every update.
+"""Dither: move float32 masters off the middle of their rounding cells.
 
-A weight from a bfloat16 file is in the middle of its cell, the float32 numbers that round to it: the forward pass sees no update before
-they add up to half the width of the cell, some 50 steps of AdamW at 1e-5 for a weight of 0.15. At a random place of its cell the
-master is the same bfloat16 weight, and an update of a hundredth of a cell takes one weight in a hundred over a border: the model sees
-each update in the mean, and rounded at the end it has what was learned. (In signal processing this is dither: Roberts 1962, doi 10.1109/
-TIT.1962.1057702; Gray and Stockham 1993, doi 10.1109/18.256489.)
+A rounding cell is the set of float32 numbers that round to one bfloat16 number. A weight from a bfloat16 file lies in the middle of its
+cell: the forward pass sees no update until updates add up to half the cell's width, some 50 steps of AdamW at 1e-5 for a weight of 0.15.
+At a random place in its cell the master rounds to the same bfloat16 weight, but an update of a hundredth of a cell takes one weight in a
+hundred over a border. The model then sees each update in the mean, and keeps what it learned when it is rounded at the end. Signal
+processing calls this dither: Roberts 1962, doi 10.1109/TIT.1962.1057702; Gray and Stockham 1993, doi 10.1109/18.256489.
 
-Places are uniform in the bits that are cut off. At powers of two, whose cell is half as wide on the side of zero, both sides then hold
-as many, and updates to either side are seen as large as they are. A place is a function of the seed, the weight's name and the index in
-it: the same on any number of processes and under any strategy.
+Places are uniform in the bits that rounding cuts off. At a power of two the cell is half as wide towards zero; both sides then get
+equally many places, and updates to either side are seen at their true size. A place is a function of the seed, the weight's name and the
+index in the weight: the same on any number of processes and under any strategy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from packtrain.model.spread import layers_of
 from packtrain.monitor.heartbeat import waiting
 
 _AT_ONCE = 2**20
-"""Numbers that are moved at a time, by a GPU four times as many: no second copy of a weight is made."""
-_LAST = 0x7F7F8000  # the bits of a float32 from which on it rounds to infinity, or is no number
+"""Numbers moved at a time (four times as many on a GPU), so that no second copy of a weight is made."""
+_LAST = 0x7F7F8000  # bits of the first float32 that rounds to infinity; later ones do too, or are NaN
 
 
 @torch.no_grad()
 def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None:
-    """Moves float32 `masters`, exact in bfloat16, to random places in their cells, in place.
+    """Move float32 `masters`, exact in bfloat16, to random places in their cells, in place.
 
-    They are the numbers of the weight of that `name` from flat index `first` on, contiguous. Zeros stay. Raises CheckFailed if one does
-    not round to what it was.
+    They are contiguous numbers of the weight `name`, from flat index `first` on. Zeros stay. Raises CheckFailed if a number
+    does not round to its old value.
     """
     wrong = torch.zeros((), dtype=torch.bool, device=masters.device)
     for part, start in _parts(masters):
@@ -52,7 +52,8 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
 
 @torch.no_grad()
 def dithered(trained: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
-    """A copy of any float32 numbers that round to one of their two neighbours in bfloat16, the nearer one the likelier."""
+    """Return a copy of any float32 numbers, to be rounded by chance. Each number rounds to one of its two neighbours in bfloat16, more likely
+    to the nearer one."""
     copy = trained.detach().clone(memory_format=torch.contiguous_format)
     for part, start in _parts(copy):
         _add_places(part, seed, name, first + start)
@@ -61,7 +62,7 @@ def dithered(trained: torch.Tensor, seed: int, name: str, first: int = 0) -> tor
 
 @torch.no_grad()
 def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
-    """A copy of trained `masters` without what `dither_` added, of which the width is that of the cells that they are in now."""
+    """Return a copy of trained `masters` without the offset of `dither_`, scaled to present cells."""
     copy = masters.detach().clone(memory_format=torch.contiguous_format)
     for part, start in _parts(copy):
         moved = (middle := part.bfloat16().float()).clone()
@@ -72,29 +73,30 @@ def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> t
 
 @dataclass(frozen=True, slots=True)
 class Dither:
-    """The trained weights of a run, by name, that are computed in bfloat16 from float32 masters (`rounded`), and those whose masters start
-    off the middle of their cells (`moved`), by `seed`: the same, unless the run has begun under another strategy."""
+    """Trained weights computed in bfloat16 from float32 masters (`rounded`), by name. The masters of `moved` start off the middle of their
+    cells, by `seed`. They differ by weights that `exact_in_bfloat16` rejects, and if the run began under another strategy."""
 
     rounded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     seed: int = 0
 
     def move_weights(self) -> None:
-        """Moves weights that are float32 themselves, before an optimizer is made; of sharded ones this process's part."""
+        """Move weights that are float32 themselves, before an optimizer is made. A process moves its part of a sharded weight."""
         for name, weight in self.moved.items():
             if weight.dtype == torch.float32:
                 own, first = own_part(weight)
                 dither_(own, self.seed, name, first)
 
     def move_master(self, name: str, master: torch.Tensor, first: int | None = None) -> None:
-        """Moves a new master of a 16-bit weight: from flat index `first` on, or that of its part in a sharded weight."""
+        """Move a new master of a 16-bit weight. It begins at flat index `first`, or where its shard begins."""
         if name in self.moved:
             own, start = own_part(master)
             dither_(own, self.seed, name, start if first is None else first)
 
     def in_format(self, name: str, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The whole trained float32 weight of that `name` as it is saved in `dtype`: in float32 without its offset; rounded with it, which
-        is the weight that was computed with. One that was not moved is rounded by chance, so that it keeps its updates in the mean."""
+        """Return the whole trained float32 weight `name` as saved in `dtype`. float32 is saved without the offset. Rounding keeps it: the
+        result is the weight of the forward pass. If other weights were moved, an unmoved one is rounded to bfloat16 by chance, so that it
+        keeps its updates in the mean."""
         if dtype == torch.float32:
             return undithered(whole, self.seed, name) if name in self.moved else whole
         moved = name in self.moved or not self.moved or dtype != torch.bfloat16
@@ -102,11 +104,9 @@ class Dither:
 
 
 def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
-    """For anyone's training loop under autocast to bfloat16: moves the float32 weights of `model`, on one process or each process of
-    DDP, before its optimizer is made and its trainer sees it.
-
-    Save a trained weight as `in_format(name, weight, dtype)` of what this returns has it. Raises UserError if it has no layers that are known.
-    """
+    """Dither the float32 weights of `model`, for any training loop under autocast to bfloat16. Call it on one process or on each process of
+    DDP, before the optimizer is made and the trainer sees the model. Save a trained weight as `in_format(name, weight, dtype)` of the returned
+    Dither. Raises UserError if the model's layers are not known."""
     if not layers_of(model):
         what = f"the layers of a {type(model).__name__} are not known"
         raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
@@ -117,11 +117,11 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
 
 
 def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: bool) -> dict[str, torch.Tensor]:
-    """The trained weights that are computed in bfloat16 from float32 masters.
+    """Return the trained weights that are computed in bfloat16 from float32 masters.
 
-    16-bit weights have masters of their own. float32 weights are computed in bfloat16 where they are gathered in it (`autocast`,
-    `sharded` by FSDP2), else in the linear modules of layers, which autocast casts in any case; embeddings, norms, experts in one tensor and
-    the output head are left alone there. Adapters are float32, but begin as numbers in the format of their base.
+    16-bit weights have masters of their own. float32 weights are computed in bfloat16 if they are gathered in it (`autocast`,
+    `sharded` by FSDP2). Otherwise only linear modules of layers are, since autocast always casts these; embeddings, norms, experts in one
+    tensor and the output head are left out. Adapters are float32, but begin as numbers in the format of their base.
     """
     parts = (module for layer in layers_of(model) for module in layer.modules())
     inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
@@ -135,8 +135,9 @@ def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: 
 
 
 def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of `weights` that are exact in bfloat16, as all from such a file are, but for float32 ones that are zero as a whole, as half of
-    the adapters begin: zeros are not moved, and final/ would take off what was not added. Called by all processes that share weights."""
+    """Return those `weights` that are exact in bfloat16, as all from a bfloat16 file are. float32 weights of zeros only are left out, as half
+    of the adapters begin: `dither_` does not move zeros, and final/ would subtract an offset that was never added. All processes that share
+    weights call it."""
     if not weights:
         return {}
     device = next(iter(weights.values())).device
@@ -153,8 +154,8 @@ def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This process's numbers of a weight, in place, and the flat index of the first."""
-    if (part := getattr(weight, "ds_tensor", None)) is not None:  # of ZeRO-3, padded at the end
+    """Return this process's numbers of a weight, not copied, and their first flat index."""
+    if (part := getattr(weight, "ds_tensor", None)) is not None:  # ZeRO-3 pads it at the end
         first = torch.distributed.get_rank() * part.numel()
         return part.data.view(-1)[: max(0, weight.ds_numel - first)], first  # type: ignore[attr-defined]
     if isinstance(weight, DTensor):
@@ -178,12 +179,12 @@ def _parts(whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None:
-    """Adds to the bits of float32 [n], which come at flat index `first`, odd random numbers below 2^15 either way, not beyond zero; zeros
-    and what has no neighbour above stay."""
+    """Add odd random numbers to the bits of float32 [n], in place. They are below 2^15 in magnitude. `numbers` begin at flat index `first` and
+    do not cross zero. Zeros, and numbers without a finite neighbour above, stay."""
     bits = numbers.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF  # moved the same way in numbers that change their sign
+    magnitude = bits & 0x7FFFFFFF  # a number that changes its sign is still moved the same way
     places = _random_bits(seed, name, first, len(numbers), numbers.device).to(torch.int32)
-    # to ask a GPU would be to wait for it
+    # on a GPU this question would wait for the device
     if numbers.device.type != "cpu" or not 0 < (range_ := torch.aminmax(magnitude)).min <= range_.max < _LAST:
         places.masked_fill_((magnitude == 0) | (magnitude >= _LAST), 0)
     magnitude.add_(places).clamp_(min=0)
@@ -191,8 +192,8 @@ def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None
 
 
 def _random_bits(seed: int, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd int16 [count], those of the flat indices from `first` on: a 64-bit number each for four in a row, by the mixing function of
-    SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) in wrapping arithmetic."""
+    """Return odd int16 [count] for the flat indices from `first` on. Each four in a row come from one 64-bit number, mixed as in SplitMix64
+    (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195)."""
     begin = first // 4
     mixed = torch.arange(begin, (first + count + 3) // 4, device=device) + _int64(
         zlib.crc32(f"{seed} {name}".encode()) << 32
