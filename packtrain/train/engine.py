@@ -1,4 +1,4 @@
-"""The model as accelerate prepares it: spread, with its optimizer and schedule, alike under DDP, DeepSpeed and FSDP2 (`Engine`)."""
+"""The spread model with its optimizer and schedule, alike under DDP, DeepSpeed and FSDP2 (`Engine`)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from packtrain.train.optim.seen_updates import optimizer_inside
 
 
 class Engine:
-    """`model` is the plain model, `wrapped` the one that a step calls, once `prepare` was called.
+    """Model, optimizer and schedule of a run. `model` is the plain model; after `prepare`, a step calls `wrapped`.
 
-    The Trainer that the `loss` holds makes the optimizer.
+    The loss's Trainer makes the optimizer.
     """
 
     optimizer: Any
@@ -46,28 +46,28 @@ class Engine:
         exchange_once: bool = False,
         ema: float = 0.0,
     ) -> None:
-        """`strategy` is strategy.name, `checkpointing` how layers compute activations again (model/recomputation.py) and whether they
-        `offload` what they keep; `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
+        """Set up recomputation. `strategy` is strategy.name and `ema` trainer.ema. `checkpointing`: how layers recompute activations
+        (model/recomputation.py); `offload`: they offload the inputs that they keep. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
         self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
         self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
         self.wrapped: Any = self.model
         self.deepspeed: bool = loss.held.is_deepspeed_enabled
         self.weight_order: list[str] = []
-        """The names of the trained weights, in the order of the optimizer."""
+        """Names of the trained weights, in the order of the optimizer."""
         self.dither = Dither()
         self._masters: list[torch.Tensor] = []
         if checkpointing != "none":
             recompute(base_model(self.model), checkpointing, offload=offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
-        """Makes optimizer and schedule for this number of `steps`, and spreads the model. Raises UserError for what cannot be made."""
+        """Make optimizer and schedule for `steps` steps, and spread the model. Raises UserError if one cannot be made."""
         self.accelerator.free_memory()
         self.dither.move_weights()
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-        if self.strategy == "fsdp2":  # sharded already (model/spread.py)
+        if self.strategy == "fsdp2":  # model/spread.py has sharded it already
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
@@ -85,7 +85,7 @@ class Engine:
         check_active(self.strategy, self.wrapped, self.model)
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does that itself."""
+        """Make transformers' optimizer. It steps in float32 if weights would lose updates; DeepSpeed does that itself."""
         what = f"the optimizer {optim.name} cannot be made"
         making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
@@ -97,7 +97,7 @@ class Engine:
             arguments = {**arguments, "params": group_weights(self.model, optim, decayed)}
             self._held.optimizer_cls_and_kwargs = kind, arguments
         coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
-        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it of model.dtype=auto
+        if not (optim.keeps_masters or coarse or self.deepspeed):  # config/rules/ cannot know it with model.dtype=auto
             say("optim.bf16_rounding has no effect: no trained weight is bfloat16")
         if coarse:
             names = {weight: name for name, weight in self.model.named_parameters()}
@@ -107,11 +107,11 @@ class Engine:
             return deepspeed_init(self._held, steps)[0] if self.deepspeed else self._held.create_optimizer()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of what the optimizer steps that are masters of weights that are computed in bfloat16; where there are any, each
-        process has one, if an empty one. Cells of fp8 are others."""
+        """Return the parts of a stepped tensor that are masters of weights computed in bfloat16. If there are any, each process has a
+        part, which may be empty. There are none with fp8: its rounding cells differ."""
         if "fp8" in self._changes or not self.dither.rounded:
             return []
-        if self.deepspeed:  # which has weights of all kinds in one flat part
+        if self.deepspeed:  # one flat part has weights of all kinds
             begin = stepped.data_ptr()
             own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
             return own or [stepped[:0]]
@@ -121,7 +121,7 @@ class Engine:
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
     def _find_masters(self) -> None:
-        """Finds the parts of DeepSpeed's flat masters that are of weights computed in bfloat16, and moves those of 16-bit ones."""
+        """Find DeepSpeed's flat masters of weights computed in bfloat16. Dither the masters of 16-bit weights."""
         names = {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
             self._masters.append(master)
@@ -129,10 +129,10 @@ class Engine:
                 self.dither.move_master(names[weight], master, first)
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context to run a micro-batch in. DDP exchanges gradients with the `last` one only, FSDP2 if it `exchanges_once`; else
-        sharded strategies do so with each.
+        """Return the context to run a micro-batch in. It decides whether ranks exchange gradients.
 
-        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
+        DDP exchanges only in the `last` micro-batch of a step, FSDP2 too if it `exchanges_once`; other sharded strategies exchange in each.
+        DeepSpeed's engine steps within the backward pass of the last micro-batch.
         """
         if self.exchanges_once:
             cast(FSDPModule, base_model(self.model)).set_requires_gradient_sync(last)
@@ -143,12 +143,12 @@ class Engine:
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def clip(self) -> Any:
-        """The norm of the step's gradients, which are clipped to optim.max_grad_norm; DeepSpeed's engine has done so."""
+        """Clip the step's gradients to optim.max_grad_norm and return their norm. DeepSpeed's engine has clipped them already."""
         norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
         return norm.item() if self.deepspeed and isinstance(norm, torch.Tensor) else norm
 
     def update(self) -> float:
-        """Makes the update; returns its learning rate."""
+        """Update the weights and return the learning rate of this update."""
         self.optimizer.step()
         if self.ema:
             self._average()
@@ -160,7 +160,7 @@ class Engine:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Has the averages of the weights that were stepped go along with them, from the first step on: one more state of each."""
+        """Move the average of each stepped weight towards it, from the first step on. The average is one more state of the weight."""
         states = self.plain_optimizer.state
         for weight in (weight for weight in self.model.parameters() if weight.grad is not None):
             exact = states[weight].get(MASTER, weight).detach().float()
@@ -171,10 +171,10 @@ class Engine:
 
     @property
     def plain_optimizer(self) -> Any:
-        """torch's optimizer inside accelerate's and DeepSpeed's."""
+        """torch's optimizer inside accelerate's and DeepSpeed's wrappers."""
         return optimizer_inside(self.optimizer)
 
 
 def warmup_of(schedule: str, asked: int, steps: int) -> int:
-    """Steps of warm-up: 0 for one step, whose rate would be 0; polynomial needs a step after them."""
+    """Return the steps of warm-up. A single step has none, since its rate would be 0; polynomial needs a step after warm-up."""
     return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked

@@ -1,7 +1,7 @@
-"""Optimizer steps as a data set: item k is everything that this process trains on in step k.
+"""Optimizer steps as a data set: item k is this process's part of step k.
 
-A step is a pure function of (schedule, k, rank, world size), so resuming is starting the index at another k, loader
-processes need no state, and nothing is skipped through.
+A step is a pure function of (schedule, k, rank, world size). A resumed run therefore starts at another k and skips through nothing, and
+loader processes need no state.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from packtrain.packing.split_rows import lay_out_split
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), examples. A filler has slots alone.
+    """Inputs of one forward pass, with its counts: trained targets, tokens, slots (with padding), examples.
 
-    Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
-    micro-batch of a step of kto also has the `mismatched` pairs of the whole step. Of a row that `parts` ranks split, this one has the
-    tokens of number `part`; the figures are those of the row.
+    A filler has slots only. For pairs and labelled answers, `trained` counts targets of the chosen (desirable) answers, `rejected` the others.
+        The first micro-batch of a kto step also has the `mismatched` pairs of the whole step. If `parts` ranks split a row, this is part number
+    `part` of its tokens, with the counts of the row.
     """
 
     inputs: dict[str, Any]
@@ -60,21 +60,21 @@ class MicroBatch:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Trained targets, tokens, slots, documents: summed over a step."""
+        """Trained targets, tokens, slots, examples: summed over a step."""
         return self.trained, self.tokens, self.slots, self.examples
 
     @property
     def own_counts(self) -> tuple[int, int, int, int]:
-        """What this rank adds to the counts of a step: a split row is counted by the first of its ranks."""
+        """This rank's share of a step's counts. The first of its ranks counts a split row."""
         return self.counts if self.part == 0 else (0, 0, 0, 0)
 
     def split(self, rank: int, parts: int) -> MicroBatch:
-        """The part of this row of a `rank`."""
+        """Return the part of this row for `rank`."""
         part = rank % parts
         return replace(self, inputs=part_of(self.inputs, part, parts), part=part, parts=parts)
 
     def pin_memory(self) -> MicroBatch:
-        """A copy in pinned memory; called by the DataLoader."""
+        """Return a copy in pinned memory. The DataLoader calls this."""
         inputs = {
             name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
         }
@@ -83,23 +83,23 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Steps(Dataset):
-    """`steps[k]` = the micro-batches of step k for this `rank`, in a `layout`; the same number of steps on every rank."""
+    """Steps of a run: `steps[k]` = micro-batches of step k for this `rank`. Every rank has the same number of steps."""
 
-    data: Any  # a TokenDataset, of PairSteps a PairDataset
+    data: Any  # a TokenDataset; PairSteps have a PairDataset
     schedule: Schedule
     layout: RowLayout
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
     skipped_from: Mapping[int, int] = field(default_factory=dict, kw_only=True)
-    """Examples, and from which step on they are left out (train/spikes.py)."""
+    """Examples that are left out, with the first step without them (train/spikes.py)."""
     given_up: frozenset[int] = frozenset()
     """Steps that train on nothing."""
     feed: Any = field(default=None, kw_only=True)
-    """The Feed (packing/feed.py) of a stream, whose first rows these steps then are of; None: what is trained on are these steps."""
+    """Feed of streamed steps (packing/feed.py), and these steps are over its first rows; None for an in-memory data set."""
 
     def at(self, step: int) -> tuple[Steps, int]:
-        """The steps that a step at work is one of, and its number in them."""
+        """Return the steps that hold a running step, and its number in them."""
         return (self, step) if self.feed is None else (self.feed.current, 0)
 
     def __len__(self) -> int:
@@ -114,13 +114,13 @@ class Steps(Dataset):
         return batches
 
     def trains_on(self, number: int, step: int) -> bool:
-        """Whether an example of `step` is trained on."""
+        """Return whether `step` trains on its example `number`."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Return the lengths of a step's documents, of their shared beginnings, and the sum of their targets.
+        """Return a step's document lengths, lengths of shared beginnings, and number of targets.
 
-        All are over all ranks: tokens of each document, int [n], and of the beginnings that are computed with another, int [m] (None: none).
+        All are over all ranks: tokens of each document, int [n]; tokens of each beginning computed with another's, int [m] (None: none).
         """
         if self.feed is not None:
             return self.feed.current.documents_of(0)
@@ -129,17 +129,17 @@ class Steps(Dataset):
         return self.data.lengths[documents], None if index is None else index.repeated(documents), targets
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, even if the run is shorter."""
+        """Yield this rank's micro-batches of the first pass over the data, with example numbers. Yield all even if the run is shorter."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
             for numbers, is_split in whole.micro_batches(step, self.rank, self.world_size):
                 yield numbers, self.collate_part(numbers, is_split)
 
     def first_examples(self, first_step: int) -> np.ndarray:
-        """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on, that is not
-        split over ranks. Where all are, the shortest example.
+        """Return the examples of the first micro-batch from `first_step` on: int [n].
 
-        In a later pass it uses the matching step of the first pass, in whose rows log-probabilities are precomputed.
+        It is this process's first one that is not split over ranks, else another process's. If all are split, return the shortest example.
+        In a later pass it is the matching step of the first pass: log-probabilities are precomputed in these rows.
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
@@ -148,16 +148,16 @@ class Steps(Dataset):
         return next((np.asarray(some) for parts in own for some, split in parts if len(some) and not split), shortest)
 
     def first_batch(self, first_step: int) -> MicroBatch:
-        """The micro-batch of `first_examples`, which proofs run before step 1."""
+        """Return the micro-batch of `first_examples`: proofs run it before step 1."""
         return self.collate(self.first_examples(first_step))
 
     def collate_part(self, numbers: np.ndarray, is_split: bool) -> MicroBatch:
-        """The documents of these numbers, of a row that is split this rank's part."""
+        """Collate the documents of these numbers. A split row returns this rank's part."""
         batch = self.collate(numbers)
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """One forward pass over the documents of these numbers."""
+        """Collate the documents of these numbers for one forward pass."""
         documents: Any = [self.data[int(number)] for number in numbers]
         tokens = sum(len(document.input_ids) for document in documents)
         if self.layout == "padding":
@@ -173,15 +173,15 @@ class Steps(Dataset):
 
 @dataclass(frozen=True)
 class PairSteps(Steps):
-    """As Steps, of preference pairs: `examples` of a micro-batch are pairs.
+    """Steps over preference pairs: `examples` of a micro-batch are pairs.
 
-    `reference` float32 [pairs, 2] has the reference's log-probabilities of the chosen and the rejected answer of each pair.
+    `reference` float32 [pairs, 2] holds the reference's log-probabilities of the chosen and the rejected answer of each pair.
     """
 
     reference: np.ndarray | None = None
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """See Steps: the chosen and the rejected document of each pair, which may share their prompt."""
+        """See Steps. The documents are the chosen and the rejected ones; a pair may share its prompt."""
         if self.feed is not None:
             return self.feed.current.documents_of(0)
         pairs = self.schedule.documents(step)
@@ -190,7 +190,7 @@ class PairSteps(Steps):
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared, targets
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """One forward pass over the pairs of these numbers."""
+        """Collate the pairs of these numbers for one forward pass."""
         pairs: Any = [self.data[int(number)] for number in numbers]
         inputs = collate_pairs(pairs, self.pad_token_id, self.layout)
         if self.reference is not None:
@@ -210,10 +210,10 @@ class PairSteps(Steps):
 
 @dataclass(frozen=True)
 class ScoredSteps(PairSteps):
-    """As PairSteps, for a reward model: `trained` of a micro-batch are the documents that are scored."""
+    """Steps over pairs for a reward model: `trained` of a micro-batch counts the scored documents."""
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """One forward pass over the pairs of these numbers."""
+        """Collate the pairs of these numbers for one forward pass."""
         pairs: Any = [self.data[int(number)] for number in numbers]
         inputs = collate_scored(pairs, [float(self.data.margins[n]) for n in numbers], self.pad_token_id, self.layout)
         tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
@@ -223,13 +223,12 @@ class ScoredSteps(PairSteps):
 
 @dataclass(frozen=True)
 class UnpairedSteps(Steps):
-    """As Steps, of answers with labels (an UnpairedDataset), rows padded or flat.
+    """Steps over labelled answers (an UnpairedDataset), in padded or flat rows.
 
-    The KL estimate of kto is made over mismatched pairs: the prompt of each document of a step with the completion of the one
-    before it, of the first with that of the last, cut to `max_length` tokens. `estimates`: whether the loss needs it. `whole` treats all
-    steps as one, as an evaluation does, and loads their mismatched pairs separately (`mismatched`).
-    Log-probabilities of the reference, if precomputed: float32 [documents], and of the mismatched pairs in the order of the steps.
-    """
+    kto estimates the KL over mismatched pairs. Each joins a document's prompt with the completion of the document before it in the step (the
+    first with the last one's), cut to `max_length` tokens. `estimates`: the loss needs them. `whole`: treat all steps as one, for an
+    evaluation, and load their mismatched pairs separately (`mismatched`). The reference's precomputed log-probabilities: `reference` float32
+    [documents], `reference_mismatched` float32 [pairs] in the order of the steps."""
 
     max_length: int | None = None
     estimates: bool = True
@@ -238,7 +237,7 @@ class UnpairedSteps(Steps):
     reference_mismatched: np.ndarray | None = None
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """One forward pass over the documents of these numbers."""
+        """Collate the documents of these numbers for one forward pass."""
         numbers = np.asarray(numbers, dtype=np.int64)
         known = None if self.reference is None else self.reference[numbers]
         return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
@@ -248,20 +247,20 @@ class UnpairedSteps(Steps):
         return self.with_mismatched(batches, step) if self.estimates and not self.whole else batches
 
     def first_batch(self, first_step: int) -> MicroBatch:
-        """See Steps, with the mismatched pairs of that step; a run may be resumed after its last one."""
+        """See Steps; adds the mismatched pairs of the step. A run may be resumed after its last step."""
         batch = super().first_batch(first_step)
         return self.with_mismatched([batch], first_step % len(self))[0] if self.estimates else batch
 
     def with_mismatched(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
-        """The micro-batches of a step with its mismatched pairs."""
+        """Add its mismatched pairs to the micro-batches of a step."""
         return [replace(batches[0], mismatched=tuple(self.mismatched()[step])), *batches[1:]]
 
     def mismatched(self) -> MismatchedSteps:
-        """The mismatched pairs of every step."""
+        """Return the mismatched pairs of every step."""
         return MismatchedSteps(self)
 
     def pairs_of(self, step: int) -> np.ndarray:
-        """int64 [n, 2]: the numbers of the documents of a step's mismatched pairs, prompt and completion."""
+        """Return the document numbers of a step's mismatched pairs: int64 [n, 2], prompt and completion."""
         documents = self.schedule.documents(step)
         before = np.roll(documents, 1)
         if self.whole:
@@ -269,7 +268,7 @@ class UnpairedSteps(Steps):
         return np.stack([documents, before], axis=1)
 
     def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        """One forward pass over mismatched `pairs` int64 [n, 2]; `known` float32 [n] by the reference, if precomputed."""
+        """Collate mismatched `pairs` int64 [n, 2] for one forward pass. `known` float32 [n]: the reference's values, if precomputed."""
         documents = []
         for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
             asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
@@ -297,7 +296,7 @@ class UnpairedSteps(Steps):
 
 @dataclass(frozen=True)
 class MismatchedSteps(Dataset):
-    """`mismatched[k]` = the mismatched pairs of step k of this rank, in micro-batches of the same limits as the step's own."""
+    """Mismatched pairs of each step for this rank. Their micro-batches have the limits of the step's own."""
 
     steps: UnpairedSteps
 
@@ -315,7 +314,7 @@ class MismatchedSteps(Dataset):
         return batches
 
     def every_step(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's micro-batches of all steps, each with the places of its pairs in the order of the steps."""
+        """Yield this rank's micro-batches of all steps. With each come its pairs' places in the order of the steps."""
         for step in range(len(self)):
             first = self.steps.schedule.documents_before(step)
             for (part, _), batch in zip(self._own_parts(step), self[step], strict=True):
@@ -330,7 +329,7 @@ class MismatchedSteps(Dataset):
         return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
 
     def layout(self, step: int) -> Layout:
-        """`[rank][micro-batch]` arrays of places in the step's pairs, as of lay_out; every rank has the same number of micro-batches."""
+        """Return `[rank][micro-batch]` arrays of places in the step's pairs, like lay_out. Ranks have equally many micro-batches."""
         schedule = self.steps.schedule
         return lay_out_split(
             self._lengths(step),
@@ -344,9 +343,9 @@ class MismatchedSteps(Dataset):
 
 
 def _ignore_signals_except_from_parent(worker: int) -> None:
-    """Makes a loader process ignore SIGINT and SIGTERM unless its parent sent them.
+    """Make a loader process ignore SIGINT and SIGTERM unless its parent sent them.
 
-    A launcher signals whole process groups; a loader that died of it would prevent the last step and its checkpoint.
+    A launcher signals whole process groups. If it ended the loader, the last step and its checkpoint would fail.
     """
     end_with_parent(os.getppid())
     write_stacks_on_signal()
@@ -362,12 +361,12 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
 
 
 def loader_processes() -> int:
-    """How many processes assemble batches: one ahead of a GPU, which never waits for it; none on a CPU, whose cores are at work."""
+    """Return the number of processes that assemble batches. One leads a GPU, so that it never waits. A CPU's cores are busy: none."""
     return int(torch.cuda.is_available())
 
 
 def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[list[MicroBatch]]:
-    """Loads `steps` from number `first` on; those of a stream from where it is."""
+    """Load `steps` from number `first` on; a stream continues from its place."""
     if isinstance(steps, Steps) and steps.feed is not None:
         return steps.feed.load(steps)
     return DataLoader(
@@ -377,12 +376,14 @@ def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[l
         num_workers=loader_processes(),
         worker_init_fn=_ignore_signals_except_from_parent,
         pin_memory=torch.cuda.is_available(),
-        # its own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
+        # own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers."""
+    """Return the cost of attention, in units of one token's linear layers.
+
+    It is c in the cost of a document of l tokens: l + c · l²."""
     base = base_model(model)
     return cost_of_attention(base.config.get_text_config(), sum(map(elements, base.parameters())))

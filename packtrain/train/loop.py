@@ -1,6 +1,6 @@
-"""The loop over optimizer steps, from top to bottom (`run_steps`), and the parts that it calls (`StepTrainer`).
+"""The loop over optimizer steps, from top to bottom (`run_steps`), and its parts (`StepTrainer`).
 
-packtrain runs the loop itself. The loss is the objective's (objectives/loss.py); accelerate spreads the model,
+packtrain runs the loop itself. The objective provides the loss (objectives/loss.py); accelerate spreads the model,
 and transformers makes the optimizer and the schedule (engine.py).
 """
 
@@ -41,9 +41,9 @@ from packtrain.train.spikes import Judgement, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Runs the steps after `checkpoint` (None: from the start) until the last one or a request to stop.
+    """Run the steps after `checkpoint` until the last one or a stop request. None: run from the start.
 
-    Raises CheckFailed where a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a
+    Raises CheckFailed if a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a
     step: 4 to 6 then only read the results.
     """
     trainer.prepare(checkpoint)
@@ -83,7 +83,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 
 
 class StepTrainer:
-    """Trains as `settings` say, with the `loss` of an objective; transformers' `callbacks` are notified of events."""
+    """Trainer for the `loss` of an objective, by `settings`. It notifies transformers' `callbacks` of events."""
 
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
@@ -96,7 +96,7 @@ class StepTrainer:
         self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
         self.work = WorkRecord(loss.device)
         self.changes: dict[str, str] = {}
-        """What was decided about changes to how the model computes (changes.py), by name."""
+        """Decisions about changes to how the model computes (changes.py), by name."""
         self.first_step_watch: FirstStepWatch | None = None
         self.seen_updates = SeenUpdates()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -110,15 +110,15 @@ class StepTrainer:
         self.listeners: list[Any] = list(callbacks)
         self._steps_watched, self._resumed_from = 0, None
         self._loss_and_counts: Any = None
-        self._marks: LateCopy | None = None  # the sums of Feed.marks over all ranks
+        self._marks: LateCopy | None = None  # sums of Feed.marks over all ranks
         self._losses_since_log: list[torch.Tensor] = []
         self._forget_step: Callable[[], None] = lambda: None
-        """Takes the figures of the current step out of the objective's metrics."""
+        """Removes the figures of the current step from the objective's metrics."""
 
     # Before the first step.
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """Spreads the model, makes optimizer and schedule, and restores the state of `checkpoint`."""
+        """Spread the model, make optimizer and schedule, and restore the state of `checkpoint`."""
         self.restore_state(checkpoint)
         align_special_tokens(self.model, self.loss.held.processing_class)
         self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
@@ -137,7 +137,7 @@ class StepTrainer:
         self.engine.wrapped.zero_grad()
 
     def restore_state(self, checkpoint: Path | None) -> None:
-        """Restores the state of the run from `checkpoint`, if any; this run's log_every, eval_every and length override what is saved."""
+        """Restore the run's state from `checkpoint`, if any. This run's log_every, eval_every and length override the saved ones."""
         self.state = TrainerState()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -149,7 +149,7 @@ class StepTrainer:
         self.source_counts.restore(self.state.log_history)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step to come, on this rank; restores the state of the random generators from `checkpoint`."""
+        """Return this rank's micro-batches of each step to come. Restore the random generators and the stream from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
             if self.steps.feed is not None:
@@ -158,7 +158,7 @@ class StepTrainer:
         return iter(step_loader(self.steps, first=self.state.global_step))
 
     def notify(self, event: str, **arguments: Any) -> None:
-        """Notifies the listeners: metrics.jsonl, the terminal, trackers (run.py)."""
+        """Notify the listeners: metrics.jsonl, the terminal, trackers (run.py)."""
         arguments |= {"model": self.model, "processing_class": self.loss.held.processing_class}
         for listener in self.listeners:
             answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **arguments)
@@ -167,12 +167,12 @@ class StepTrainer:
     # The parts of a step, in order.
 
     def should_continue(self) -> bool:
-        """Whether to run another step."""
+        """Return whether to run another step."""
         stops = self.control.should_training_stop or self.settings.stop.agreed
         return self.state.global_step < self.state.max_steps and not stops
 
     def next_batches(self, upcoming: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step."""
+        """Return this rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.warn_of_failures(". Training goes on")
         since, batches = time.perf_counter(), next(upcoming)
@@ -182,10 +182,10 @@ class StepTrainer:
         return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
+        """Return the counts of the global step: trained targets, tokens, slots, examples, int64 [4].
 
-        The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
-        result is read on the host when the step's work is queued (`_read_counts`): reading it here would wait for the device.
+        The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. The host
+        reads its result once the step's work is queued (`_read_counts`): reading it here would wait for the device.
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
@@ -202,7 +202,7 @@ class StepTrainer:
         return total[:4]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
-        """Runs all micro-batches forward and backward; Engine.exchanging_gradients says when ranks exchange gradients.
+        """Run all micro-batches forward and backward. Engine.exchanging_gradients decides when ranks exchange gradients.
 
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
@@ -230,14 +230,14 @@ class StepTrainer:
         return total
 
     def clip(self) -> Any:
-        """Clips the step's gradients to optim.max_grad_norm; returns their norm before clipping."""
+        """Clip the step's gradients to optim.max_grad_norm; return their norm before clipping."""
         self.clock.enter("optimizer")
         return self.engine.clip()
 
     def judge(self, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
-        """Called before the update with this rank's part of the step's loss and the norm of its gradients.
+        """Judge the step before its update. `loss` is this rank's part; `norm` is the gradient norm.
 
-        Raises CheckFailed where the run stops at a spike.
+        Raises CheckFailed if the run stops at a spike.
         """
         if not self.spikes.judges_every_step:
             return Judgement(loss, norm)
@@ -253,8 +253,8 @@ class StepTrainer:
         return Judgement(None, torch.tensor(self.spikes.recent.last()[1]), back)
 
     def update(self, loss: torch.Tensor | None) -> float:
-        """Updates the weights; returns the learning rate. `loss` is this rank's part of the step's loss, for the log; None: the step
-        has no gradients, and only the schedule goes on."""
+        """Update the weights; return the learning rate. `loss` is this rank's part of the step's loss, for the log. None: the step has no
+        gradients, and only the schedule advances."""
         self.clock.enter("optimizer")
         if loss is not None:
             self._losses_since_log.append(loss)
@@ -266,16 +266,16 @@ class StepTrainer:
         return rate
 
     def should_log(self) -> bool:
-        """Whether this step is logged: the first, every trainer.log_every, the last, and those that are evaluated or saved, so that a
-        run that goes on from a checkpoint writes the same lines."""
+        """Return whether to log this step: the first, every trainer.log_every, the last. Evaluated and saved steps are logged too, so that a
+        run resumed from a checkpoint writes the same lines."""
         step = self.state.global_step
         due = step in (1, self.state.max_steps) or step % self.state.logging_steps == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
-        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`.
+        """Log the mean loss and the exact counts since the last line.
 
-        If all of them were skipped, the loss is that of the last one before.
+        `norm` (of gradients) and `rate` (learning rate) are the last step's. If all steps were skipped, the loss is the last one before them.
         """
         self.clock.enter("step end")
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
@@ -298,13 +298,13 @@ class StepTrainer:
         self._log(line | self._pop_seen_updates() | self.spikes.pop_metrics())
 
     def should_evaluate(self) -> bool:
-        """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
+        """Return whether to evaluate after this step: every trainer.eval_every, and the last."""
         step, state = self.state.global_step, self.state
         return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Logs the objective's metrics over the whole evaluation set and each named one, independent of the layout and the number of ranks."""
+        """Log the objective's metrics over the evaluation set and each named one. They do not depend on layout or number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
@@ -317,20 +317,20 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def should_save(self) -> bool:
-        """Whether to write a checkpoint after this step: every trainer.checkpoint_every, the last, the best, and where the run stops."""
+        """Return whether to save after this step: trainer.checkpoint_every, the last, the best, a stop."""
         step = self.state.global_step
         due = step % self.state.save_steps == 0 or step >= self.state.max_steps
         wanted = self.control.should_save or bool(self.settings.stop.agreed)
         return wanted or (due and self.args.save_strategy != "no")
 
     def save_checkpoint(self) -> None:
-        """Starts writing the checkpoint of this step in the background; it has been logged, so its loss is finite."""
+        """Start writing the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.control.should_save = False
 
     def roll_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
-        """Restores everything from the checkpoint of `step`; returns the micro-batches of the steps from there on."""
+        """Restore everything from the checkpoint of `step`; return the micro-batches of later steps."""
         self.clock.enter("checkpoint", step=step)
         self.step_metrics.forget()
         self.loss.pop_metrics()
@@ -340,15 +340,15 @@ class StepTrainer:
         self.spikes.roll_back(folder)
         self.steps = self.spikes.without_skipped(self.steps)
         for listener in self.listeners:
-            if isinstance(listener, MetricsFile):  # the lines of later steps will be written again
+            if isinstance(listener, MetricsFile):  # lines of later steps will be written again
                 listener.on_train_begin(self.args, self.state, self.control)
         return self.load_steps(folder)
 
     # Helpers.
 
     def _read_counts(self) -> None:
-        """Reads the counts of the step: its tokens, and the requests to stop."""
-        with waiting("the counts of all ranks"):  # here the host waits where its GPU lags behind
+        """Read the counts of the step: its tokens, and the requests to stop."""
+        with waiting("the counts of all ranks"):  # the host waits here if its GPU lags behind
             _, tokens, _, _, *requests = self.step_metrics.take_last()
         if self._marks:
             self.steps.feed.check_marks(*self._marks.tolist(), self.accelerator.num_processes)
@@ -356,7 +356,7 @@ class StepTrainer:
         self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
-        """Compares the first packed rows with their documents run one by one; this time does not count as training."""
+        """Compare the first packed rows with their documents run one by one. This time does not count as training."""
         rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs and batch.parts == 1]
         if self.first_step_watch is None or not rows:
             return
@@ -368,7 +368,7 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
-        """As `SpikeJudge.judge`, for DeepSpeed's engine before it updates; None where steps are not judged."""
+        """Judge for DeepSpeed's engine, like `SpikeJudge.judge`, before its update. None if steps are not judged."""
         if self.work.tried is not None:  # no step runs
             return True
         loss, counts = self._loss_and_counts
@@ -376,7 +376,7 @@ class StepTrainer:
         return self.spikes.judge(step, loss, norm(), counts) if judges else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint, as rank 0 finds it; None if there is none, or someone has removed it."""
+        """Return step and folder of the newest checkpoint, found by rank 0. None if there is none, or somebody removed it."""
         self.clock.enter("checkpoint")
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
@@ -390,7 +390,7 @@ class StepTrainer:
         return None if step is None or folder is None else (step, folder)
 
     def _measure_example_losses(self) -> list[tuple[int, float]]:
-        """Number and loss of each example of the current step, with the current weights, on all ranks together."""
+        """Return number and loss of each example of the current step, with the current weights. All ranks call it together."""
         losses = list[tuple[int, float]]()
         steps, step = self.steps.at(self.state.global_step)
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
@@ -407,13 +407,13 @@ class StepTrainer:
         self.model.train()
         with waiting("the example losses of all ranks"):
             every = gather_object(losses)
-        of_parts: dict[int, float] = {}  # ranks that split a document have a part of its loss each
+        of_parts: dict[int, float] = {}  # each of the ranks that split a document has a part of its loss
         for number, loss in every:
             of_parts[number] = of_parts.get(number, 0.0) + loss
         return list(of_parts.items())
 
     def _raise_if_not_finite(self, loss: float) -> None:
-        """Raises CheckFailed on every process if the loss is not finite; names the first such step since the last line."""
+        """Raise CheckFailed on every process if the loss is not finite. Name the first such step since the last line."""
         if math.isfinite(loss):
             return
         last, losses = self.state.global_step, torch.stack(self._losses_since_log)
@@ -425,13 +425,13 @@ class StepTrainer:
         self.spikes.stop_at(step, losses[first], steps.schedule.documents(at).tolist())
 
     def _log(self, line: dict[str, Any]) -> None:
-        """Notifies the listeners of a line, and keeps it in the state of the run."""
+        """Notify the listeners of a line, and keep it in the state of the run."""
         line["epoch"] = self.state.epoch
         self.state.log_history.append({**line, "step": self.state.global_step})
         self.notify("log", logs=line)
 
     def _pop_seen_updates(self) -> dict[str, float]:
-        """`updates_seen` (seen_updates.py) since the last line, if it was measured; a small one is warned of once."""
+        """Return `updates_seen` (seen_updates.py) since the last line, if measured. Warn once if it is small."""
         sums = self.seen_updates.pop(self.loss.device)
         if sums is None:
             return {}
@@ -448,8 +448,8 @@ class StepTrainer:
     def _evaluation_batches(
         self, steps: Steps, transform: Callable[[Any], Any] = lambda steps: steps
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an evaluation set, or of what `transform` makes of its steps. All ranks synchronise after each of its
-        steps, so that no collective waits longer than one step."""
+        """Yield this rank's micro-batches of an evaluation set, or of `transform(steps)`. All ranks synchronise after each step, so that
+        no collective waits longer than one step."""
         for number, batches in enumerate(step_loader(transform(steps))):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
