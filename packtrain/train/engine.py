@@ -46,8 +46,9 @@ class Engine:
         exchange_once: bool = False,
         ema: float = 0.0,
     ) -> None:
-        """Set up recomputation. `strategy` is strategy.name and `ema` trainer.ema. `checkpointing`: how layers recompute activations
-        (model/recomputation.py); `offload`: they offload the inputs that they keep. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once)."""
+        """Set up recomputation. `strategy` is strategy.name, `ema` trainer.ema. `checkpointing`: how layers recompute activations
+        (model/recomputation.py), `offload`: they offload the inputs that they keep. `exchange_once`, for fsdp2: see
+        plan/memory.py::Memory.exchanges_once."""
         self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
         self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args

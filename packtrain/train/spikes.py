@@ -1,9 +1,9 @@
-"""Spikes: steps whose loss or gradient norm is not finite, or far above the median of recent steps. Each step is judged before its update.
+"""Spikes: steps whose loss or gradient norm is not finite or far above recent ones.
 
-`trainer.on_spike` says what follows: the run stops, the update is not made (`skip`), or the run goes back to its newest
-checkpoint and leaves out the steps from there to the spike (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311,
-section 5.1), and the documents of the spike for good. The figures are those of the global step, so all ranks
-decide alike. spikes.jsonl has each decision with the documents of its step; a resumed run repeats it from there.
+Each step is judged before its update. By `trainer.on_spike` the run stops, skips the update (`skip`), or goes back to its newest
+checkpoint and leaves out the steps from there to the spike, and the spike's documents for good (`rollback`, as for PaLM: Chowdhery et al.
+2022, arXiv 2204.02311, section 5.1). The figures are the global step's, so all ranks
+decide alike. spikes.jsonl has each decision with the documents of its step; a resumed run repeats the decisions from there.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import Steps
 
 STATE = "spikes.json"
-"""The file of a checkpoint with loss and gradient norm of the steps before it."""
+"""File of a checkpoint with loss and gradient norm of the steps before it."""
 _WINDOW, _MIN_RECENT = 64, 8
-"""The median is that of at most _WINDOW recent steps; before there are _MIN_RECENT, no step counts as far above it."""
+"""The median is over at most _WINDOW recent steps. Before there are _MIN_RECENT, no step counts as far above it."""
 _BEFORE = "decided before"
 IN_A_ROW = 10
-"""Consecutive spikes that end the run, whatever `trainer.on_spike` says: the weights are ruined."""
+"""Consecutive spikes that end the run under any `trainer.on_spike`: the weights are ruined."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpikeRules:
-    """`action` is trainer.on_spike, `factor` trainer.spike_factor; `file` is spikes.jsonl, `places` gives each example's FILE:LINE."""
+    """Rules for judging steps. `action`: trainer.on_spike, `factor`: trainer.spike_factor, `file`: spikes.jsonl, `places`: get FILE:LINE."""
 
     action: str
     factor: float | None
@@ -49,13 +49,13 @@ class SpikeRules:
 
 
 class RecentFigures:
-    """Loss and gradient norm of the last steps whose updates were made."""
+    """Loss and gradient norm of the last updated steps."""
 
     def __init__(self, figures: list[list[float]] | None = None) -> None:
         self.figures: deque[list[float]] = deque(figures or [], maxlen=_WINDOW)
 
     def spike_reason(self, loss: float, norm: float, factor: float | None) -> str:
-        """Why a step with this loss and gradient norm is a spike, "" if it is none."""
+        """Return why a step with these figures is a spike, "" if it is none."""
         for at, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
@@ -66,14 +66,14 @@ class RecentFigures:
         return ""
 
     def last(self) -> list[float]:
-        """Those of the last such step."""
+        """Return the figures of the last updated step."""
         return self.figures[-1] if self.figures else [0.0, 0.0]
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is logged of a step: this rank's part of its `loss`, None if it gets no update, and the gradient `norm`, then that of the
-    last step that had one; `rollback_to`: step and folder of the checkpoint that the run goes back to instead of updating."""
+    """Judgement of a step. `loss`: this rank's part of its loss, None without an update. `norm`: its gradient norm; without an update, the norm
+    of the last updated step. `rollback_to`: step and folder of the checkpoint to go back to instead."""
 
     loss: torch.Tensor | None
     norm: Any
@@ -81,13 +81,13 @@ class Judgement:
 
 
 class SpikeJudge:
-    """Judges the steps of a run by `rules` (None: none is judged); all ranks decide alike."""
+    """Judge of a run's steps by `rules` (None: none is judged). All ranks decide alike."""
 
     def __init__(self, rules: SpikeRules | None, accelerator: Accelerator, say: Callable[[str], None]) -> None:
         self.rules, self._accelerator, self._say = rules, accelerator, say
         self.recent = RecentFigures()
         self.decided: dict[int, dict[str, Any]] = {}
-        """What was decided of a step with a spike: a line of spikes.jsonl."""
+        """Decisions by step with a spike, each a line of spikes.jsonl."""
         self.spike_reason = ""
         """Why the current step gets no update, "" if it gets one."""
         self._figures = (0.0, 0.0)
@@ -95,11 +95,11 @@ class SpikeJudge:
 
     @property
     def judges_every_step(self) -> bool:
-        """Whether steps are judged before their updates; else a loss that is not finite is noticed when it is logged."""
+        """Whether steps are judged before their updates. If not, a loss that is not finite is noticed when it is logged."""
         return self.rules is not None and (self.rules.action != "stop" or self.rules.factor is not None)
 
     def read(self, checkpoint: Path | None) -> None:
-        """Restores the recent figures from the checkpoint that the run resumes from, and what was decided after it, on all ranks."""
+        """Restore recent figures and decisions on all ranks, from the resumed checkpoint and spikes.jsonl."""
         if self.rules is None or not self.judges_every_step:
             return
         lines: list[Any] = [[]]
@@ -111,13 +111,13 @@ class SpikeJudge:
         self.roll_back(checkpoint)
 
     def roll_back(self, checkpoint: Path | None) -> None:
-        """Restores the recent figures from `checkpoint`."""
+        """Restore the recent figures from `checkpoint`."""
         state = checkpoint and checkpoint / STATE
         self.recent = RecentFigures(json.loads(state.read_text()) if state and state.is_file() else None)
         self._skipped = 0
 
     def judge(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
-        """Judges `step` (from 1) by this rank's `part` of its loss and the norm; returns whether it gets no update: a spike, or given up."""
+        """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return True for no update: a spike, or given up."""
         assert self.rules is not None
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])
@@ -138,9 +138,9 @@ class SpikeJudge:
         newest: Callable[[], tuple[int, Path] | None],
         losses: Callable[[], list[tuple[int, float]]],
     ) -> tuple[int, Path] | None:
-        """Decides what follows the spike of `step`, and writes it down with the `losses` of its examples by their numbers.
+        """Decide what follows the spike of `step`. Write it down with the numbers and `losses` of its examples.
 
-        `newest` is the checkpoint to go back to, its step and folder; returned if the run goes there. Raises CheckFailed for `stop`.
+        `newest` finds the checkpoint to go back to, as step and folder; it is returned if the run goes back. Raises CheckFailed for `stop`.
         """
         assert self.rules is not None
         fault, self.spike_reason = self.spike_reason, ""
@@ -172,9 +172,9 @@ class SpikeJudge:
         return back
 
     def stop_at(self, step: int, loss: float, documents: Sequence[int]) -> NoReturn:
-        """Raises CheckFailed on every process: the `loss` of `step` is not finite, and the weights are ruined from then on.
+        """Raise CheckFailed on every process: the `loss` of `step` is not finite.
 
-        After a line in spikes.jsonl with the `documents` of the step, without their losses.
+        The weights are ruined from this step on. First add a line to spikes.jsonl with the `documents` of the step, without their losses.
         """
         if self.rules is not None:
             line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
@@ -184,12 +184,12 @@ class SpikeJudge:
         raise CheckFailed(what, where="optim.learning_rate", fix=fix)
 
     def pop_metrics(self) -> dict[str, int]:
-        """`skipped`: how many updates were not made since the last logged line, if any."""
+        """Return `skipped`: the number of updates skipped since the last logged line, if any."""
         number, self._skipped = self._skipped, 0
         return {"skipped": number} if number else {}
 
     def without_skipped(self, steps: Steps) -> Steps:
-        """`steps` without those that each rollback gave up, and from then on without the documents of the step with the spike."""
+        """Return `steps` without the steps that rollbacks gave up. Also leave out the spike's documents from the rollback on."""
         out, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():
             if line["action"] == "rollback":
@@ -199,7 +199,7 @@ class SpikeJudge:
         return replace(steps, skipped_from=out, given_up=frozenset(given_up)) if out else steps
 
     def _write(self, line: dict[str, Any], losses: Sequence[tuple[int, float | None]]) -> None:
-        """Adds a line to spikes.jsonl, on the main process."""
+        """Add a line to spikes.jsonl, on the main process."""
         if self.rules is None or not self._accelerator.is_main_process:
             return
         places = self.rules.places([number for number, _ in losses])
@@ -214,9 +214,10 @@ class SpikeJudge:
 
 
 def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """The lines of spikes.jsonl that the run goes on with, of the run folder of `checkpoint` if its own has none.
+    """Load the lines of spikes.jsonl that the run continues from.
 
-    `file` has them whole afterwards: a kill may have cut its last line, and a loss of power damaged any.
+    If the run folder has no `file`, load it from the run folder of `checkpoint`. Then rewrite `file` with the intact lines: a kill may have
+    cut its last line, and a power loss damaged any.
     """
     text, lines = "", list[dict[str, Any]]()
     for place in (checkpoint.parent.parent / file.name, file):
@@ -226,11 +227,11 @@ def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             lines.append(json.loads(line))
     if lines:
-        with suppress(OSError):  # the decisions are used all the same
+        with suppress(OSError):  # the decisions are used anyway
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     return lines
 
 
 def _number(value: float | None) -> float | str | None:
-    """A figure as JSON can hold it: NaN and infinity become text."""
+    """Return a figure for JSON: NaN and infinity become text."""
     return value if value is None or math.isfinite(value) else f"{value:g}"
