@@ -1,4 +1,4 @@
-"""Meeting of the ranks, and checks that they agree: at the start, on data, on the model.
+"""Meeting of the ranks, and checks that they agree on config, data and model.
 
 Ranks that differ would hang, or train something else than configured. Collective operations hang if ranks differ (another
 backend, one more call), so they cannot check for differences. Instead every rank writes a statement into the store of the

@@ -1,1 +1,1 @@
-"""Proofs on the loaded model: that packed rows train as the documents alone, as a report; that a change computes the same."""
+"""Proofs on the loaded model: packed rows train like lone documents; changes compute the same."""

@@ -1,8 +1,8 @@
-"""Changes to how the loaded model computes, which `auto` makes before step 1 where they prove to train as the model itself does.
+"""Changes to how the loaded model computes, made before step 1 if proved exact.
 
-They come before the proofs of the objective and before a reference's log-probabilities are precomputed, so that these are of the
-model that trains. A resumed run decides anew, by the first documents of the data and the weights that the run began with: alike on
-a machine with the same packages.
+They come before the proofs of the objective and before a reference's log-probabilities are precomputed, so that both apply to the
+model in training. A resumed run decides anew, with the first documents of the data and the weights that the run began with. On
+a machine with the same packages it decides alike.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from packtrain.train.loop import StepTrainer
 from packtrain.wording import counted
 
 _TOKENS = 2048
-"""Of the documents that a change is proved with, if they are not longer each."""
+"""Total tokens of the documents that prove a change; one longer document also serves."""
 _NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """A change: its `name` in the log, `what` computes after it, how to `make` it; or what it `lacks` ("": nothing).
+    """A change: its `name` in the log, `what` it changes, how to `make` it. `lacks`: why it is not available ("": it is).
 
-    `key` is the config key that asked for it by name, which is then refused where it is not exact; None: where auto tries it.
-    `tolerance`: None for what rounding explains in the format that the model computes in. `unproved`: why it is made
-    without this proof; "" where it is not.
+    `key`: the config key that asked for it by name; a change that is not exact is then an error. None: auto tries it.
+    `tolerance`: None for the rounding error of the format that the model computes in. `unproved`: why it is made
+    without this proof; "" if it needs the proof.
     """
 
     name: str
@@ -63,14 +63,14 @@ class ModelChange:
 def changes_of(
     model: Model, trainer: StepTrainer, *, fp8: bool = False, mlp_tokens: int | None = None
 ) -> list[ModelChange]:
-    """The changes to try, by the config's group `model`, to products in `fp8` and to MLPs on tiles of `mlp_tokens`; on a CPU none but for
-    experts and what is asked for by name."""
+    """List the changes to try. They depend on config group `model`; `fp8` asks for products in 8 bits, `mlp_tokens` for tiled MLPs. On a
+    CPU they are only experts and changes asked for by name."""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
     if model.experts != "loop" and can_group(base_model(trainer.model)):
         asked = EXPERTS_KEY if model.experts == "grouped" else None
         what, make = "all of a layer in one grouped product", _on_all(trainer, group_experts)
-        # transformers takes them by itself, so they are taken without a proof, too
+        # transformers groups experts by default, so they are grouped without a proof, too
         gathers = trainer.settings.sharded and trainer.engine.deepspeed
         unproved = f"{trainer.settings.strategy} {_NO_GRADIENTS}" if gathers else ""
         changes.append(ModelChange("experts", what, make, key=asked, unproved=unproved))
@@ -78,7 +78,7 @@ def changes_of(
     # under FSDP2 weights are gathered in that format already
     if on_gpu and dtype is not None and not trainer.settings.sharded and embeddings.weight.dtype == torch.float32:
         what, rounding = f"stream in {str(dtype).removeprefix('torch.')}", tolerance_of(dtype)
-        # more numbers are rounded, not the same ones elsewhere
+        # more numbers are rounded than without it, not the same ones elsewhere
         wider = Tolerance(2 * rounding.outputs, 2 * rounding.loss, 2 * rounding.gradients)
         make = _on_all(trainer, lambda model: carry_in(model, dtype))
         changes.append(ModelChange("residual", what, make, tolerance=wider))
@@ -92,7 +92,7 @@ def changes_of(
     if fp8:
         what, make = "products of layers in 8 bits (torchao, rowwise)", _on_all(trainer, multiply_in_float8)
         changes.append(ModelChange("fp8", what, make, key=FP8_KEY, tolerance=FP8_TOLERANCE))
-    # the last change, since Liger's replaces the MLPs' code; without tiles the first documents may exceed the device, so unproved
+    # the last change, since Liger's replaces the MLPs' code. Unproved: without tiles the first documents may exceed the device
     if mlp_tokens:
         what = f"{counted(len(mlps_of(base_model(trainer.model))), 'MLPs')} on tiles of {mlp_tokens:,} tokens"
         make = _on_all(trainer, lambda model: tile_mlps(model, mlp_tokens))
@@ -101,7 +101,7 @@ def changes_of(
 
 
 def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]]) -> Change:
-    """The change, made to the model and to its reference: which would else round otherwise, so that first margins were not zero."""
+    """Make the change in the model and its reference. A reference without it would round differently: first margins would not be zero."""
     models = [trainer.model, *filter(None, [getattr(trainer.loss, "reference", None)])]
 
     def make() -> Callable[[], object]:
@@ -114,9 +114,9 @@ def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]])
 
 
 def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:
-    """Makes the `candidates` that are exact, in their order, each on top of those before, and says so.
+    """Make those `candidates` that are exact, each on top of the earlier ones. Log each decision.
 
-    Called by all ranks together. Raises UserError for one asked for by name that is not available, CheckFailed if it is not exact.
+    All ranks call it together. Raises UserError if one asked for by name is not available, CheckFailed if it is not exact.
     """
     for candidate in candidates:
         lacks, proof = candidate.lacks, None
@@ -142,7 +142,7 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
 
 
 def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
-    """Makes the change if it is exact on the first documents, in eval mode, where nothing is random."""
+    """Make the change if it is exact on the first documents. Eval mode keeps randomness out."""
     loss, model, autocast = trainer.loss, trainer.model, trainer.settings.autocast
     batch = first_documents(trainer.steps)
 
@@ -161,8 +161,8 @@ def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
 
 
 def first_documents(steps: Steps) -> MicroBatch:
-    """Documents of this process's first micro-batch, in order, as long as they have room; if none has, the shortest, of a text
-    the part that ends with what is trained."""
+    """Collate documents of this process's first micro-batch, in order, up to _TOKENS. If none fits, take the shortest; a text is cut to
+    the part that ends with its last trained token."""
     numbers, room, some = steps.first_examples(0), _TOKENS, list[int]()
     for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):
         if slots <= room:

@@ -1,8 +1,8 @@
-"""`packtrain verify`: the proof on the loaded model that its packed rows are exact, as a report.
+"""`packtrain verify`: prove on the loaded model that its packed rows are exact, and report it.
 
-Every process loads the model as training would and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
-gradients of the three modes (modes.py), and of preferences (3) the first loss against the reference (objectives/first_loss.py). A
-sharded model is proved as it is sharded; under ZeRO-3, whose weights have no gradients before there is an optimizer, (2) and (3) run
+Every process loads the model like training and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
+gradients of the three modes (modes.py), and for preferences (3) the first loss against the reference (objectives/first_loss.py). A
+sharded model is proved in its shards. ZeRO-3's weights have no gradients before there is an optimizer, so there (2) and (3) run
 on a whole model in each process. The main process writes the worst report into the run folder.
 
 Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
@@ -60,7 +60,7 @@ _REPORT = "please report this model"
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The backend of packed rows (None: none works) and why it was chosen, the rejected candidates, and its proof.
+    """Result for packed rows: `backend` (None: none works), `why` it was chosen, `rejected` candidates, `proof`.
 
     `problem` is None if it is exact; `leak` is the module that mixes documents, if any.
     """
@@ -74,7 +74,7 @@ class Isolation:
 
 
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """Proves, writes the report, and returns the exit code: 0 if the verdict is exact on every process, else 3.
+    """Prove, write the report, return the exit code (0 exact on every process, else 3).
 
     Raises UserError if something cannot be loaded or is not available, CheckFailed if the proof cannot run.
     """
@@ -103,7 +103,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
 
 
 def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
-    """The report, in plain values."""
+    """Measure, and return the report in plain values."""
     started, share = time.perf_counter(), config.packing.share_prefix
     run = _load(begin(config, ranks, peers))
     base, autocast = base_model(run.model), run.precision.autocast
@@ -167,7 +167,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
 
 
 def _load(run: Prepared) -> Prepared:
-    """The model as training loads and spreads it, with its reference."""
+    """Load and spread the model like training, with its reference."""
     with loading_whole():  # a second time after ZeRO-3
         load(run)
         settle_precision(run, {})
@@ -176,7 +176,7 @@ def _load(run: Prepared) -> Prepared:
 
 
 def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
-    """The output head of documents, the modes with the loss of the objective, and the FirstLoss of preference training."""
+    """Return the output head for documents, the modes' comparison, and the FirstLoss of preference training."""
     objective, kind, backend = run.objective, run.config.objective, isolation.backend
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
     start = None
@@ -195,14 +195,14 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
 
 
 def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
-    """What is asked for; of auto, which depends on the data, two neighbours, or the fewest that the number of ranks allows."""
+    """Return strategy.sequence_parallel. auto depends on the data: here it is 2 ranks, or the fewest possible."""
     return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
 def _split(
     isolation: Isolation, model: PreTrainedModel, autocast: torch.dtype | None, ranks: Ranks, parts: int
 ) -> Isolation:
-    """`isolation` with the proof of rows that are split over ranks in place of that of whole ones, which was exact."""
+    """Return `isolation` with the proof of split rows. It replaces the proof of whole rows, which was exact."""
     open_group(parts)
     reason, proof = why_not_split(model, isolation.backend or ""), None
     if not reason:
@@ -212,7 +212,7 @@ def _split(
 
 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
-    """Chooses the backend as training does, but keeps all measurements of a named backend that is not exact."""
+    """Choose the backend like training. A named backend that is not exact keeps all its measurements."""
     try:
         check_causal_and_padding(model, padding=False, autocast=autocast)
         choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
@@ -231,7 +231,7 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
 def _findings(
     isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: FirstLoss | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Verdict, problem and fix of each finding, the most important first; nothing if all is exact.
+    """Yield verdict, problem and fix of each finding, the most important first. Nothing if all is exact.
 
     `pairs` is given only with packing.share_prefix=true.
     """
@@ -249,7 +249,7 @@ def _findings(
             )
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
-    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # which is exact by construction
+    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # exact by construction
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"
@@ -260,5 +260,5 @@ def _findings(
 
 
 def _verdict(proof: Proof | None) -> str:
-    """The verdict of a proof that is not exact."""
+    """Return the verdict of a proof that is not exact."""
     return "leaks" if proof is not None and proof.verdict == "leaks" else "unsupported"

@@ -1,8 +1,8 @@
-"""Loss and gradients of the modes against the definition: each document or padded pair alone, by the model's own attention.
+"""Loss and gradients of the modes, compared with each document or padded pair alone.
 
-Examples are of random tokens. Documents alone have full logits and plain cross-entropy; pairs the loss of TRL's own code, against
-the model itself plus some nats of noise, so that none is at a zero margin. The positive control, the packed row declared as ONE
-document, must have gradients that differ by many times the tolerance. Dropout is off, since layouts would draw different numbers.
+The definition uses the model's own attention, on random tokens. Documents alone have full logits and plain cross-entropy. Pairs have
+TRL's own loss, against the model itself plus some nats of noise, so that none is at a zero margin. The positive control, the packed row
+declared as ONE document, must have gradients that differ by many times the tolerance. Dropout is off: layouts would draw different numbers.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from packtrain.train.settings import LoopSettings, StopRequest, training_argumen
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
 _LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
-_ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # two of these documents, and with how many tokens both begin
-_LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
-_TRAINED = 0.7  # of the tokens
+_ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # (document, document, number of tokens that both begin with)
+_LONGEST_WINDOW = 512  # tokens; for larger windows a longer document would cost more than it shows
+_TRAINED = 0.7  # share of the tokens
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
 _OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
 _MAX_CONTROL = 0.45  # without borders gradients are off by 0.5 to 1.7
@@ -62,8 +62,8 @@ _MAX_CONTROL = 0.45  # without borders gradients are off by 0.5 to 1.7
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Mean `loss` of a trained token, and relative differences from the definition: of the loss, and of all trained
-    parameters' gradients as one vector. All None, with a `problem`, if the model cannot run it."""
+    """Figures of a mode, relative to the definition. `loss` is the mean over trained tokens. The differences are of the loss, and of all
+    trained parameters' gradients as one vector. All are None, with a `problem`, if the model cannot run the mode."""
 
     loss: float | None
     loss_rel_diff: float | None
@@ -73,9 +73,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED and SPLIT if prompts are shared and rows split.
+    """Measurements on documents of `lengths`, by mode.
 
-    `reference` is the definition's loss.
+    Modes are in the order of MODES, then SHARED if prompts are shared and SPLIT if rows are split. `reference` is the definition's loss.
     """
 
     lengths: tuple[int, ...]
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def off(self) -> list[str]:
-        """The modes that ran and differ from the definition by more than rounding."""
+        """Modes that ran and differ from the definition by more than rounding."""
         most = {"loss_rel_diff": self.tolerance.loss, "grad_rel_diff": self.tolerance.gradients}
         return [
             mode
@@ -96,12 +96,12 @@ class Comparison:
 
     @property
     def least_control(self) -> float:
-        """The least difference of the control's gradients for leaks to be detectable."""
+        """The least difference of the control's gradients that makes leaks detectable."""
         return min(CONTROL_FACTOR * self.tolerance.gradients, _MAX_CONTROL)
 
     @property
     def sees(self) -> bool:
-        """Whether the control, which leaks on purpose, differs by at least `least_control`: else the comparison shows nothing."""
+        """Whether the control, which leaks on purpose, differs by at least `least_control`. If not, the comparison shows nothing."""
         return (self.control.grad_rel_diff or 0.0) >= self.least_control
 
 
@@ -115,13 +115,12 @@ def compare_modes(
     part: int = 0,
     ranks_per_row: int = 1,
 ) -> Comparison:
-    """Compares the modes on the loss of `loss_on_random_examples` and its `padded` steps; `shares` prompts of pairs too. With `ranks_per_row`
-    the packed row is also split over as many, of which this one has a `part`.
+    """Compare the modes on the loss of `loss_on_random_examples` and its `padded` steps.
 
-    `backend` runs flattened rows (None: no backend works). Not `split`: the loss sorts the pairs of a step, and takes all of them
-    at once everywhere. Raises CheckFailed where the model cannot even run the definition, where its loss is not a number, or
-    where the output head is not the model's (`check_answer_forward`).
-    """
+    `shares`: compare shared prompts too. `ranks_per_row`: the packed row is also split over this many ranks; this one has `part`.
+    `backend` runs flattened rows (None: no backend works). Without `split` the loss sorts the pairs of a step, and takes all of them
+    at once everywhere. Raises CheckFailed if the model cannot even run the definition, its loss is not a number, or
+    the output head is not the model's (`check_answer_forward`)."""
     model, base = loss.model, base_model(loss.model)
     if isinstance(loss, ReferenceLoss):
         loss.reference = None
@@ -171,7 +170,7 @@ def compare_modes(
 
 
 def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str, list[MicroBatch]]:
-    """The micro-batches of the modes and of the control; two of padding and padding_free, if examples may be `split`."""
+    """Make the micro-batches of the modes and of the control. If examples may be `split`, padding and padding_free have two."""
     half = len(every) // 2
     parts = [every[:half], every[half:]] if split else [every]
     return {
@@ -183,7 +182,7 @@ def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str,
 
 
 def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
-    """The loss of one step of these micro-batches, in the layout of `steps`; adds its gradients to the parameters'."""
+    """Return the loss of one step of these micro-batches, in the layout of `steps`. Add its gradients to the parameters'."""
     model, autocast = loss.model, loss.settings.autocast
     counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
     if isinstance(steps, UnpairedSteps):
@@ -199,18 +198,18 @@ def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
 
 
 def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -> float:
-    """The loss of a row from those of its parts; the gradients on each rank become those of the row."""
+    """Sum the losses of a row's parts. Each rank's gradients become the row's gradients."""
     for parameter in trained:
         if isinstance(parameter.grad, DTensor):  # averaged over ranks already, as if each had the whole row
             parameter.grad *= parts
-        else:  # an expert may have seen tokens of another part alone
+        else:  # an expert may have seen only tokens of another part
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = sum_over_parts(own.detach(), parts)
     return sum_over_parts(torch.tensor(loss, dtype=torch.float64, device=trained[0].device), parts).item()
 
 
 def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> float:
-    """The same of documents alone, by the logits of the model itself."""
+    """Return the loss of lone documents, from the model's own logits. Add its gradients to the parameters'."""
     model, trained = cast(Any, loss.model), sum(int(document.loss_mask[1:].sum()) for document in documents)
 
     def part(document: Document) -> torch.Tensor:
@@ -225,7 +224,7 @@ def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> floa
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
-    """Lengths of the documents, within the model's positions; the last exceeds its windows and chunks up to _LONGEST_WINDOW."""
+    """Return document lengths within the model's positions. The last exceeds its windows and chunks up to _LONGEST_WINDOW."""
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
@@ -233,10 +232,10 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 class RandomExamples(list[Any]):
-    """As a data set of documents, pairs or answers with labels, in memory: pairs have margins, every other answer is desirable."""
+    """Data set of random documents, pairs or labelled answers, in memory. Pairs have margins; every other answer is desirable."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
-        """Of odd lengths, one of them longer than windows (see `lengths_for`), none longer than the positions."""
+        """Draw odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
@@ -271,9 +270,9 @@ def loss_on_random_examples(
     precision: Precision,
     settings: Trainer,
 ) -> tuple[Any, Any]:
-    """The loss of the objective (against the reference that it has loaded), and the padded steps of a run of one step.
+    """Return the objective's loss, and the padded steps of a one-step run.
 
-    That has all random examples. The forward of `model` must not be patched yet.
+    The step has all random examples; a reference is the objective's loaded one. The forward of `model` must not be patched yet.
     """
     data = RandomExamples(base_model(model), objective.objective.kind)
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
@@ -291,9 +290,9 @@ def loss_on_random_examples(
 
 
 def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:
-    """The FirstLoss on the random examples of `steps` of a run whose model is its own reference, by its `backend` (None: padded).
+    """Return the FirstLoss on random examples of a run whose model is its own reference. `backend` None: padded.
 
-    With `precomputed` log-probabilities, those of the random examples are computed here.
+    With `precomputed` log-probabilities, those for the random examples are computed here.
     """
     with ExitStack() as stack:
         for model in filter(None, (loss.model, getattr(loss, "reference", None))) if backend is not None else ():
@@ -302,9 +301,9 @@ def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, 
 
 
 def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> Any:
-    """`steps` with the log-probabilities of the model itself as the reference's, and noise of `off` nats on them.
+    """Return `steps` with the model's own log-probabilities as the reference's, plus noise of `off` nats.
 
-    Of kto the noise keeps each mode's estimate of KL above 0.
+    For kto the noise keeps each mode's estimate of KL above 0.
     """
     random, kto = np.random.default_rng(0), isinstance(steps, UnpairedSteps)
     with torch.no_grad(), evaluating(base_model(loss.model)):
@@ -322,7 +321,7 @@ def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> 
 
 @dataclass(frozen=True)
 class _Borderless(Segments):
-    """A row declared as one document, in which only the positions restart at the borders."""
+    """A row declared as one document. Only its positions restart at the borders."""
 
     positions: tuple[int, ...] = ()
 
@@ -331,7 +330,7 @@ class _Borderless(Segments):
 
 
 def _without_borders(row: MicroBatch) -> MicroBatch:
-    """The control: `row` as one document."""
+    """Make the control: `row` as one document."""
     layout = row.inputs.get("layout")
     segments = row.inputs["segments"] if layout is None else layout.segments
     whole = _Borderless((segments.tokens,), positions=tuple(segments.position_ids()[0].tolist()))
@@ -340,7 +339,7 @@ def _without_borders(row: MicroBatch) -> MicroBatch:
 
 
 def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:
-    """The loss of `what`; adds its gradients to the parameters'. Raises CheckFailed if the model cannot run it."""
+    """Return the loss of `what`; add its gradients to the parameters'. Raises CheckFailed if the model cannot run it."""
     name = type(base_model(model)).__name__
     with (
         evaluating(base_model(model), autocast),
@@ -353,7 +352,7 @@ def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Call
 
 
 def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """Takes the gradients off the parameters; None for those without."""
+    """Take the gradients off the parameters; None for parameters without."""
     taken = [parameter.grad for parameter in trained]
     for parameter in trained:
         parameter.grad = None
@@ -361,7 +360,7 @@ def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor 
 
 
 def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.Tensor | None]) -> float:
-    """The norm of the gradients minus `definition`, one parameter after the other; the gradients are dropped."""
+    """Return the norm of the gradients minus `definition`, one parameter after the other. The gradients are dropped."""
     square = 0.0
     for parameter, theirs in zip(trained, definition, strict=True):
         ours, parameter.grad = parameter.grad, None
@@ -370,7 +369,7 @@ def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.
 
 
 def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    """The norm of all gradients as one vector; sharded ones count over all processes."""
+    """Return the norm of all gradients as one vector. Sharded ones count over all processes."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5
