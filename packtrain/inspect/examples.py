@@ -1,6 +1,6 @@
-"""Examples of the data as a reader can see them: text with what is trained and what is a control token.
+"""Examples of the data as readable text, with trained tokens and control tokens marked.
 
-They are the first ones, those of a row of the source, or a step's as training lays them out.
+Shown are the first examples, the examples of a source row, or a step's, as training lays them out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
 MAX_TOKENS = 20_000
-"""Tokens of a part that are shown at most."""
+"""Maximum number of shown tokens of a part."""
 
 
 def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
-    """The first `number` examples in the order of the data. Raises UserError if there are not as many."""
+    """Show the first `number` examples in the order of the data. Raises UserError if there are fewer."""
     documents = np.flatnonzero(corpus.in_train)[:: corpus.traits.documents]
     if not 0 <= number <= len(documents):
         what = f"{number:,}, but there are {counted(len(documents), corpus.traits.unit)}"
@@ -34,7 +34,7 @@ def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
 
 
 def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
-    """The examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError if there is no such row."""
+    """Show the examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError without such a row."""
     row = _find_row(corpus, place)
     documents = np.flatnonzero(corpus.row_of == row)[:: corpus.traits.documents].tolist()
     if documents:
@@ -45,7 +45,7 @@ def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
 
 
 def _find_row(corpus: Corpus, place: str) -> int:
-    """The number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
+    """Return the number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
     file, colon, line = place.rpartition(":")
     if not colon or whole(line) is None or not file:
         what = f"{shortened(place)} is not of the form FILE:LINE"
@@ -53,7 +53,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
     given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
-            name = chunk.origin  # the file is named by its path, its end, or its bare name
+            name = chunk.origin  # a file may be named by its path, the end of its path, or its bare name
             same = name == file or name.endswith(f"/{file}") or os.path.realpath(name) == given
             for at, (where, _) in enumerate(chunk.rows() if same else ()):
                 if where in (f"{name}:{line}", f"{name}, row {line}"):
@@ -66,7 +66,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
 
 
 def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:
-    """What each rank does in `step` (from 1): its micro-batches, and the examples in each with their places in the row.
+    """Show each rank's micro-batches in `step` (from 1), with examples and places.
 
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
     """
@@ -81,12 +81,12 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
 
     def show(part: np.ndarray) -> dict[str, Any]:
-        """One forward pass: the examples with the first token of each of their parts in the row (0 in each row of padding)."""
+        """Show one forward pass. Each part of an example has its first token in the row (0 in each padded row)."""
         padded = packing.mode == "padding"
         examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
         at = 0
         pieces = [piece for example in examples for piece in example["parts"]]
-        for piece in pieces if schedule.prefixes is None else ():  # what begins alike is in several places
+        for piece in pieces if schedule.prefixes is None else ():  # shared prefixes are in several places
             piece["start"] = 0 if padded else at
             at += piece["tokens"]
         return {
@@ -108,9 +108,9 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
 
 
 def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict[str, Any]:
-    """The example that begins with document `number`, with the place of its row: its parts, each of spans of text.
+    """Show the example that begins with document `number`: its row's place, and parts of text.
 
-    The prompt of a pair is a part of its own where it is laid out once, if the attention proves that exact.
+    The prompt of a pair is a part of its own if it is laid out once, assuming that the attention proves exact.
     """
     together, packing = corpus.traits.documents, corpus.config.packing
     row = int(corpus.row_of[number])
@@ -138,7 +138,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
 
 
 def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[dict[str, Any]]:
-    """The text of the tokens from `first` on, in spans of one style, a turn on a line of its own."""
+    """Split the text from token `first` on into spans of one style. Each turn is on its own line."""
     special = np.isin(ids, list(corpus.tokenizer.special_ids))
     rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
     # a character made of several tokens appears at its last one

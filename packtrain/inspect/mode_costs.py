@@ -1,4 +1,4 @@
-"""What each packing mode costs at this config: rows, slots and micro-batches of the steps that training would lay out."""
+"""Cost of each packing mode for a config: rows, slots and micro-batches of planned steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
 
 SAMPLED_STEPS = 48
-"""Steps of an epoch that are laid out; of more, that many spread evenly over it."""
+"""Number of steps to lay out. A longer epoch is sampled evenly."""
 
 
 def estimate_attention_cost(corpus: Corpus) -> float | None:
-    """As training has it (packing/balance.py), from the shapes of the model's weights; None if they are not known."""
+    """Compute training's attention cost (packing/balance.py) from the shapes of the model's weights. None if unknown."""
     config, model = corpus.config, corpus.config.model
     if config.packing.attention_cost is not None:
         return config.packing.attention_cost
@@ -31,7 +31,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     try:
         weights = weights_of(model, scores=config.objective.traits.scores)
         known = AutoConfig.for_model(**weights.sizes)
-    except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
+    except Exception:  # nothing here, or a model with unknown layers: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)
     if getattr(known, "tie_word_embeddings", False):
@@ -41,7 +41,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
 
 
 def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -> Schedule:
-    """The steps of the run in a packing mode, as training on so many processes makes them; prompts are taken to be shared unless that is off.
+    """Make the run's steps in a packing mode, like training with this many processes. Prompts count as shared unless that is off.
 
     Raises UserError if an example is longer than a micro-batch.
     """
@@ -76,9 +76,10 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
 
 
 def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
-    """For each mode the rows and slots of an epoch, `efficiency` (tokens / slots), and what a step is, or why it cannot be.
+    """Return each mode's costs: rows and slots of an epoch, `efficiency`, figures of a step.
 
-    A packed row is as long as its documents: `fill` is how much of batch.tokens_per_device that is.
+    `efficiency` is tokens / slots. A mode that is not possible has the reason. A packed row is as long as its documents: `fill` is its
+    share of batch.tokens_per_device.
     """
     costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
@@ -106,7 +107,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
             used += int(tokens[part].sum(dtype=np.int64))
             rows += (
                 1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)
-            )  # one that ranks split is several
+            )  # a row that ranks split counts as several
         batches.append(len(layout[0]))
         uneven.append(schedule.imbalance(layout))
     whole = int(tokens.sum(dtype=np.int64))

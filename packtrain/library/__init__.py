@@ -1,1 +1,1 @@
-"""For people who keep their own script: packed forward passes for TRL's trainers and plain transformers models."""
+"""Packing for other people's scripts: TRL's trainers and plain transformers models."""

@@ -1,8 +1,8 @@
-"""`attach`: a trainer of TRL, or a plain transformers model, runs its padded forward passes packed, and sees no difference.
+"""`attach`: pack the padded forward passes of a TRL trainer or a transformers model.
 
-The backbone of the model (all but its head) is what is packed: a padded call of it runs as rows of Segments, and its hidden
-states come back at their padded places. So whatever is above it, a head, a loss, a pooling, is the model's or the trainer's
-own code. Of TRL's call for log-probabilities (`labels=…, fused_lm_head=True`) the head is given the labelled places alone.
+Packed is the model's backbone (all but its head): a padded call runs as rows of Segments, and the hidden
+states come back at their padded places. Everything above the backbone (head, loss, pooling) is therefore the model's or the trainer's
+own code. In TRL's call for log-probabilities (`labels=…, fused_lm_head=True`) the head is given only the labelled places.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from packtrain.proof.isolation import random_ids
 
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
-"""The attributes of TRL's trainers that may hold a model whose forward passes are padded."""
-_PADDED_BY = 3  # padding tokens of the trial of positions
+"""Attributes of TRL's trainers that may hold a model with padded forward passes."""
+_PADDED_BY = 3  # number of padding tokens in the trial of left padding
 _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 @dataclass(slots=True)
 class Stats:
-    """What has run packed since `attach`, in all attached models.
+    """Counts of packed calls since `attach`, over all attached models.
 
-    `padded_slots` are B · L of the packed calls, `real_tokens` those that are not padding, `row_slots` the tokens that the model
-    ran on. `unchanged` counts the calls that ran as they came, by reason; `unrolled` says why prompts cannot be shared.
+    `padded_slots` is Σ B · L of the packed calls, `real_tokens` the slots without padding, `row_slots` the tokens that the model
+    ran on. `unchanged` counts the calls that ran unpacked, by reason. `unrolled`: why prompts cannot be shared.
     """
 
     calls: int = 0
@@ -71,7 +71,7 @@ class Stats:
     unrolled: str = ""
 
     def count(self, layout: Layout) -> None:
-        """Adds a call that was run in this layout."""
+        """Add a call that ran in this layout."""
         self.calls += 1
         self.padded_slots += layout.shape.numel()
         self.real_tokens += layout.real
@@ -81,18 +81,18 @@ class Stats:
 
 @dataclass(slots=True)
 class Attached:
-    """What `attach` returns."""
+    """Handle returned by `attach`."""
 
     stats: Stats = field(default_factory=Stats)
     _models: list[_PackedModel] = field(default_factory=list)
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The attention backend of each model (docs/modes.md); "" where it is chosen when training begins."""
+        """The attention backend of each model (docs/modes.md); "" if it is chosen when training begins."""
         return tuple(model.backend for model in self._models)
 
     def detach(self) -> None:
-        """The models run as before from now on."""
+        """Let the models run unpacked from now on."""
         for model in self._models:
             model.detach()
 
@@ -104,14 +104,15 @@ def attach(
     share_prefix: Share = "auto",
     proof: bool = True,
 ) -> Attached:
-    """Packs the padded forward passes of a trainer (its model, reference and teacher), or of a model, from now on.
+    """Pack the padded forward passes of a model, or of a trainer's models.
 
-    `tokens_per_row` limits the rows that a call is run as, one after the other; by default a call is one row. What documents
-    begin with in common is computed once; `share_prefix="auto"` does so unless dropout is active, False never. `proof` measures on
-    the loaded model that documents of a row cannot see each other, and chooses the fastest attention for which that holds.
+    A trainer's models are its model, reference and teacher. `tokens_per_row` limits the rows that a call runs as, one after the other; by
+    default a call is one row. Common beginnings of documents are computed once: with `share_prefix="auto"` unless dropout is active, with
+    False never. `proof`: measure on the loaded model that documents of a row cannot see each other, and choose the fastest attention
+    that passes.
 
-    Raises CheckFailed where no attention is exact for the model, UserError for anything but a model or trainer, or one that
-    is attached already. Under FSDP and DeepSpeed the trained model is measured, and packed, from when training begins.
+    Raises CheckFailed if no attention is exact for the model, UserError for anything but a model or trainer, or one that
+    is attached already. Under FSDP and DeepSpeed the trained model is measured and packed once training begins.
 
         attach(trainer)
         trainer.train()
@@ -145,7 +146,7 @@ def attach(
 
 
 def _autocast(trainer: Any) -> torch.dtype | None:
-    """What the trainer's autocast computes in; None without."""
+    """Return the compute dtype of the trainer's autocast; None without autocast."""
     args = getattr(trainer, "args", None)
     if getattr(args, "bf16", False):
         return torch.bfloat16
@@ -153,13 +154,13 @@ def _autocast(trainer: Any) -> torch.dtype | None:
 
 
 def _is_wrapped_later(trainer: Any) -> bool:
-    """Whether the trained model gets its weights, or its device, when training begins."""
+    """Return whether the trained model gets its weights, or its device, when training begins."""
     engine = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
     return bool(engine) and getattr(trainer, "model_wrapped", None) is trainer.model
 
 
 class _WhenTrainingBegins(TrainerCallback):
-    """Chooses the attention of the trained model when its weights are in their place."""
+    """Callback that chooses the trained model's attention once its weights are in place."""
 
     def __init__(self, packed: _PackedModel, trainer: Any) -> None:
         self._packed, self._trainer = packed, trainer
@@ -171,9 +172,9 @@ class _WhenTrainingBegins(TrainerCallback):
 
 @dataclass(slots=True, eq=False)
 class _PackedModel:
-    """A model whose padded calls run packed, once its `backend` is chosen; `share`, `proof` … as of `attach`.
+    """A model whose padded calls run packed once its `backend` is chosen. `share`, `proof` …: see `attach`.
 
-    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run as they come. `_row`: the
+    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run unpacked. `_row`: the
     segments of the call, for models whose code does not pass them on (bloom).
     """
 
@@ -204,8 +205,8 @@ class _PackedModel:
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
-        """Chooses the attention by its proof, the same on all processes, and packs from now on; `engine` is DeepSpeed's. Raises
-        CheckFailed where none is exact, or processes would have to gather weights a different number of times."""
+        """Choose the attention by its proof, and pack from now on. All processes choose the same. `engine` is DeepSpeed's. Raises
+        CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
         if sharded and (self.tokens_per_row is not None or choice.backend.name == PER_DOCUMENT):
@@ -219,7 +220,7 @@ class _PackedModel:
             self.share, self.stats.unrolled = False, self.stats.unrolled or choice.why_not_shared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
-        if zero3 and getattr(engine, "optimizer", None):  # it would expect the calls of the proof again, in every step
+        if zero3 and getattr(engine, "optimizer", None):  # else it expects the proof's calls again in every step
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
@@ -229,12 +230,12 @@ class _PackedModel:
             self._undo.callback(_replaced(self.model, self._forward_of_model()))
 
     def detach(self) -> None:
-        """From now on the model runs as before."""
+        """Let the model run unpacked from now on."""
         self.backend = ""
         self._undo.close()
 
     def _agreed(self) -> AttentionChoice:
-        """The choice of the first process, which has all weights where only one has them."""
+        """Return the first process's choice. If only one process has all weights, it is the first."""
         subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
         agreed: Any = None
@@ -251,14 +252,14 @@ class _PackedModel:
         return agreed
 
     def _takes_left_padding(self) -> bool:
-        """Whether padding on the left leaves the outputs of a call without positions as they are, by measuring."""
+        """Measure whether left padding keeps the outputs of a call without positions."""
         ids = torch.from_numpy(random_ids(self.model, Segments((12,)))[:1]).to(self.model.device)
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
             what = "no padding"
             with hook, evaluating(self.model, self.autocast) as dtype, torch.no_grad(), model_refusals(what, fix=""):
-                for padding in (0, _PADDED_BY):  # by calls of the whole model, as sharded weights need it
+                for padding in (0, _PADDED_BY):  # call the whole model: sharded weights need it
                     row = torch.cat([ids[:, :padding], ids], dim=1)
                     mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()
                     self.model(input_ids=row, attention_mask=mask, use_cache=False)
@@ -268,7 +269,7 @@ class _PackedModel:
         return difference(behind, alone) <= tolerance_of(dtype()).outputs
 
     def _packs(self) -> bool:
-        """Whether calls are to be packed now: neither detached, nor within a call that runs as it comes."""
+        """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
         return bool(self.backend) and not self._passing
 
     def _forward_of_backbone(self) -> Callable[..., Any]:
@@ -293,7 +294,7 @@ class _PackedModel:
         return forward
 
     def _forward_of_model(self) -> Callable[..., Any]:
-        """Labels are not predicted from padding; of TRL's call for log-probabilities the head gets the labelled places alone."""
+        """Wrap the model's forward. Labels are not predicted from padding; TRL's call for log-probabilities scores only labelled places."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
         predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -322,7 +323,7 @@ class _PackedModel:
                 with holding(self, _planned=(layout, None)):
                     return inner(*args, **kwargs)
             shape = labels[:, 1:].shape
-            # one place at least, so that the outputs reach every parameter, as DDP needs it
+            # at least one place, so that the outputs reach every parameter, for DDP
             scored_places = places if len(places) else np.zeros(1, dtype=np.int64)
             labelled = layout.slots.reshape(layout.shape)[np.unravel_index(scored_places, shape)]
             at = to_device(torch.from_numpy(scored_places), labels.device)
@@ -342,7 +343,7 @@ class _PackedModel:
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
-        """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
+        """Run the padded call packed, return its output. With `places`, the last hidden states are only at these tokens, [1, n, d]."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
         with holding(self, _passing=True):
@@ -352,15 +353,15 @@ class _PackedModel:
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """All of `model` but its head: what takes token ids and gives hidden states."""
+    """Return all of `model` but its head: it maps token ids to hidden states."""
     decoder = cast(Any, model).get_decoder()
-    takes_embeddings = model.config.get_text_config() is not model.config  # the text model beside those of other media
+    takes_embeddings = model.config.get_text_config() is not model.config  # it lies beside the models of other media
     whole = takes_embeddings or not isinstance(decoder, PreTrainedModel)
     return cast(PreTrainedModel, model.base_model) if whole else decoder
 
 
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """`replace_forward`; the undo function leaves `module` alone where another library has wrapped that forward since (accelerate's
+    """Replace a forward and return the undo function. Undo leaves `module` alone if another library has wrapped the forward since (accelerate's
     autocast): ours then passes all calls on."""
     undo = replace_forward(module, forward)
     ours = module.__dict__["forward"]
@@ -368,12 +369,12 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
 
 
 def _row_of(call: Mapping[str, Any]) -> Segments | None:
-    """The segments of a call that is a packed row already, None for a padded call."""
+    """Return the segments of a call that is a packed row already, else None."""
     return call.get("segments") or row_of_positions(call)
 
 
 def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
-    """The call of a row that the user packed, with its positions. Raises UserError where it has not as many tokens as its segments."""
+    """Return the call of a row that the user packed, with positions. Raises UserError if tokens and segments differ in number."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
@@ -384,20 +385,20 @@ def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a method, without self, by name."""
+    """Return the arguments of a method by name, without self."""
     names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Whether `module` draws random numbers while training."""
+    """Return whether `module` draws random numbers in training."""
     if isinstance(module, _DropoutNd):
         return module.p > 0 and module.training
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
-    """The rows' outputs as one: what is per token ([1, T, …] or [T, …]) at its places in the batch; nothing else is kept."""
+    """Join the rows' outputs. Per-token values ([1, T, …] or [T, …]) go to their places in the batch; others are dropped."""
     tokens = layout.rows[0][0].tokens
 
     def put(parts: list[Any], name: str = "") -> Any:
@@ -420,7 +421,7 @@ def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) ->
 
 
 def _scatter(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
-    """TRL's per-token figures [1, n] at `places` of [B, L - 1], zero elsewhere; scalars stay."""
+    """Put TRL's per-token figures [1, n] at `places` of [B, L - 1]. Zero elsewhere; scalars stay."""
 
     def put(value: torch.Tensor) -> torch.Tensor:
         if value.dim() != 2:

@@ -1,4 +1,4 @@
-"""`pack` and `PackedCollator`: documents into rows without padding, for anyone's loop, `Trainer` or `DataLoader`."""
+"""`pack` and `PackedCollator`: rows without padding for any loop, `Trainer` or `DataLoader`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.segments import Segments
 
 Feature = Mapping[str, Any]
-"""A document, as data sets of transformers and TRL hold it: `input_ids`, and more (PackedCollator)."""
+"""A document in a data set of transformers or TRL: `input_ids`, and more (PackedCollator)."""
 _MASKS = ("completion_mask", "assistant_masks")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -26,10 +26,10 @@ def pack(
     strategy: Literal["best_fit", "in_order"] = "best_fit",
     seed: int = 0,
 ) -> list[list[int]]:
-    """Rows of documents by their numbers: each document is in one row, whole, and no row has more than `tokens_per_row` tokens.
+    """Pack documents into rows of at most `tokens_per_row` tokens; return document numbers by row.
 
-    `lengths` are tokens. `best_fit` makes the fewest rows, whose order and neighbours change with `seed`; `in_order` keeps the
-    order given. The result serves as `batch_sampler` of torch's DataLoader.
+    Each document is in one row, whole. `lengths` are in tokens. `best_fit` makes the fewest rows; their order and neighbours change with `seed`.
+    `in_order` keeps the given order. The result can be the `batch_sampler` of torch's DataLoader.
 
     Raises ValueError for a document that is longer than a row, or has no token.
 
@@ -53,15 +53,15 @@ def pack(
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """A data collator that makes one row [1, T] of documents, which a model after `attach` keeps apart exactly.
+    """Data collator for one row [1, T] of documents; `attach` keeps them apart exactly.
 
-    A feature has `input_ids` and, optionally, what is trained: `labels` (-100 where nothing is), or a `completion_mask` or
-    `assistant_masks` of zeros and ones; by default every token is. What an `attention_mask` hides is left out. A feature may be
-    several documents: with `seq_lengths`, as TRL packs them, or as a list of features.
+    A feature has `input_ids`, and optionally the trained tokens: `labels` (-100 elsewhere), or a `completion_mask` or
+    `assistant_masks` of zeros and ones. By default every token is trained. Tokens hidden by an `attention_mask` are left out. A feature may
+    be several documents: with `seq_lengths` from TRL's packing, or as a list of features.
 
-    A batch is `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
+    A batch has `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
     stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds
-    `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels; without `return_segments` the
+    `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels. Without `return_segments` the
     batch suits models that do not take Segments. Raises ValueError for features without tokens, or with a wrong number of labels.
 
     >>> from packtrain import PackedCollator
@@ -80,7 +80,7 @@ class PackedCollator:
     return_segments: bool = True
 
     def __call__(self, features: Sequence[Feature | Sequence[Feature]]) -> dict[str, Any]:
-        """The row of all documents of `features`, in their order."""
+        """Collate all documents of `features` into one row, in order."""
         documents = [document for feature in features for document in _documents_of(feature)]
         if not documents:
             raise ValueError("a batch without features")
@@ -98,7 +98,7 @@ class PackedCollator:
 
 
 def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids and labels of each document of a feature, int64 [length]."""
+    """Yield token ids and labels of each document of a feature, int64 [length]."""
     if not isinstance(feature, (Mapping, str)):
         for document in feature:
             yield from _documents_of(document)
@@ -121,7 +121,7 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
-    """int64 [length], a copy: the labels of a feature, or its token ids where its masks are 1."""
+    """Return a feature's labels, int64 [length], as a copy. Without labels: its token ids where its masks are 1."""
     if (given := feature.get("labels")) is not None:
         return _numbers(given, like=ids, name="labels").copy()
     labels = ids.copy()
@@ -132,7 +132,7 @@ def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
 
 
 def _numbers(values: Any, *, like: np.ndarray | None = None, name: str = "") -> np.ndarray:
-    """int64 [n] of a list, an array or a tensor; ValueError where it is not as long as the tokens."""
+    """Convert a list, an array or a tensor to int64 [n]. Raises ValueError if its length differs from `like`."""
     numbers = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int64)
     if numbers.ndim != 1:
         raise ValueError(f"a feature is one document [tokens], not {list(numbers.shape)}: a list of ids each")

@@ -1,7 +1,7 @@
-"""A padded call [B, L] as rows of documents without padding, and per-token outputs back at their padded places.
+"""Convert padded calls [B, L] to rows without padding, and per-token outputs back.
 
-Only what a call says is read: token ids, attention mask, positions and labels. What documents begin with in common (the prompt
-of a group, of a pair, turns of a chat) is found from the ids (packing/prefixes.py), and is in a row once.
+Only the call's arguments are read: token ids, attention mask, positions and labels. Common beginnings of documents (the prompt
+of a group or a pair, turns of a chat) are found from the ids (packing/prefixes.py), and are in a row once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from packtrain.packing.prefixes import rows_of
 from packtrain.packing.segments import Segments
 
 TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
-"""Arguments of a call that are not passed on to the rows; `margin` belongs to TRL's reward loss, which finds it in the batch."""
+"""Arguments that are not passed on to the rows. `margin` belongs to TRL's reward loss: it reads the batch."""
 
 
 class NotPacked(Exception):
-    """Why a call is not packed, in a few words; it runs as it came."""
+    """Short reason for running a call unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`rows`: for each row its segments, and int64 [T] the place (b · L + column) of each of its tokens in the batch, which is `shape`
-    [B, L]. `slots`, int64 [B · L]: the token, counted through the rows, from which each place has its outputs, or their number of
-    tokens where there is padding. `real`: tokens that are not padding."""
+    """Packed layout of a padded call. `rows`: for each row its segments, and int64 [T] the place (b · L + column) of each token in the batch
+    of `shape` [B, L]. `slots`, int64 [B · L]: for each place the token (counted through the rows) with its outputs; padding has the total
+    number of tokens. `real`: tokens that are not padding."""
 
     rows: tuple[tuple[Segments, np.ndarray], ...]
     slots: np.ndarray
@@ -42,7 +42,7 @@ class Layout:
         return sum(segments.tokens for segments, _ in self.rows)
 
     def arguments(self, row: int, input_ids: torch.Tensor) -> dict[str, Any]:
-        """What the model is called with for one of the rows."""
+        """Return the model's arguments for one of the rows."""
         segments, places = self.rows[row]
         ids = input_ids.flatten()[to_device(torch.from_numpy(places), input_ids.device)][None]
         return {"input_ids": ids, **on_device(row_arguments(segments), input_ids.device)}
@@ -55,7 +55,7 @@ def layout_of_call(
     share: bool,
     tokens_per_row: int | None,
 ) -> Layout:
-    """The rows of a padded call, given by its keyword arguments. Raises NotPacked where that is not possible, or saves nothing.
+    """Lay out a padded call, given by its keyword arguments. Raises NotPacked if impossible or useless.
 
     `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask.
     """
@@ -91,7 +91,7 @@ def layout_of_call(
 
 
 def check_call(call: Mapping[str, Any]) -> None:
-    """Raises NotPacked unless the keyword arguments are those of a padded batch of texts, outside of generation."""
+    """Raise NotPacked unless the keyword arguments are a padded batch of texts, outside of generation."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise NotPacked("no batch of input_ids")
@@ -108,8 +108,8 @@ def check_call(call: Mapping[str, Any]) -> None:
 
 
 def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
-    """The row of a call whose positions restart with each of several documents, as other libraries' padding-free collators
-    write them; None for other calls. Reads the positions on the CPU, so it waits for their device."""
+    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
+    these positions. Reads the positions on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
     if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
         return None
@@ -124,8 +124,8 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
-    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label. Raises NotPacked where there is not a label for
-    each token, or one of the places is padding: what a model computes there depends on how it treats padding."""
+    """Return the places whose next token has a label. They are int64 [n], counted through [B, L - 1]. Raises NotPacked unless there is a
+    label for each token, or if such a place is padding: a model's output there depends on how it treats padding."""
     if labels.shape != layout.shape:
         raise NotPacked("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE
@@ -136,6 +136,6 @@ def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
 
 
 def at_places(values: torch.Tensor, slots: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The outputs `values` [T, …] of the rows at `slots`, as a tensor [*shape, …]; zero where a slot is T."""
+    """Gather the rows' outputs `values` [T, …] at `slots`: [*shape, …]. A slot of T gives zero."""
     padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return padded.index_select(0, slots).view(*shape, *values.shape[1:])

@@ -74,9 +74,9 @@ class Collated:
 def verify_collator(
     model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Return exit code (0 exact, 3 not) and report on the collator `spec`, with a config's model.
+    """Return exit code (0 exact, 3 not) and report on the collator `spec`.
 
-    `attention` is transformers' name of an implementation (None: its own choice). `attached`: run after `packtrain.attach(model)`.
+    `attention`: an implementation by transformers' name (None: its choice). `attached`: run after `packtrain.attach(model)`.
     Raises UserError for a collator that cannot be imported, called or understood.
     """
     thing, tokenizer = import_named(spec), load_tokenizer(model)
