@@ -110,7 +110,7 @@ class ShortRuns:
                 import_module(f"packtrain.train.objectives.{self.config.objective.kind}")
 
     def choose_length(self, configured: Candidate, seconds: float) -> Failure | None:
-        """Find the part of a step and the number of steps that fit into the time.
+        """Find the part of a step and the number of steps that fit the time.
 
         The part begins small. Return the failure of a run; if memory runs out, steps stay whole, and there are as few as possible.
         """

@@ -215,7 +215,7 @@ def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def exit_code_for(document: Mapping[str, Any]) -> int:
-    """Return the exit code: 4 for a missing machine, 3 for a failed check or difference, 0."""
+    """Return 4 for a missing machine, 3 for a failed check or difference, else 0."""
     failed = any(item["status"] == "fail" for item in (*document["differences"], *document["checks"]))
     return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
 
