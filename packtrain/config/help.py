@@ -20,7 +20,7 @@ PREFIXES = "+~"
 INTRODUCTION = """\
 # Config keys
 
-A config is a YAML file, any part of it can be changed on the command line, and what is left out has its default:
+A config is a YAML file. The command line can change any part of it. Keys that are left out have their defaults:
 
 ```yaml
 defaults: [peft: lora, _self_]   # files of configs/, by group; also YAML files beside this one
@@ -35,8 +35,8 @@ packtrain sft run.yaml optim.learning_rate=1e-4 peft.r=64 '~data.eval' strategy=
 
 The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes away, `group=choice` selects a file of
 `configs/group/`. `${optim.learning_rate}`, `${oc.env:HOME}` and `${now:%Y-%m-%d}` are filled in. `null` means none.
-Relative paths start at the folder where packtrain is started. A key of the file that the command line leaves with nothing
-to act on is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
+Relative paths start at the folder where packtrain is started. If a change on the command line makes a key of the file
+useless, the key is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
 This page is generated: `python -m packtrain.config.help > docs/config.md`.
 """

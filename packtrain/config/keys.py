@@ -26,10 +26,10 @@ ELSEWHERE = {
 }
 """Key that other tools have → its place here."""
 _NO_OPTIMIZERS = {
-    "galore_adamw galore_adafactor apollo_adamw": "Its states hold objects, and a checkpoint is read without running code of its own.",
+    "galore_adamw galore_adafactor apollo_adamw": "Its states hold Python objects, which a checkpoint cannot store: reading one never runs code.",
     "lomo adalomo": "It updates in the backward pass, before the gradients of a step are summed, clipped and judged.",
-    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights are others in training than in what is saved.",
-    "stable_adamw": "It counts its steps among its settings, which a run that goes on sets anew.",
+    "schedule_free_adamw schedule_free_sgd schedule_free_radam": "Its weights in training differ from the weights that it saves.",
+    "stable_adamw": "It counts its steps in its settings, which a resumed run would reset.",
     "paged_ademamix_8bit": "bitsandbytes fails to make its states; take ademamix_8bit.",
 }
 OTHER_VALUES = {
@@ -201,7 +201,7 @@ def check_resume_despite(names: list[str]) -> Iterator[Fault]:
     where, known = ("trainer.resume_despite",), [*keys(), *WEIGHTS]
     for name in names:
         if is_fixed(name):
-            what = f"{name} cannot change: what the checkpoint holds would not fit"
+            what = f"{name} cannot change: the weights or optimizer states of the checkpoint would not fit"
             yield Fault(where, what, "Start over with trainer.resume=never.")
         elif name not in known and not name.startswith("model.config."):
             yield Fault(where, f"there is no key {name!r}", suggest(name, known, "Name keys as the refusal does."))

@@ -124,7 +124,7 @@ TRAITS: dict[ObjectiveKind, Traits] = {
 class Objective:
     """The loss."""
 
-    kind: ObjectiveKind = key("sft", "What is trained; each has a verb of its name (packtrain dpo).")
+    kind: ObjectiveKind = key("sft", "Training method; each has a verb of its name (packtrain dpo).")
     loss: TokenLoss | LossType | UnpairedLoss | list[LossType] | None = key(
         None,
         "Loss of the kind, by TRL's name: nll or dft (arXiv 2508.05629) of sft, kto or apo_zero_unpaired (arXiv 2408.06266) of "
@@ -137,8 +137,8 @@ class Objective:
     reference: str = key(
         "auto",
         "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
-        "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is what "
-        "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
+        "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is the start "
+        "of training: adapters_off with new adapters, the same adapters if model.path names adapters, else model.",
         objective=("dpo", "kto"),
     )
 

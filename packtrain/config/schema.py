@@ -44,12 +44,12 @@ DEFAULT_ROW_TOKENS = 8192
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Model:
-    """What is trained."""
+    """The model and its tokenizer."""
 
     path: str | None = key(
         None,
-        "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means its base "
-        "model with them: trained on with peft=lora, else merged.",
+        "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means their base "
+        "model with the adapters: peft=lora trains them further, else they are merged.",
     )
     init: Literal["pretrained", "random"] = key("pretrained", "Load the weights, or start from random ones.")
     config: dict[str, Any] = key({}, "Values set on the model's own config; with model_type it needs no model.path.")
@@ -59,7 +59,7 @@ class Model:
     revision: str | None = key(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = key(False, "Run model code that comes with the model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "float32", "Number format of the weights; auto keeps that of the file."
+        "float32", "Number format of the weights; auto keeps the file's format."
     )
     quantize: Quantize = key(
         "no",
@@ -76,8 +76,8 @@ class Model:
     )
     experts: Literal["auto", "grouped", "loop"] = key(
         "auto",
-        "Experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped where it proves to train the "
-        "same (docs/speed.md).",
+        "Compute the experts of a layer one after the other (loop), or all in one product (grouped); auto: grouped if a proof finds that "
+        "it trains the same (docs/speed.md).",
     )
 
     @property
@@ -97,15 +97,17 @@ class DataSource:
         "folder of these, a saved data set; lf:NAME of LLaMA-Factory's dataset_info.json; or quickstart.",
     )
     split: str = key(
-        "train", "Split of a hub data set, of a saved DatasetDict, or of a folder whose file names speak of it."
+        "train", "Split of a hub data set, of a saved DatasetDict, or of a folder with the split in its file names."
     )
     subset: str | None = key(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
     )
-    repeat: bool = key(False, "With data.streaming: begin it again when it has ended, so that it has no end.")
+    repeat: bool = key(False, "With data.streaming: begin it again at its end, so that it never ends.")
     samples: int | None = key(
-        None, "In place of weight: documents (pairs) of it in an epoch, some of them or all repeatedly.", minimum=1
+        None,
+        "In place of weight: number of its documents (pairs) in an epoch; above its size, documents repeat.",
+        minimum=1,
     )
     columns: dict[str, str] = key({}, "Its own column names, in place of data.columns.")
 
@@ -147,19 +149,19 @@ class Data:
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
     overlong: Literal["auto", "truncate", "drop", "split", "error"] = key(
         "auto",
-        "What is done with a document longer than data.max_length; auto splits running text, and truncates all else. "
+        "Treatment of a document longer than data.max_length; auto splits running text, and truncates all else. "
         "Preference pairs are never cut.",
     )
     split_text: SplitText = key(
         "document",
-        "what is a row of a .txt file: all of it, each line, or each part between blank lines.",
+        "unit that becomes a row of a .txt file: the whole file, each line, or each part between blank lines.",
         objective="sft",
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: Shuffle = key(
         True,
-        "New order of the documents in every epoch, from trainer.seed. by_prefix: of families of documents that begin alike, which are "
-        "then in the same step (sft; docs/modes.md).",
+        "New order of the documents in every epoch, from trainer.seed. by_prefix: a new order of families, whose documents begin alike and "
+        "are then in the same step (sft; docs/modes.md).",
     )
     temperature: float = key(
         1.0,
@@ -174,7 +176,7 @@ class Data:
         "bucket (docs/data.md).",
     )
     shuffle_buffer: int = key(
-        10_000, "With data.streaming: rows that are shuffled among each other.", minimum=1, maximum=10**7
+        10_000, "With data.streaming: number of rows that are shuffled among each other.", minimum=1, maximum=10**7
     )
     stages: list[Stage] = key(
         [], "Shares of the sources from step to step, in place of their weights ([{until: 1000, weights: {a: 1}}, …])."
@@ -228,8 +230,8 @@ class Packing:
     )
     share_prefix: bool | None = key(
         None,
-        "Compute once what documents of a micro-batch begin with alike, or the prompt of a preference pair. none: of pairs, where that "
-        "proves exact; of documents it is to be asked for (docs/modes.md).",
+        "Compute a beginning that documents of a micro-batch have in common, or the prompt of a preference pair, only once. none: for pairs, "
+        "if a proof finds it exact, and not for other documents (docs/modes.md).",
     )
     attention_cost: float | None = key(
         None,
@@ -241,11 +243,11 @@ class Packing:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightGroup:
-    """Weights that are trained in another way than the others."""
+    """Weights with a learning rate or weight decay of their own."""
 
     match: str = key("", "Regular expression, searched in the names of the trained weights.")
-    lr_scale: float = key(1.0, "Their learning rate, as a multiple of that of the run; 0: they are frozen.", minimum=0)
-    weight_decay: float | None = key(None, "Their weight decay; none for that of the run.", minimum=0)
+    lr_scale: float = key(1.0, "Their learning rate, as a multiple of the run's; 0: they are frozen.", minimum=0)
+    weight_decay: float | None = key(None, "Their weight decay; none for the run's.", minimum=0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -282,7 +284,7 @@ class Optim:
         "auto",
         "Where numbers are rounded to bfloat16 (docs/precision.md). auto: bfloat16 weights have float32 masters that take the "
         "updates, and final/ is in the format of the model; never: final/ is float32; final: final/ is bfloat16; stochastic: there are no "
-        "masters, and each update is rounded by chance, right in the mean.",
+        "masters, and each update is rounded up or down by chance, so that it is right on average.",
     )
 
     dither: Literal["auto", "no"] = key(
@@ -299,7 +301,7 @@ class Optim:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Batch:
-    """What an optimizer step trains on, over all devices, and what one device takes at once."""
+    """Size of an optimizer step over all devices, and of a micro-batch on one device."""
 
     examples_per_step: int | None = key(
         None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
@@ -326,7 +328,7 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Trainer:
-    """How long, how precisely, and what is kept."""
+    """Length, precision and memory of the training; checkpoints, evaluations and logs."""
 
     output_dir: str = key("runs/sft", "Run folder.")
     max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1)
@@ -340,36 +342,36 @@ class Trainer:
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
     mirror: str | None = key(
         None,
-        "URL of a folder in a bucket (s3://…, gs://…, whatever fsspec knows) that gets a copy of the run, and that a run on a fresh machine "
-        "goes on from (docs/resume.md).",
+        "URL of a folder in a bucket (s3://…, gs://…, any protocol of fsspec). It gets a copy of the run, from which a fresh machine can "
+        "resume (docs/resume.md).",
     )
     on_spike: Literal["stop", "skip", "rollback"] = key(
-        "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
+        "stop", "Reaction to a spike, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
-    spike_factor: float | None = key(None, "A loss or gradient norm over this × its median is a spike too.", above=1)
+    spike_factor: float | None = key(None, "A loss or gradient norm above this × its median is a spike too.", above=1)
     restarts: int = key(
         0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(
-        None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
+        None, "Stop after this many evaluations without a lower eval loss; the best weights are kept.", minimum=1
     )
     log_every: int = key(
         10, "Steps between logged lines; the first, the last, evaluated and saved steps have one too.", minimum=1
     )
     mixed_precision: Literal["auto", "no", "bf16", "fast", "fp8"] = key(
         "auto",
-        "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
-        "faster in it; fp8: products of layers in 8 bits (docs/precision.md).",
+        "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU where a measurement finds it "
+        "faster; fp8: products of layers in 8 bits (docs/precision.md).",
     )
     deterministic: bool = key(
         False,
-        "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",
+        "Use only operations that give the same bits every time, on GPUs too; slower. A model that needs other operations is refused.",
     )
     gradient_checkpointing: Checkpointing = key(
         "auto",
-        "Which layers compute their activations again in the backward pass, to save memory: none, every fourth to every second, "
-        "all (full), or all but their costliest results (selective). auto: the fewest that the plan says fit the GPU (docs/planning.md).",
+        "Layers that compute their activations again in the backward pass, to save memory: none, every fourth to every second, all (full), "
+        "or all but their costliest results (selective). auto: the fewest with which the plan fits the GPU (docs/planning.md).",
     )
     activation_offload: bool = key(
         False,
@@ -378,13 +380,13 @@ class Trainer:
     )
     tokens_per_mlp_tile: int | None = key(
         None,
-        "MLPs run on so many tokens at a time, and again in the backward pass, so that no row's inner activations exist as a whole "
-        "(docs/long-documents.md); none for all at once.",
+        "Tokens that an MLP runs on at a time, again in the backward pass, so that the inner activations of a whole row never exist at once "
+        "(docs/long-documents.md); none for all tokens at once.",
         minimum=1,
     )
     torch_compile: bool = key(
         False,
-        "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
+        "Compile the parts of the layers, except attention, at the first step (docs/planning.md); needs a C++ compiler.",
     )
     ema: float = key(
         0.0,
@@ -397,7 +399,7 @@ class Trainer:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Peft:
-    """Train few weights in place of all."""
+    """Train adapters in place of all weights."""
 
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
     r: int = key(16, "Rank of the adapters.", minimum=1)
@@ -419,17 +421,19 @@ class Strategy:
     """How model and optimizer are spread over processes."""
 
     name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
-        "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
+        "ddp",
+        "How much each process keeps of weights, gradients and optimizer states: ddp everything, zero1 to zero3 and fsdp2 less and less "
+        "(docs/strategies.md).",
     )
     shard_within: Literal["all", "machine"] = key(
         "all",
-        "fsdp2: what one copy of the model is spread over, all processes or those of each machine, which then keep copies of each other's "
-        "shares: more memory, and between machines only gradients travel (docs/strategies.md).",
+        "fsdp2: spread one copy of the model over all processes, or (machine) over the processes of each machine: every machine then has a "
+        "whole copy, which takes more memory, and only gradients travel between machines (docs/strategies.md).",
     )
     sequence_parallel: int | Literal["auto"] = key(
         1,
-        "Neighbouring processes that split a document which exceeds batch.tokens_per_device, or is more work than a process' share of the "
-        "step; auto: as few as the longest one needs (docs/long-documents.md).",
+        "Number of neighbouring processes that split a document, if it exceeds batch.tokens_per_device or is more work than a process's "
+        "share of the step; auto: as few as the longest document needs (docs/long-documents.md).",
         minimum=1,
         maximum=1024,
     )
@@ -437,15 +441,17 @@ class Strategy:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Topology:
-    """Which processes train, on which machines, and what a Slurm job asks for."""
+    """Processes and machines of the run, and options of its Slurm job."""
 
     kind: Literal["auto", "single", "local", "slurm", "env", "manual", "ray"] = key(
         "auto",
         "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
         "manual: the same command once on every machine, each with its topology.node_rank; ray: the machines of a Ray cluster.",
     )
-    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=20_000)
-    min_nodes: int | None = key(None, "Fewest machines that a restart makes do with; none waits for all.", minimum=1)
+    nodes: int | None = key(None, "Machines; none for all of the Slurm job, else 1.", minimum=1, maximum=20_000)
+    min_nodes: int | None = key(
+        None, "Fewest machines that a restart may continue with; none waits for all.", minimum=1
+    )
     gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
     main_address: str | None = key(None, "Host name or address of the first machine.")
     main_port: int | None = key(
@@ -458,33 +464,33 @@ class Topology:
     join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
     step_timeout: int = key(
         600,
-        "Most seconds that a collective operation may take. A run in which the others wait for a process that makes no "
-        "progress is ended with a diagnosis after nine tenths of this; a checkpoint may take three times as long.",
+        "Most seconds that a collective operation may take. If the other processes wait for one without progress, the run "
+        "ends with a diagnosis after nine tenths of this time; a checkpoint may take three times as long.",
         minimum=10,
     )
     grace: int | None = key(
         None,
-        "Seconds from SIGTERM to the end of the processes, where machines are taken away (Kubernetes: 30, spot machines of AWS: 120): a "
-        "checkpoint that would take longer, by the last one, is not begun (docs/resume.md); none for all the time it takes.",
+        "Seconds from SIGTERM to the end of the processes, on machines that can be taken away (Kubernetes: 30, spot machines of AWS: 120). No "
+        "checkpoint begins then if the last one took longer (docs/resume.md); none for no limit.",
         minimum=1,
     )
     environment: dict[str, Any] = key(
-        {}, "Environment variables of every process; they win over those that packtrain chooses."
+        {}, "Environment variables of every process; they win over the ones that packtrain sets."
     )
     time: str | None = key(
         None, 'Slurm: time limit, in quotes in a YAML (e.g. "12:00:00" or "2-00:00:00"); none for the partition\'s.'
     )
     signal_before: int = key(
         120,
-        "Slurm: seconds before the time limit at which the run writes a checkpoint and stops.",
+        "Slurm: write a checkpoint and stop this many seconds before the time limit.",
         minimum=1,
         maximum=65535,
     )
     requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
     command: str | None = key(
         None,
-        "Slurm, deploy: what starts packtrain on a machine, as bash reads it (after srun): VENV/bin/packtrain, or a container; none for "
-        "the packtrain that writes the script, or that of the image.",
+        "Slurm, deploy: bash command (after srun) that starts packtrain on a machine: VENV/bin/packtrain, or a container; none for the "
+        "packtrain that writes the script, or the one in the image.",
     )
     setup: list[str] = key(
         [], "Slurm, deploy: shell lines before the run (e.g. module load cuda); Slurm's on the first machine."
@@ -511,7 +517,7 @@ class Verify:
 
     preflight: bool = key(
         True,
-        "Prove before step 1 that documents in a row cannot see each other, and compare the first losses with those of "
+        "Prove before step 1 that documents in a row cannot see each other, and compare the first losses with losses of "
         "padded batches; model.attention=auto is always proved.",
     )
 

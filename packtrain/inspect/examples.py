@@ -1,6 +1,6 @@
-"""Examples of the data as readable text, with trained tokens and control tokens marked.
+"""Examples of the data for a reader: text that marks trained and control tokens.
 
-Shown are the first examples, the examples of a source row, or a step's, as training lays them out.
+They are the first examples, the examples of one source row, or a step in training's layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packtrain.inspect.mode_costs import estimate_attention_cost, schedule_of
 from packtrain.wording import counted, shortened, visible, whole
 
 MAX_TOKENS = 20_000
-"""Maximum number of shown tokens of a part."""
+"""Most tokens of a part that are shown."""
 
 
 def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def show_first(corpus: Corpus, number: int) -> list[dict[str, Any]]:
 
 
 def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
-    """Show the examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError without such a row."""
+    """Show the examples of the row at `place` (FILE:LINE), or why it was dropped. Raises UserError if there is no such row."""
     row = _find_row(corpus, place)
     documents = np.flatnonzero(corpus.row_of == row)[:: corpus.traits.documents].tolist()
     if documents:
@@ -45,7 +45,7 @@ def show_row(corpus: Corpus, place: str) -> list[dict[str, Any]]:
 
 
 def _find_row(corpus: Corpus, place: str) -> int:
-    """Return the number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
+    """Find the number of the row at `place` (FILE:LINE). Raises UserError if there is none."""
     file, colon, line = place.rpartition(":")
     if not colon or whole(line) is None or not file:
         what = f"{shortened(place)} is not of the form FILE:LINE"
@@ -53,7 +53,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
     given, files = os.path.realpath(os.path.expanduser(file)), dict[str, None]()
     for store, row in enumerate(corpus.first_rows[:-1].tolist()):
         for chunk in corpus.source(store).chunks():
-            name = chunk.origin  # a file may be named by its path, the end of its path, or its bare name
+            name = chunk.origin  # users name the file by its path, the end of its path, or its bare name
             same = name == file or name.endswith(f"/{file}") or os.path.realpath(name) == given
             for at, (where, _) in enumerate(chunk.rows() if same else ()):
                 if where in (f"{name}:{line}", f"{name}, row {line}"):
@@ -66,7 +66,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
 
 
 def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:
-    """Show each rank's micro-batches in `step` (from 1), with examples and places.
+    """Show each rank's micro-batches in `step` (from 1), with the places of examples in the row.
 
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
     """
@@ -81,12 +81,12 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
 
     def show(part: np.ndarray) -> dict[str, Any]:
-        """Show one forward pass. Each part of an example has its first token in the row (0 in each padded row)."""
+        """Show a forward pass: its examples, with the place of each part's first token in the row (0 for padded rows)."""
         padded = packing.mode == "padding"
         examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
         at = 0
         pieces = [piece for example in examples for piece in example["parts"]]
-        for piece in pieces if schedule.prefixes is None else ():  # shared prefixes are in several places
+        for piece in pieces if schedule.prefixes is None else ():  # shared prefixes stand in several places
             piece["start"] = 0 if padded else at
             at += piece["tokens"]
         return {
@@ -108,9 +108,9 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
 
 
 def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict[str, Any]:
-    """Show the example that begins with document `number`: its row's place, and parts of text.
+    """Show the example that begins with document `number`: its row's place, its parts, their spans of text.
 
-    The prompt of a pair is a part of its own if it is laid out once, assuming that the attention proves exact.
+    The prompt of a pair is a part of its own if it is laid out once. Training does that only if the attention proves exact with it.
     """
     together, packing = corpus.traits.documents, corpus.config.packing
     row = int(corpus.row_of[number])
@@ -120,7 +120,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
     notes += ["held out"] if corpus.in_eval[number] else []
     common, parts = 0, []
     if together == 2 and packing.mode != "padding" and packing.share_prefix is not False:
-        # the last token of the prompt predicts the answer: it runs with each of them
+        # the last token of the prompt predicts the answer, so it runs with both answers
         common = max(0, min(int(np.argmax(mask)) for _, mask in documents) - 1)
     if common:
         ids, mask = documents[0]
@@ -138,7 +138,7 @@ def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict
 
 
 def _show_spans(corpus: Corpus, ids: np.ndarray, mask: np.ndarray, first: int) -> list[dict[str, Any]]:
-    """Split the text from token `first` on into spans of one style. Each turn is on its own line."""
+    """Return the text of the tokens from `first` on, in spans of one style. Each turn begins a line."""
     special = np.isin(ids, list(corpus.tokenizer.special_ids))
     rust, stream = Tokenizer.from_str(corpus.tokenizer.backend), DecodeStream(skip_special_tokens=False)
     # a character made of several tokens appears at its last one

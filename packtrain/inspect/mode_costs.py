@@ -1,4 +1,4 @@
-"""Cost of each packing mode for a config: rows, slots and micro-batches of planned steps."""
+"""The cost of each packing mode at a config: rows, slots and micro-batches of its steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from packtrain.packing.split_rows import choose_ranks_per_row
 from packtrain.plan.known_model import adapter_shapes, weights_of
 
 SAMPLED_STEPS = 48
-"""Number of steps to lay out. A longer epoch is sampled evenly."""
+"""Steps of an epoch that are laid out. In a longer epoch they are spread evenly."""
 
 
 def estimate_attention_cost(corpus: Corpus) -> float | None:
-    """Compute training's attention cost (packing/balance.py) from the shapes of the model's weights. None if unknown."""
+    """Estimate the attention cost as training does (packing/balance.py), from weight shapes; None if they are unknown."""
     config, model = corpus.config, corpus.config.model
     if config.packing.attention_cost is not None:
         return config.packing.attention_cost
@@ -31,7 +31,7 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
     try:
         weights = weights_of(model, scores=config.objective.traits.scores)
         known = AutoConfig.for_model(**weights.sizes)
-    except Exception:  # nothing here, or a model with unknown layers: libraries raise errors of every kind
+    except Exception:  # no files here, or a model with unknown layers: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)
     if getattr(known, "tie_word_embeddings", False):
@@ -41,9 +41,9 @@ def estimate_attention_cost(corpus: Corpus) -> float | None:
 
 
 def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -> Schedule:
-    """Make the run's steps in a packing mode, like training with this many processes. Prompts count as shared unless that is off.
+    """Make the run's steps in a packing mode, as training on `processes` does.
 
-    Raises UserError if an example is longer than a micro-batch.
+    Prompts count as shared unless sharing is off. Raises UserError if an example is longer than a micro-batch.
     """
     config, pairs = corpus.config, corpus.pairs
     batch, trainer = config.batch, config.trainer
@@ -76,11 +76,10 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
 
 
 def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
-    """Return each mode's costs: rows and slots of an epoch, `efficiency`, figures of a step.
+    """Return by mode the rows and slots of an epoch, `efficiency`, and figures of a step.
 
-    `efficiency` is tokens / slots. A mode that is not possible has the reason. A packed row is as long as its documents: `fill` is its
-    share of batch.tokens_per_device.
-    """
+    `efficiency` is tokens / slots. A mode that is impossible has `why` instead. A packed row is as long as its documents: `fill` is its
+    share of batch.tokens_per_device."""
     costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)

@@ -1,7 +1,7 @@
-"""Rendering of data on a terminal (rich) and as HTML (jinja2): examples and summary.
+"""The data on a terminal (by rich) and as HTML (by jinja2): coloured examples, tables of the summary.
 
-Examples are coloured text, the summary is in tables. Texts of the data become rich's `Text`, never markup, and are escaped in HTML;
-control characters are symbols already (examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
+Texts of the data become rich's `Text`, never markup, and are escaped in HTML; control characters are already symbols
+(examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from packtrain.wording import count_dropped, counted, visible
 
 _HERE = Path(__file__).parent
 DATA_CSS = (_HERE / "data_section.css").read_text(encoding="utf-8")
-"""Style of the section, in the page's own colours: --ink, --soft, --paper, --panel, --line, --accent, --trained, --untrained,
+"""The section's style sheet. The page defines its colours: --ink, --soft, --paper, --panel, --line, --accent, --trained, --untrained,
 --special, --warn, --bad and --good."""
 _BAR = 32
 _WIDTH = 100
-"""Columns if the output is no terminal."""
+"""Columns if the output is not a terminal."""
 _SEVERITY = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "note": ("·", "")}
 
 
 class DataTable(NamedTuple):
-    """A table: rows of cells by name. Row number `current` is the config's own."""
+    """A table: rows of cells by name. The row number `current` is the config's own."""
 
     title: str
     names: Sequence[str]
@@ -42,14 +42,14 @@ class DataTable(NamedTuple):
 
 
 def percent(share: float | None) -> str:
-    """Format a share: 0.4167 as 41.7 %, 0.0000123 as 0.0012 %, and "–" for none."""
+    """Write 0.4167 as 41.7 %, 0.0000123 as 0.0012 %, and None as "–"."""
     if share is None or not math.isfinite(share):
         return "–"
     return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 0.0005 else f"{100 * share:.2g} %"
 
 
 def tabulate(data: dict[str, Any]) -> list[DataTable]:
-    """Make the tables of a summary: cuts by length limits, and costs of each mode."""
+    """Make the tables of a summary: cuts by limits on length, and costs of the modes."""
     cuts = [[f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"])] for cut in data["cuts"]]
     for row, cut in zip(cuts, data["cuts"], strict=True):
         row += ["–" if cut["tokens"] is None else f"{cut['tokens']:,}", percent(cut["tokens_share"])]
@@ -89,7 +89,7 @@ def remark_on_modes(data: dict[str, Any]) -> list[str]:
 
 
 def templates_in(folder: Path, **how: Any) -> Environment:
-    """Open jinja2 for the pages of a folder, with escaped texts. `how` are further arguments."""
+    """Return jinja2's environment for the pages of a folder, with escaping. `how` are further arguments of it."""
     strict: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     return Environment(loader=FileSystemLoader(folder), **strict, **how)
 
@@ -102,20 +102,20 @@ def _templates() -> Environment:
 
 
 def data_section(summary: dict[str, Any]) -> Markup:
-    """Render a summary's section, for any page that defines the colours of DATA_CSS."""
+    """Render the section on a summary, for any page that defines the colours of DATA_CSS."""
     tables, remarks = tabulate(summary), remark_on_modes(summary)
     template = _templates().get_template("data_section.html.j2")
     return Markup(template.render(data=summary, tables=tables, remarks=remarks))
 
 
 def data_page(summary: dict[str, Any], title: str) -> str:
-    """Render a summary as a whole page, light or dark like the reader's system."""
+    """Render a page with the section alone, light or dark like the reader's system."""
     template = _templates().get_template("data_page.html.j2")
     return template.render(title=title, section=data_section(summary), css=Markup(DATA_CSS))
 
 
 class DataTerminal:
-    """Printer to stdout."""
+    """The data on stdout."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, emoji=False)
@@ -124,11 +124,11 @@ class DataTerminal:
         self.coloured = self.console.is_terminal and self.console.color_system is not None and not self.console.no_color
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Print a line of text without interpreting markup in it."""
+        """Print a line of text, without interpreting markup in it."""
         self.console.print(Text(text, style))
 
     def legend(self) -> None:
-        """Print a legend of token styles."""
+        """Print how tokens are shown."""
         line = Text("tokens: ", "bold")
         for text in ("trained", "not trained", "<control>"):
             span = {"text": text, "trained": text == "trained", "special": text == "<control>"}
@@ -159,7 +159,7 @@ class DataTerminal:
                     self.say(f"… and {counted(more, unit)} more")
 
     def summary(self, data: dict[str, Any]) -> None:
-        """Print statistics, costs of the modes, and the audit. The audit is last, so the reader sees it first."""
+        """Print statistics, the costs of the modes, and last the audit, where a reader sees it first."""
         self._facts(data)
         self._lengths(data)
         for table in tabulate(data):
@@ -234,7 +234,7 @@ class DataTerminal:
             self.console.print(Padding(self._style(part["spans"]), (0, 0, 0, 3)))
 
     def _style(self, spans: Sequence[dict[str, Any]]) -> Text:
-        """Render spans as coloured text. Without colours, trained text is in brackets, which close before a line end."""
+        """Style spans as coloured text, or put trained text in brackets that close before a line end."""
         text = Text(overflow="fold")
         for trained, group in groupby(spans, key=lambda span: span["trained"]):
             if self.coloured:

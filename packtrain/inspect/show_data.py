@@ -1,4 +1,4 @@
-"""The verb `packtrain inspect`: show data on the terminal, as JSON or as a page."""
+"""The verb `packtrain inspect`: shows the data on the terminal, as JSON or as a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packtrain.inspect.rendering import DataTerminal, data_page
 from packtrain.inspect.summary import summarise
 
 _FIRST = 2
-"""Documents shown above the summary."""
+"""Number of examples that are shown above the summary."""
 
 
 def show_data(
@@ -29,10 +29,10 @@ def show_data(
     html: Path | None,
     as_json: bool,
 ) -> int:
-    """Show the data of `config`, laid out for `processes`, by the verb's options. Return the exit code.
+    """Show the data of `config`, laid out for `processes`, by the options of the verb.
 
-    On the terminal, requested examples are shown without a summary, at once: only the summary reads all tokens.
-    """
+    Returns the exit code. Examples that are asked for are shown on the terminal at once, without the summary. Only the summary reads all
+    tokens."""
     if source is not None and (step is not None or rows is not None):
         raise UserError("it shows one row, so it does not go with --rows or --step", where="--source")
     if html is not None:
@@ -70,7 +70,7 @@ def show_data(
 
 
 def _check_page(file: Path) -> None:
-    """Raise UserError if the page's folder is missing. Also if its name may belong to a config or data."""
+    """Raise UserError if the page's folder is missing, or its name may be a config's or a data file's."""
     where = f"--html {shown(file)}"
     if not file.parent.is_dir():
         raise UserError("there is no such folder", where=where, fix="Make it first.")

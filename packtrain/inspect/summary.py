@@ -16,14 +16,14 @@ from packtrain.wording import visible
 
 SHOWN = 3
 _CANDIDATES = 200
-"""Number of examples from the start of the data to choose the shown ones from."""
+"""Number of examples at the start of the data from which the shown ones are chosen."""
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
 
 
 def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
-    """Describe the data set in plain containers, for a run on this many processes."""
+    """Summarise the data as plain containers, for a run on this many processes."""
     config, traits, report = corpus.config, corpus.traits, corpus.train.report
     findings = audit(corpus, scan(corpus))
     shown = _choose_typical(corpus)
@@ -68,7 +68,7 @@ def summarise(corpus: Corpus, processes: int) -> dict[str, Any]:
 
 
 def _choose_typical(corpus: Corpus) -> list[int]:
-    """Choose documents of usual length from the start of the data."""
+    """Choose examples of usual length from the start of the data, by their first documents."""
     together = corpus.traits.documents
     first = corpus.train.rows[: _CANDIDATES * together : together]
     order = np.argsort(np.abs(corpus.lengths[first] - np.median(corpus.lengths[first])), kind="stable")
@@ -76,7 +76,7 @@ def _choose_typical(corpus: Corpus) -> list[int]:
 
 
 def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """Count documents by length. Bins have an equal, round width from `first` to `last` tokens; the last holds all longer ones."""
+    """Count documents in bins of equal, round width, from `first` to `last` tokens. The last bin holds all longer documents."""
     most = int(np.percentile(lengths, 99.5))
     width = next(digit * 10**power for power in range(10) for digit in (1, 2, 5) if digit * 10**power * BINS > most)
     counts = np.bincount(np.minimum(lengths // width, most // width), minlength=most // width + 1).tolist()
@@ -88,8 +88,8 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
-    """Count the cuts of data.max_length. Limits run from 512 tokens to the first that cuts nothing, or to the current limit: beyond it
-    nothing is known of longer documents. For dropped documents not even the number of tokens is known."""
+    """Count the cuts of data.max_length for lengths from 512 tokens up to the first that cuts nothing, or to the current one.
+    Beyond the current length nothing is known of cut documents. Dropped documents have no known number of tokens."""
     lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report
     dropped = report.dropped.get(TOO_LONG, 0) * corpus.traits.documents
     limits = {limit for limit in LIMITS if limit < 2 * int(lengths.max())} or {LIMITS[0]}

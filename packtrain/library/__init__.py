@@ -1,1 +1,1 @@
-"""Packing for other people's scripts: TRL's trainers and plain transformers models."""
+"""Packed forward passes for TRL's trainers and plain transformers models in users' own scripts."""

@@ -1,8 +1,8 @@
-"""`attach`: pack the padded forward passes of a TRL trainer or a transformers model.
+"""`attach`: run the padded forward passes of a TRL trainer or transformers model packed.
 
-Packed is the model's backbone (all but its head): a padded call runs as rows of Segments, and the hidden
-states come back at their padded places. Everything above the backbone (head, loss, pooling) is therefore the model's or the trainer's
-own code. In TRL's call for log-probabilities (`labels=…, fused_lm_head=True`) the head is given only the labelled places.
+It packs the backbone, which is the model without its head. A padded call of the backbone runs as rows of Segments, and its hidden
+states return to their padded places. Head, loss and pooling stay the model's or the trainer's own code. In TRL's call for
+log-probabilities (`labels=…, fused_lm_head=True`) the head gets only the labelled places.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from packtrain.proof.isolation import random_ids
 Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
 """Attributes of TRL's trainers that may hold a model with padded forward passes."""
-_PADDED_BY = 3  # number of padding tokens in the trial of left padding
+_PADDED_BY = 3  # padding tokens in the trial of left padding
 _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -71,7 +71,7 @@ class Stats:
     unrolled: str = ""
 
     def count(self, layout: Layout) -> None:
-        """Add a call that ran in this layout."""
+        """Count a call that ran in this layout."""
         self.calls += 1
         self.padded_slots += layout.shape.numel()
         self.real_tokens += layout.real
@@ -81,18 +81,18 @@ class Stats:
 
 @dataclass(slots=True)
 class Attached:
-    """Handle returned by `attach`."""
+    """The handle that `attach` returns."""
 
     stats: Stats = field(default_factory=Stats)
     _models: list[_PackedModel] = field(default_factory=list)
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The attention backend of each model (docs/modes.md); "" if it is chosen when training begins."""
+        """Return the attention backend of each model (docs/modes.md); "" until training begins and chooses it."""
         return tuple(model.backend for model in self._models)
 
     def detach(self) -> None:
-        """Let the models run unpacked from now on."""
+        """Let the models run as before from now on."""
         for model in self._models:
             model.detach()
 
@@ -104,15 +104,13 @@ def attach(
     share_prefix: Share = "auto",
     proof: bool = True,
 ) -> Attached:
-    """Pack the padded forward passes of a model, or of a trainer's models.
+    """Pack the padded forward passes of a trainer's models, or of one model.
 
-    A trainer's models are its model, reference and teacher. `tokens_per_row` limits the rows that a call runs as, one after the other; by
-    default a call is one row. Common beginnings of documents are computed once: with `share_prefix="auto"` unless dropout is active, with
-    False never. `proof`: measure on the loaded model that documents of a row cannot see each other, and choose the fastest attention
-    that passes.
-
-    Raises CheckFailed if no attention is exact for the model, UserError for anything but a model or trainer, or one that
-    is attached already. Under FSDP and DeepSpeed the trained model is measured and packed once training begins.
+    A trainer's models are its model, reference and teacher. `tokens_per_row` limits a row; a longer call runs as several rows, one after
+    another (None: one row a call). Documents' common beginnings are computed once: with `share_prefix="auto"` unless dropout is active,
+    with False never. `proof` measures on the loaded model that documents of a row cannot see each other, and chooses the fastest exact
+    attention. Raises CheckFailed if no attention is exact for the model, UserError if it is not a model or trainer or is attached already.
+    Under FSDP and DeepSpeed the trained model is measured when training begins, and packed from then on.
 
         attach(trainer)
         trainer.train()
@@ -146,7 +144,7 @@ def attach(
 
 
 def _autocast(trainer: Any) -> torch.dtype | None:
-    """Return the compute dtype of the trainer's autocast; None without autocast."""
+    """Return the dtype of the trainer's autocast; None without autocast."""
     args = getattr(trainer, "args", None)
     if getattr(args, "bf16", False):
         return torch.bfloat16
@@ -160,7 +158,7 @@ def _is_wrapped_later(trainer: Any) -> bool:
 
 
 class _WhenTrainingBegins(TrainerCallback):
-    """Callback that chooses the trained model's attention once its weights are in place."""
+    """Callback that chooses the attention once the trained model's weights are in place."""
 
     def __init__(self, packed: _PackedModel, trainer: Any) -> None:
         self._packed, self._trainer = packed, trainer
@@ -172,11 +170,10 @@ class _WhenTrainingBegins(TrainerCallback):
 
 @dataclass(slots=True, eq=False)
 class _PackedModel:
-    """A model whose padded calls run packed once its `backend` is chosen. `share`, `proof` …: see `attach`.
+    """A model whose padded calls run packed once `backend` is chosen.
 
-    `_planned`: the layout of the head's call, and its labelled places. `_passing`: calls run unpacked. `_row`: the
-    segments of the call, for models whose code does not pass them on (bloom).
-    """
+    `tokens_per_row`, `share` and `proof` are arguments of `attach`. `_planned`: layout and labelled places of the head's call. `_passing`:
+    calls run unpacked. `_row`: segments of the call, for models whose code does not pass them on (bloom)."""
 
     model: PreTrainedModel
     stats: Stats
@@ -205,8 +202,8 @@ class _PackedModel:
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
-        """Choose the attention by its proof, and pack from now on. All processes choose the same. `engine` is DeepSpeed's. Raises
-        CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
+        """Choose the attention by its proof, the same on all processes, and pack from now on.
+        `engine` is DeepSpeed's. Raises CheckFailed if none is exact, or if processes would gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
         if sharded and (self.tokens_per_row is not None or choice.backend.name == PER_DOCUMENT):
@@ -220,7 +217,9 @@ class _PackedModel:
             self.share, self.stats.unrolled = False, self.stats.unrolled or choice.why_not_shared
         self._left_padding = self._takes_left_padding()
         zero3 = any(hasattr(weight, "ds_id") for weight in self.model.parameters())
-        if zero3 and getattr(engine, "optimizer", None):  # else it expects the proof's calls again in every step
+        if zero3 and getattr(
+            engine, "optimizer", None
+        ):  # the engine would expect the proof's calls again in every step
             remove_hooks(engine)
             add_hooks(engine)
         self.backend = choice.backend.name
@@ -230,12 +229,12 @@ class _PackedModel:
             self._undo.callback(_replaced(self.model, self._forward_of_model()))
 
     def detach(self) -> None:
-        """Let the model run unpacked from now on."""
+        """Let the model run as before from now on."""
         self.backend = ""
         self._undo.close()
 
     def _agreed(self) -> AttentionChoice:
-        """Return the first process's choice. If only one process has all weights, it is the first."""
+        """Return the choice of the first process. Only that process may have all weights."""
         subject = self._backbone if self.model.get_output_embeddings() is None else self.model
         choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self.autocast)
         agreed: Any = None
@@ -252,14 +251,14 @@ class _PackedModel:
         return agreed
 
     def _takes_left_padding(self) -> bool:
-        """Measure whether left padding keeps the outputs of a call without positions."""
+        """Measure whether left padding leaves the outputs of a call without positions unchanged."""
         ids = torch.from_numpy(random_ids(self.model, Segments((12,)))[:1]).to(self.model.device)
         hidden: list[Any] = []
         hook = self._backbone.register_forward_hook(lambda *given: hidden.append(given[-1][0].float()))
         try:
             what = "no padding"
             with hook, evaluating(self.model, self.autocast) as dtype, torch.no_grad(), model_refusals(what, fix=""):
-                for padding in (0, _PADDED_BY):  # call the whole model: sharded weights need it
+                for padding in (0, _PADDED_BY):  # sharded weights need calls of the whole model
                     row = torch.cat([ids[:, :padding], ids], dim=1)
                     mask = (torch.arange(row.shape[1], device=row.device) >= padding)[None].long()
                     self.model(input_ids=row, attention_mask=mask, use_cache=False)
@@ -269,7 +268,7 @@ class _PackedModel:
         return difference(behind, alone) <= tolerance_of(dtype()).outputs
 
     def _packs(self) -> bool:
-        """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
+        """Return whether to pack calls now: the model is not detached, and no unpacked call is running."""
         return bool(self.backend) and not self._passing
 
     def _forward_of_backbone(self) -> Callable[..., Any]:
@@ -294,7 +293,7 @@ class _PackedModel:
         return forward
 
     def _forward_of_model(self) -> Callable[..., Any]:
-        """Wrap the model's forward. Labels are not predicted from padding; TRL's call for log-probabilities scores only labelled places."""
+        """Make the model's forward. Padding predicts no labels; in TRL's call for log-probabilities the head gets only the labelled places."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
         predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -323,7 +322,7 @@ class _PackedModel:
                 with holding(self, _planned=(layout, None)):
                     return inner(*args, **kwargs)
             shape = labels[:, 1:].shape
-            # at least one place, so that the outputs reach every parameter, for DDP
+            # at least one place, so that the outputs reach every parameter: DDP needs it
             scored_places = places if len(places) else np.zeros(1, dtype=np.int64)
             labelled = layout.slots.reshape(layout.shape)[np.unravel_index(scored_places, shape)]
             at = to_device(torch.from_numpy(scored_places), labels.device)
@@ -343,7 +342,7 @@ class _PackedModel:
         return layout_of_call(call, left_padding=self._left_padding, share=shares, tokens_per_row=self.tokens_per_row)
 
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
-        """Run the padded call packed, return its output. With `places`, the last hidden states are only at these tokens, [1, n, d]."""
+        """Return the output of the padded call. With `places` the last hidden states are [1, n, d], at these tokens only."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
         rest = {name: value for name, value in call.items() if name not in TAKEN}
         with holding(self, _passing=True):
@@ -353,28 +352,30 @@ class _PackedModel:
 
 
 def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return all of `model` but its head: it maps token ids to hidden states."""
+    """Return `model` without its head: the module from token ids to hidden states."""
     decoder = cast(Any, model).get_decoder()
-    takes_embeddings = model.config.get_text_config() is not model.config  # it lies beside the models of other media
+    takes_embeddings = (
+        model.config.get_text_config() is not model.config
+    )  # the text model stands beside models of other media
     whole = takes_embeddings or not isinstance(decoder, PreTrainedModel)
     return cast(PreTrainedModel, model.base_model) if whole else decoder
 
 
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a forward and return the undo function. Undo leaves `module` alone if another library has wrapped the forward since (accelerate's
-    autocast): ours then passes all calls on."""
+    """Call `replace_forward`; return its undo. If another library (accelerate's autocast) has wrapped our forward since, the undo leaves
+    `module` alone: ours then passes all calls on."""
     undo = replace_forward(module, forward)
     ours = module.__dict__["forward"]
     return lambda: undo() if module.__dict__.get("forward") is ours else None
 
 
 def _row_of(call: Mapping[str, Any]) -> Segments | None:
-    """Return the segments of a call that is a packed row already, else None."""
+    """Return the segments of a call that is already a packed row; None for a padded call."""
     return call.get("segments") or row_of_positions(call)
 
 
 def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
-    """Return the call of a row that the user packed, with positions. Raises UserError if tokens and segments differ in number."""
+    """Return the call of a row that the user packed, with its positions. Raises UserError if tokens and segments differ in number."""
     given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     if given.shape[:2] != (1, row.tokens):
         what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
@@ -385,20 +386,20 @@ def _check_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a method by name, without self."""
+    """Name the arguments of a method, without self."""
     names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Return whether `module` draws random numbers in training."""
+    """Return whether `module` draws random numbers while training."""
     if isinstance(module, _DropoutNd):
         return module.p > 0 and module.training
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) -> Any:
-    """Join the rows' outputs. Per-token values ([1, T, …] or [T, …]) go to their places in the batch; others are dropped."""
+    """Join the rows' outputs. Values per token ([1, T, …] or [T, …]) go to their places in the batch; nothing else is kept."""
     tokens = layout.rows[0][0].tokens
 
     def put(parts: list[Any], name: str = "") -> Any:
@@ -421,7 +422,7 @@ def _join_rows(outputs: list[Any], layout: Layout, places: np.ndarray | None) ->
 
 
 def _scatter(outputs: Any, places: torch.Tensor, shape: torch.Size) -> Any:
-    """Put TRL's per-token figures [1, n] at `places` of [B, L - 1]. Zero elsewhere; scalars stay."""
+    """Put TRL's per-token figures [1, n] at `places` of [B, L - 1], zero elsewhere. Scalars stay."""
 
     def put(value: torch.Tensor) -> torch.Tensor:
         if value.dim() != 2:

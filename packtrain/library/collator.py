@@ -14,7 +14,7 @@ from packtrain.packing.collate import IGNORE, row_arguments
 from packtrain.packing.segments import Segments
 
 Feature = Mapping[str, Any]
-"""A document in a data set of transformers or TRL: `input_ids`, and more (PackedCollator)."""
+"""A document in the form of transformers' and TRL's data sets: `input_ids`, and more (PackedCollator)."""
 _MASKS = ("completion_mask", "assistant_masks")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -26,10 +26,10 @@ def pack(
     strategy: Literal["best_fit", "in_order"] = "best_fit",
     seed: int = 0,
 ) -> list[list[int]]:
-    """Pack documents into rows of at most `tokens_per_row` tokens; return document numbers by row.
+    """Pack whole documents into rows of at most `tokens_per_row` tokens.
 
-    Each document is in one row, whole. `lengths` are in tokens. `best_fit` makes the fewest rows; their order and neighbours change with `seed`.
-    `in_order` keeps the given order. The result can be the `batch_sampler` of torch's DataLoader.
+    Returns the documents' numbers by row, each number once. `lengths` are tokens. `best_fit` makes the fewest rows; their order and
+    neighbours change with `seed`. `in_order` keeps the given order. The result serves as `batch_sampler` of torch's DataLoader.
 
     Raises ValueError for a document that is longer than a row, or has no token.
 
@@ -53,16 +53,16 @@ def pack(
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Data collator for one row [1, T] of documents; `attach` keeps them apart exactly.
+    """A data collator that makes one row [1, T] of documents.
 
-    A feature has `input_ids`, and optionally the trained tokens: `labels` (-100 elsewhere), or a `completion_mask` or
-    `assistant_masks` of zeros and ones. By default every token is trained. Tokens hidden by an `attention_mask` are left out. A feature may
-    be several documents: with `seq_lengths` from TRL's packing, or as a list of features.
+    A model after `attach` keeps the documents apart exactly. A feature has `input_ids` and optionally `labels` (-100: not trained), or a
+    `completion_mask` or `assistant_masks` of zeros and ones; by default every token is trained. Tokens with `attention_mask` 0 are left out.
+    A feature may hold several documents: with `seq_lengths`, as TRL packs them, or as a list of features.
 
     A batch has `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
     stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds
-    `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels. Without `return_segments` the
-    batch suits models that do not take Segments. Raises ValueError for features without tokens, or with a wrong number of labels.
+    `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels. Set `return_segments=False` for
+    models that do not take Segments. Raises ValueError for features without tokens, or with a wrong number of labels.
 
     >>> from packtrain import PackedCollator
     >>> collate = PackedCollator()
@@ -80,7 +80,7 @@ class PackedCollator:
     return_segments: bool = True
 
     def __call__(self, features: Sequence[Feature | Sequence[Feature]]) -> dict[str, Any]:
-        """Collate all documents of `features` into one row, in order."""
+        """Make the row of all documents of `features`, in their order."""
         documents = [document for feature in features for document in _documents_of(feature)]
         if not documents:
             raise ValueError("a batch without features")
@@ -121,7 +121,7 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
-    """Return a feature's labels, int64 [length], as a copy. Without labels: its token ids where its masks are 1."""
+    """Return the feature's labels, or its token ids where its masks are 1, as an int64 [length] copy."""
     if (given := feature.get("labels")) is not None:
         return _numbers(given, like=ids, name="labels").copy()
     labels = ids.copy()
@@ -132,7 +132,7 @@ def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
 
 
 def _numbers(values: Any, *, like: np.ndarray | None = None, name: str = "") -> np.ndarray:
-    """Convert a list, an array or a tensor to int64 [n]. Raises ValueError if its length differs from `like`."""
+    """Convert a list, array or tensor to int64 [n]. Raises ValueError if its length differs from the tokens'."""
     numbers = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int64)
     if numbers.ndim != 1:
         raise ValueError(f"a feature is one document [tokens], not {list(numbers.shape)}: a list of ids each")

@@ -1,7 +1,7 @@
-"""Convert padded calls [B, L] to rows without padding, and per-token outputs back.
+"""A padded call [B, L] as rows without padding, and its outputs back at padded places.
 
-Only the call's arguments are read: token ids, attention mask, positions and labels. Common beginnings of documents (the prompt
-of a group or a pair, turns of a chat) are found from the ids (packing/prefixes.py), and are in a row once.
+The layout depends only on the call's token ids, attention mask, positions and labels. Common beginnings of documents (the prompt of
+a group or pair, the turns of a chat) are found from the ids (packing/prefixes.py); a row holds each of them once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from packtrain.packing.prefixes import rows_of
 from packtrain.packing.segments import Segments
 
 TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
-"""Arguments that are not passed on to the rows. `margin` belongs to TRL's reward loss: it reads the batch."""
+"""Arguments of a call that rows do not get. `margin` belongs to TRL's reward loss, which finds it in the batch."""
 
 
 class NotPacked(Exception):
-    """Short reason for running a call unpacked."""
+    """Why a call runs unpacked, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Packed layout of a padded call. `rows`: for each row its segments, and int64 [T] the place (b · L + column) of each token in the batch
-    of `shape` [B, L]. `slots`, int64 [B · L]: for each place the token (counted through the rows) with its outputs; padding has the total
-    number of tokens. `real`: tokens that are not padding."""
+    """Rows of a padded call, and the way of their outputs back to the batch.
+    `rows`: segments of each row, and int64 [T] the place (b · L + column) of each token in the batch, which has `shape` [B, L].
+    `slots`, int64 [B · L]: for each place the number of its token, counted through the rows; the total of tokens for padding.
+    `real`: tokens that are not padding."""
 
     rows: tuple[tuple[Segments, np.ndarray], ...]
     slots: np.ndarray
@@ -38,7 +39,7 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all rows."""
+        """Return the number of tokens in all rows."""
         return sum(segments.tokens for segments, _ in self.rows)
 
     def arguments(self, row: int, input_ids: torch.Tensor) -> dict[str, Any]:
@@ -55,10 +56,10 @@ def layout_of_call(
     share: bool,
     tokens_per_row: int | None,
 ) -> Layout:
-    """Lay out a padded call, given by its keyword arguments. Raises NotPacked if impossible or useless.
+    """Lay out a padded call, given by its keyword arguments, in rows.
 
-    `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask.
-    """
+    `left_padding`: padding on the left does not change the model's outputs. Waits for the device of ids and mask. Raises NotPacked if
+    packing is impossible or saves nothing."""
     ids, mask = call["input_ids"], call["attention_mask"]
     real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
@@ -108,8 +109,8 @@ def check_call(call: Mapping[str, Any]) -> None:
 
 
 def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
-    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
-    these positions. Reads the positions on the CPU, so it waits for their device."""
+    """Return the row of a call whose positions restart with each of several documents; None for other calls.
+    Padding-free collators of other libraries write these positions. Reads them on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
     if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
         return None
@@ -124,8 +125,8 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
-    """Return the places whose next token has a label. They are int64 [n], counted through [B, L - 1]. Raises NotPacked unless there is a
-    label for each token, or if such a place is padding: a model's output there depends on how it treats padding."""
+    """Return the places [n], int64, whose next token has a label, counted through [B, L - 1].
+    Raises NotPacked if there is no label for each token, or a place is padding: its outputs depend on how the model treats padding."""
     if labels.shape != layout.shape:
         raise NotPacked("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE
@@ -136,6 +137,6 @@ def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
 
 
 def at_places(values: torch.Tensor, slots: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Gather the rows' outputs `values` [T, …] at `slots`: [*shape, …]. A slot of T gives zero."""
+    """Put the rows' outputs `values` [T, …] at `slots`, as a tensor [*shape, …]. It is zero where a slot is T."""
     padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return padded.index_select(0, slots).view(*shape, *values.shape[1:])

@@ -1,13 +1,12 @@
 """All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
 
-`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents. `model(**padded, layout=…, labels=…,
-fused_lm_head=True)`, the call of all of TRL's trainers, runs the flattened row and gives per-token outputs at their places in the
-padded batch [rows, L - 1], so that TRL's loss code runs unmodified.
+`model(**batch, loss_sum=True)` returns the sum of the trained tokens' losses of documents. `model(**padded, layout=…, labels=…,
+fused_lm_head=True)`, the call of all TRL trainers, runs the flattened row. It returns per-token outputs at their places in the padded batch
+[rows, L - 1], so that TRL's loss code runs unmodified.
 
-Both use TRL's fused LM head (no full logits) at the labelled places only. Their positions come with the batch, found on the CPU:
-TRL would read them from the device, and wait for it. The loss of documents is summed by a head whose gradients are made in the
-forward pass (heads/summed.py), if the head is a plain linear layer. Full logits replace the fused heads in models whose head they do
-not fit (`choose_head`).
+Both run TRL's fused LM head (no full logits) at the labelled places only. The CPU finds these places, and they come with the batch: TRL would
+read them from the device, and wait for it. If the head is a plain linear layer, the loss of documents is summed by a head that makes its
+gradients in the forward pass (heads/summed.py). Full logits replace the fused heads in models whose head they do not fit (`choose_head`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from packtrain.packing.collate import IGNORE, AnswerLayout, label_positions, on_
 from packtrain.packing.segments import SplitSegments, own_tokens
 from packtrain.proof.comparison import evaluating, model_refusals, tolerance_of
 
-_TOKEN_FACTOR = 20  # the tolerance of single tokens as a multiple of that of their sum, in which errors cancel
+_TOKEN_FACTOR = 20  # tolerance of single tokens, as a multiple of the sum's tolerance; errors cancel in the sum
 _PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
@@ -52,7 +51,7 @@ HeadKind = Literal["summed", "by token", "full logits"]
 
 @dataclass(slots=True)
 class Head:
-    """The output head of documents, and, if it is not the first that was tried, what the one before it lacks (`refusal`)."""
+    """Output head of documents. `refusal` says why the head that was tried before does not fit; "" for the first."""
 
     loss: TokenLoss
     kind: HeadKind
@@ -68,14 +67,14 @@ def patch_forward(
     autocast: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Head | None:
-    """Wraps the forward of `model`, innermost first:
+    """Wrap the forward of `model`, innermost first.
 
-    1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `answer_outputs`)
+    1. TRL's fused LM head: TRL's trainers have added it (with the per-token outputs named by `answer_outputs`)
     2. the objective's own call: `loss_sum=True` for `token_objective`, `layout=` for `answer_outputs` and `scores` (heads/score.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
-    Routers (model/routers.py) are watched by hooks around single calls. Returns the output head of documents.
+    Hooks around single calls watch routers (model/routers.py). Returns the output head of documents.
     """
     head = None
     if token_objective is not None:
@@ -93,19 +92,21 @@ def patch_forward(
 
 
 def name_backbone(model: PreTrainedModel) -> None:
-    """Makes `model.base_model` the model without its head."""
-    if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
+    """Make `model.base_model` the model without its head."""
+    if model.base_model is model and hasattr(
+        model, "model"
+    ):  # Llama4ForCausalLM stores its backbone under another prefix
         model.base_model_prefix = "model"
 
 
 def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
-    """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
+    """Add `loss_sum=True` to the forward of `model`, which already has TRL's `add_fused_lm_head`.
 
-    With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses of all positions whose label is
-    not IGNORE (`label_places`, read from the labels if not given), connected to every parameter even where there is none. For proofs,
-    with `token_losses=True` it returns these losses [rows, T], elsewhere 0, with `head_gradients=True` how far the gradients of a
-    summed head are from those of full logits. `neftune_alpha` adds noise while training (`_embedding_noise`). `choose_head` may
-    change the kind of the returned Head.
+    With it the forward takes a collated batch with `shift_labels` and returns the sum of the losses at all positions whose label is not IGNORE
+    (`label_places`; None: read from the labels). The sum is connected to every parameter even without such positions. For proofs,
+    `token_losses=True` returns these losses [rows, T], 0 elsewhere; `head_gradients=True` returns how far the gradients of a summed head are
+    from the gradients of full logits. `neftune_alpha` adds noise while training (`_embedding_noise`). `choose_head` may change the kind of the
+    returned Head.
     """
     name_backbone(model)
     inner_forward = model.forward
@@ -128,7 +129,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
             kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
         noise = _embedding_noise(self, neftune_alpha, kwargs) if neftune_alpha and self.training else nullcontext()
         with noise:
-            places = _on_device_of(labels, label_places)  # a place may be there several times
+            places = _on_device_of(labels, label_places)  # a place may occur several times
             if head.kind == "full logits":
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
             else:
@@ -149,7 +150,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
 
 @contextmanager
 def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]) -> Iterator[None]:
-    """NEFTune (arXiv 2310.05914): uniform noise in ±alpha / sqrt(l · d) on the embeddings of a document of l tokens."""
+    """Add NEFTune noise (arXiv 2310.05914) to embeddings. It is uniform in ±alpha / sqrt(l · d), for a document of l tokens."""
     if (segments := batch.get("segments")) is not None:
         lengths = torch.tensor(segments.lengths).repeat_interleave(torch.tensor(segments.lengths))
         lengths = lengths[None, own_tokens(segments)]
@@ -168,12 +169,12 @@ def _embedding_noise(model: PreTrainedModel, alpha: float, batch: dict[str, Any]
 
 
 def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
-    """int64 [n] on the device of `labels`: the given places, or those that are read from the labels, which waits for the device."""
+    """Return the places, int64 [n], on the device of `labels`. None: read them from the labels, which waits for the device."""
     return to_device(torch.from_numpy(label_positions(labels) if places is None else places), labels.device)
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, T] of `logits` [rows, T, vocabulary] at `labels` [rows, T], 0 where there is none."""
+    """Return log-probabilities, float32 [rows, T], of `labels` [rows, T]. `logits`: [rows, T, vocabulary]; 0 without a label."""
     nll = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
     return -nll.view(labels.shape)
 
@@ -187,11 +188,11 @@ def choose_head(
     autocast: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Takes the first kind of head whose losses on one collated micro-batch are those of the model's own full logits: that may have
-    what the others lack (a transform before it, a cap under another name). Of a summed head the gradients must be right, too.
+    """Choose the first kind of head with the full logits' losses on one micro-batch. A model may have steps that a fused head lacks (a
+    transform before the head, a cap under another name). A summed head must also have the right gradients.
 
-    Sums could agree by chance, so single tokens are compared as well. Returns the relative difference of the losses, infinite if
-    no fused head can run. Raises CheckFailed if the model cannot run the batch.
+    Sums could agree by chance, so single tokens are compared as well. Returns the relative difference of the losses, infinite if no fused head
+    can run. Raises CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
@@ -219,23 +220,23 @@ def choose_head(
 
 
 def _loss_difference(model: PreTrainedModel, batch: dict[str, Any], losses: torch.Tensor) -> float:
-    """How far the sum of losses and single ones are from these, relative to their sum."""
+    """Return how far the head's losses are from these, relative to their sum. Both the sum and single tokens count."""
     off_sum = (model(**batch, loss_sum=True) - losses.sum()).abs()
     off_tokens = (model(**batch, token_losses=True) - losses).abs().sum() / _TOKEN_FACTOR
     return (off_sum.maximum(off_tokens) / losses.sum().abs().clamp(min=1e-8)).item()
 
 
 def _is_linear(model: PreTrainedModel) -> bool:
-    """Whether the logits are a plain linear map of the last hidden state."""
+    """Return whether the logits are a plain linear map of the last hidden state."""
     config = model.config.get_text_config()
     plain = all(getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS)
     return plain and type(model.get_output_embeddings()) is nn.Linear
 
 
 def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
-    """Adds `layout=` to the forward of `model`: a padded call with `labels` and `fused_lm_head=True` that runs on the row.
+    """Add `layout=` to the forward of `model`. Padded calls with `labels` and `fused_lm_head=True` then run on the row.
 
-    `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model, before.
+    `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model before.
     """
     name_backbone(model)
     inner = model.forward
@@ -260,11 +261,11 @@ def add_answer_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
 
 
 class _LabelledHead:
-    """TRL's fused output head of `model`, applied to given hidden states instead of a backbone's, at given places."""
+    """TRL's fused output head of `model`, for given hidden states and places."""
 
     def __init__(self, model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         self.config, self._model = model.config, model
-        # stands in for a model: TRL replaces `forward`, which uses config, base_model and get_output_embeddings only
+        # stands in for a model: TRL replaces `forward`, which uses only config, base_model and get_output_embeddings
         add_fused_lm_head(cast(Any, self), outputs=outputs)
 
     def base_model(self, hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
@@ -274,10 +275,10 @@ class _LabelledHead:
         return self._model.get_output_embeddings()
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Replaced by TRL's head."""
+        """Does nothing: TRL's head replaces it."""
 
     def run_head(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
-        """The per-token outputs [rows, T] of `hidden` [rows, T, d]: those of `labels` at `places`, elsewhere 0."""
+        """Return per-token outputs [rows, T] of `hidden` [rows, T, d]. They are 0 outside `places`."""
         with _every_position():
             scored = self.forward(
                 hidden.flatten(0, 1)[places][None],
@@ -297,7 +298,7 @@ class _LabelledHead:
 
 @contextmanager
 def _every_position() -> Iterator[None]:
-    """Inside the block TRL's head scores all positions that it is given, without searching for those with labels."""
+    """Let TRL's head score all given positions, without a search for labels."""
     before, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
     try:
         yield
@@ -306,7 +307,7 @@ def _every_position() -> Iterator[None]:
 
 
 def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) -> tuple[dict[str, Any], torch.Size]:
-    """The arguments of a forward pass over the row (of a split one this rank's part), and the shape [2B, L - 1] of TRL's per-token figures."""
+    """Return the row's forward arguments, and the shape [2B, L - 1] of TRL's outputs. For a split row: this rank's part."""
     device, own = input_ids.device, own_tokens(layout.segments)
     places = to_device(layout.rows[own], device), to_device(layout.columns[own], device)
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
@@ -318,7 +319,7 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: AnswerLayout) ->
 
 
 def _put_back(scores: FusedCausalLMOutput, layout: AnswerLayout, shape: torch.Size) -> FusedCausalLMOutput:
-    """The per-token figures [1, T] of the row, at their places in the padded batch; of a split row those of all its ranks."""
+    """Return the row's per-token figures [1, T] at their places in the padded batch. For a split row sum them over its ranks."""
     device, segments = next(iter(scores.values())).device, layout.segments
     inside = here = to_device(layout.inside, device)
     if isinstance(segments, SplitSegments):

@@ -1,4 +1,4 @@
-"""The spread model with its optimizer and schedule, alike under DDP, DeepSpeed and FSDP2 (`Engine`)."""
+"""The model after accelerate spread it, with optimizer and schedule (`Engine`). DDP, DeepSpeed and FSDP2 have the same interface."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from packtrain.train.optim.seen_updates import optimizer_inside
 
 
 class Engine:
-    """Model, optimizer and schedule of a run. `model` is the plain model; after `prepare`, a step calls `wrapped`.
+    """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
 
     The loss's Trainer makes the optimizer.
     """
@@ -46,9 +46,8 @@ class Engine:
         exchange_once: bool = False,
         ema: float = 0.0,
     ) -> None:
-        """Set up recomputation. `strategy` is strategy.name, `ema` trainer.ema. `checkpointing`: how layers recompute activations
-        (model/recomputation.py), `offload`: they offload the inputs that they keep. `exchange_once`, for fsdp2: see
-        plan/memory.py::Memory.exchanges_once."""
+        """`strategy` is strategy.name. `checkpointing` says how layers recompute activations (model/recomputation.py), `offload` whether the
+        kept ones go to the CPU. `exchange_once` is for fsdp2 (plan/memory.py::Memory.exchanges_once), `ema` is trainer.ema."""
         self._held, self._changes, self.strategy = loss.held, loss.changes, strategy
         self.exchanges_once, self.ema = exchange_once, ema
         self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.held.args
@@ -62,13 +61,13 @@ class Engine:
             recompute(base_model(self.model), checkpointing, offload=offload)
 
     def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
-        """Make optimizer and schedule for `steps` steps, and spread the model. Raises UserError if one cannot be made."""
+        """Make optimizer and schedule for this number of `steps`, and spread the model. Raises UserError if one of them cannot be made."""
         self.accelerator.free_memory()
         self.dither.move_weights()
         optimizer = self._make_optimizer(steps, optim, say)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.weight_order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-        if self.strategy == "fsdp2":  # model/spread.py has sharded it already
+        if self.strategy == "fsdp2":  # model/spread.py has sharded it
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
@@ -86,7 +85,7 @@ class Engine:
         check_active(self.strategy, self.wrapped, self.model)
 
     def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
-        """Make transformers' optimizer. It steps in float32 if weights would lose updates; DeepSpeed does that itself."""
+        """Return transformers' optimizer. It steps in float32 where weights would lose updates; DeepSpeed does that itself."""
         what = f"the optimizer {optim.name} cannot be made"
         making = partial(boundary, what, "optim.name", without_package(optim.name))
         with making():
@@ -108,11 +107,11 @@ class Engine:
             return deepspeed_init(self._held, steps)[0] if self.deepspeed else self._held.create_optimizer()
 
     def masters_of(self, stepped: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a stepped tensor that are masters of weights computed in bfloat16. If there are any, each process has a
-        part, which may be empty. There are none with fp8: its rounding cells differ."""
+        """Return the masters of bfloat16-computed weights among the numbers that the optimizer steps. If the run has such masters, every
+        process gets at least an empty one. With fp8 there are none: fp8 has other cells."""
         if "fp8" in self._changes or not self.dither.rounded:
             return []
-        if self.deepspeed:  # one flat part has weights of all kinds
+        if self.deepspeed:  # one flat part holds weights of all kinds
             begin = stepped.data_ptr()
             own = [part for part in self._masters if begin <= part.data_ptr() < begin + stepped.nbytes]
             return own or [stepped[:0]]
@@ -122,7 +121,7 @@ class Engine:
         return [stepped] if getattr(self.plain_optimizer, "masters", False) else []
 
     def _find_masters(self) -> None:
-        """Find DeepSpeed's flat masters of weights computed in bfloat16. Dither the masters of 16-bit weights."""
+        """Find the masters of bfloat16-computed weights in DeepSpeed's flat parts. Move the masters of 16-bit weights."""
         names = {weight: name for name, weight in self.dither.rounded.items()}
         for weight, master, first in masters_in(self.wrapped.optimizer, names) if names else ():
             self._masters.append(master)
@@ -130,7 +129,8 @@ class Engine:
                 self.dither.move_master(names[weight], master, first)
 
     def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context to run a micro-batch in. It decides whether ranks exchange gradients.
+        """Return the context to run a micro-batch in. DDP exchanges gradients only with the `last` one, as does FSDP2 if it `exchanges_once`;
+        otherwise sharded strategies exchange them with each micro-batch.
 
         DDP exchanges only in the `last` micro-batch of a step, FSDP2 too if it `exchanges_once`; other sharded strategies exchange in each.
         DeepSpeed's engine steps within the backward pass of the last micro-batch.
@@ -144,12 +144,12 @@ class Engine:
         return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def clip(self) -> Any:
-        """Clip the step's gradients to optim.max_grad_norm and return their norm. DeepSpeed's engine has clipped them already."""
+        """Clip the step's gradients to optim.max_grad_norm; return their norm. DeepSpeed's engine has already clipped."""
         norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
         return norm.item() if self.deepspeed and isinstance(norm, torch.Tensor) else norm
 
     def update(self) -> float:
-        """Update the weights and return the learning rate of this update."""
+        """Make the update; return its learning rate."""
         self.optimizer.step()
         if self.ema:
             self._average()
@@ -161,7 +161,7 @@ class Engine:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Move the average of each stepped weight towards it, from the first step on. The average is one more state of the weight."""
+        """Update the running averages of the stepped weights. From the first step on they are an optimizer state."""
         states = self.plain_optimizer.state
         for weight in (weight for weight in self.model.parameters() if weight.grad is not None):
             exact = states[weight].get(MASTER, weight).detach().float()
@@ -172,10 +172,10 @@ class Engine:
 
     @property
     def plain_optimizer(self) -> Any:
-        """torch's optimizer inside accelerate's and DeepSpeed's wrappers."""
+        """Return torch's optimizer, which accelerate and DeepSpeed wrap."""
         return optimizer_inside(self.optimizer)
 
 
 def warmup_of(schedule: str, asked: int, steps: int) -> int:
-    """Return the steps of warm-up. A single step has none, since its rate would be 0; polynomial needs a step after warm-up."""
+    """Return the warm-up steps. 0 if the run has one step, whose rate would be 0; polynomial needs a step after the warm-up."""
     return min(asked, steps - 1) if steps == 1 or (schedule == "polynomial" and asked == steps) else asked

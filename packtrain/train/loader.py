@@ -1,7 +1,6 @@
-"""Optimizer steps as a data set: item k is this process's part of step k.
+"""Optimizer steps as a data set: item k holds this process's micro-batches of step k.
 
-A step is a pure function of (schedule, k, rank, world size). A resumed run therefore starts at another k and skips through nothing, and
-loader processes need no state.
+A step is a pure function of (schedule, k, rank, world size): a resumed run starts the index at another k, without state to restore.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ from packtrain.packing.split_rows import lay_out_split
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs of one forward pass, with its counts: trained targets, tokens, slots (with padding), examples.
-
-    A filler has slots only. For pairs and labelled answers, `trained` counts targets of the chosen (desirable) answers, `rejected` the others.
-        The first micro-batch of a kto step also has the `mismatched` pairs of the whole step. If `parts` ranks split a row, this is part number
-    `part` of its tokens, with the counts of the row.
+    """The `inputs` of one forward pass, and its counts. `trained` targets, real `tokens`, `slots` (with padding), `examples`; a filler has
+    only slots. For pairs and for answers with labels, `trained` counts the targets of the chosen answers and `rejected` the others. In kto,
+    the first micro-batch of a step also holds the `mismatched` pairs of the whole step. If `parts` ranks split the row, `inputs` holds the
+    tokens of part number `part`; the counts are for the whole row.
     """
 
     inputs: dict[str, Any]
@@ -60,21 +58,21 @@ class MicroBatch:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Trained targets, tokens, slots, examples: summed over a step."""
+        """Return the counts that are summed over a step: trained targets, tokens, slots, documents."""
         return self.trained, self.tokens, self.slots, self.examples
 
     @property
     def own_counts(self) -> tuple[int, int, int, int]:
-        """This rank's share of a step's counts. The first of its ranks counts a split row."""
+        """Return this rank's part of the step's counts. Only the first rank of a split row counts it."""
         return self.counts if self.part == 0 else (0, 0, 0, 0)
 
     def split(self, rank: int, parts: int) -> MicroBatch:
-        """Return the part of this row for `rank`."""
+        """Return the part of this row that `rank` computes."""
         part = rank % parts
         return replace(self, inputs=part_of(self.inputs, part, parts), part=part, parts=parts)
 
     def pin_memory(self) -> MicroBatch:
-        """Return a copy in pinned memory. The DataLoader calls this."""
+        """Return a copy in pinned memory; the DataLoader calls this."""
         inputs = {
             name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in self.inputs.items()
         }
@@ -83,23 +81,23 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Steps(Dataset):
-    """Steps of a run: `steps[k]` = micro-batches of step k for this `rank`. Every rank has the same number of steps."""
+    """Micro-batches by step: `steps[k]` holds them for `rank`, in a `layout`. Every rank has the same number of steps."""
 
-    data: Any  # a TokenDataset; PairSteps have a PairDataset
+    data: Any  # a TokenDataset; in PairSteps a PairDataset
     schedule: Schedule
     layout: RowLayout
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
     skipped_from: Mapping[int, int] = field(default_factory=dict, kw_only=True)
-    """Examples that are left out, with the first step without them (train/spikes.py)."""
+    """Skipped examples: number of the example → first step that leaves it out (train/spikes.py)."""
     given_up: frozenset[int] = frozenset()
     """Steps that train on nothing."""
     feed: Any = field(default=None, kw_only=True)
-    """Feed of streamed steps (packing/feed.py), and these steps are over its first rows; None for an in-memory data set."""
+    """The Feed (packing/feed.py) of a stream: these steps cover its first rows. None: train on these steps themselves."""
 
     def at(self, step: int) -> tuple[Steps, int]:
-        """Return the steps that hold a running step, and its number in them."""
+        """Return the Steps that contain a running step, and its number in them."""
         return (self, step) if self.feed is None else (self.feed.current, 0)
 
     def __len__(self) -> int:
@@ -114,13 +112,14 @@ class Steps(Dataset):
         return batches
 
     def trains_on(self, number: int, step: int) -> bool:
-        """Return whether `step` trains on its example `number`."""
+        """Return whether `step` trains on this example."""
         return step not in self.given_up and self.skipped_from.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Return a step's document lengths, lengths of shared beginnings, and number of targets.
+        """Return a step's document lengths, the lengths of shared beginnings, and the number of targets.
 
-        All are over all ranks: tokens of each document, int [n]; tokens of each beginning computed with another's, int [m] (None: none).
+        They cover all ranks. Lengths in tokens: int [n], and int [m] of the beginnings that another document's computation covers (None:
+        none).
         """
         if self.feed is not None:
             return self.feed.current.documents_of(0)
@@ -129,17 +128,17 @@ class Steps(Dataset):
         return self.data.lengths[documents], None if index is None else index.repeated(documents), targets
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Yield this rank's micro-batches of the first pass over the data, with example numbers. Yield all even if the run is shorter."""
+        """Yield this rank's micro-batches of the first pass, with their example numbers. A shorter run yields all of them, too."""
         whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
         for step in range(whole.total_steps):
             for numbers, is_split in whole.micro_batches(step, self.rank, self.world_size):
                 yield numbers, self.collate_part(numbers, is_split)
 
     def first_examples(self, first_step: int) -> np.ndarray:
-        """Return the examples of the first micro-batch from `first_step` on: int [n].
+        """Return int [n]: the examples of one micro-batch from `first_step` on. It is the first one of this process that is not split over
+        ranks, else of another process. If all are split, return the shortest example.
 
-        It is this process's first one that is not split over ranks, else another process's. If all are split, return the shortest example.
-        In a later pass it is the matching step of the first pass: log-probabilities are precomputed in these rows.
+        In a later pass use the matching step of the first pass: log-probabilities are precomputed in the rows of that pass.
         """
         step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
         layout = self.schedule.layout(step, self.world_size)
@@ -148,16 +147,16 @@ class Steps(Dataset):
         return next((np.asarray(some) for parts in own for some, split in parts if len(some) and not split), shortest)
 
     def first_batch(self, first_step: int) -> MicroBatch:
-        """Return the micro-batch of `first_examples`: proofs run it before step 1."""
+        """Return the micro-batch of `first_examples`, which proofs run before step 1."""
         return self.collate(self.first_examples(first_step))
 
     def collate_part(self, numbers: np.ndarray, is_split: bool) -> MicroBatch:
-        """Collate the documents of these numbers. A split row returns this rank's part."""
+        """Collate the documents of these numbers; of a split row, return this rank's part."""
         batch = self.collate(numbers)
         return batch.split(self.rank, self.schedule.ranks_per_row) if is_split and len(numbers) else batch
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Collate the documents of these numbers for one forward pass."""
+        """Return one forward pass over the documents of these numbers."""
         documents: Any = [self.data[int(number)] for number in numbers]
         tokens = sum(len(document.input_ids) for document in documents)
         if self.layout == "padding":
@@ -173,15 +172,15 @@ class Steps(Dataset):
 
 @dataclass(frozen=True)
 class PairSteps(Steps):
-    """Steps over preference pairs: `examples` of a micro-batch are pairs.
+    """Steps of preference pairs: `examples` of a micro-batch are pairs.
 
-    `reference` float32 [pairs, 2] holds the reference's log-probabilities of the chosen and the rejected answer of each pair.
+    `reference`, float32 [pairs, 2], holds the reference's log-probabilities of the chosen and the rejected answer of each pair.
     """
 
     reference: np.ndarray | None = None
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """See Steps. The documents are the chosen and the rejected ones; a pair may share its prompt."""
+        """See Steps. Each pair has a chosen and a rejected document, which may share their prompt."""
         if self.feed is not None:
             return self.feed.current.documents_of(0)
         pairs = self.schedule.documents(step)
@@ -190,7 +189,7 @@ class PairSteps(Steps):
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared, targets
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Collate the pairs of these numbers for one forward pass."""
+        """Return one forward pass over the pairs of these numbers."""
         pairs: Any = [self.data[int(number)] for number in numbers]
         inputs = collate_pairs(pairs, self.pad_token_id, self.layout)
         if self.reference is not None:
@@ -210,10 +209,10 @@ class PairSteps(Steps):
 
 @dataclass(frozen=True)
 class ScoredSteps(PairSteps):
-    """Steps over pairs for a reward model: `trained` of a micro-batch counts the scored documents."""
+    """Steps of pairs for a reward model: `trained` of a micro-batch counts the scored documents."""
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Collate the pairs of these numbers for one forward pass."""
+        """Return one forward pass over the pairs of these numbers."""
         pairs: Any = [self.data[int(number)] for number in numbers]
         inputs = collate_scored(pairs, [float(self.data.margins[n]) for n in numbers], self.pad_token_id, self.layout)
         tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
@@ -223,12 +222,13 @@ class ScoredSteps(PairSteps):
 
 @dataclass(frozen=True)
 class UnpairedSteps(Steps):
-    """Steps over labelled answers (an UnpairedDataset), in padded or flat rows.
+    """Steps of answers with labels (an UnpairedDataset), in padded or flat rows.
 
-    kto estimates the KL over mismatched pairs. Each joins a document's prompt with the completion of the document before it in the step (the
-    first with the last one's), cut to `max_length` tokens. `estimates`: the loss needs them. `whole`: treat all steps as one, for an
-    evaluation, and load their mismatched pairs separately (`mismatched`). The reference's precomputed log-probabilities: `reference` float32
-    [documents], `reference_mismatched` float32 [pairs] in the order of the steps."""
+    kto estimates the KL over mismatched pairs: the prompt of each document of a step with the completion of the document before it (for the
+    first document: of the last), cut to `max_length` tokens. `estimates`: the loss needs the estimate. `whole`: treat all steps as one, as an
+    evaluation does, and load the mismatched pairs separately (`mismatched`). Precomputed log-probabilities of the reference: `reference`
+    float32 [documents]; `reference_mismatched` for the mismatched pairs in the order of the steps.
+    """
 
     max_length: int | None = None
     estimates: bool = True
@@ -237,7 +237,7 @@ class UnpairedSteps(Steps):
     reference_mismatched: np.ndarray | None = None
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
-        """Collate the documents of these numbers for one forward pass."""
+        """Return one forward pass over the documents of these numbers."""
         numbers = np.asarray(numbers, dtype=np.int64)
         known = None if self.reference is None else self.reference[numbers]
         return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
@@ -247,12 +247,12 @@ class UnpairedSteps(Steps):
         return self.with_mismatched(batches, step) if self.estimates and not self.whole else batches
 
     def first_batch(self, first_step: int) -> MicroBatch:
-        """See Steps; adds the mismatched pairs of the step. A run may be resumed after its last step."""
+        """See Steps; adds the step's mismatched pairs. `first_step` may be past the end, where a finished run resumes."""
         batch = super().first_batch(first_step)
         return self.with_mismatched([batch], first_step % len(self))[0] if self.estimates else batch
 
     def with_mismatched(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
-        """Add its mismatched pairs to the micro-batches of a step."""
+        """Return the micro-batches of a step with its mismatched pairs."""
         return [replace(batches[0], mismatched=tuple(self.mismatched()[step])), *batches[1:]]
 
     def mismatched(self) -> MismatchedSteps:
@@ -260,7 +260,7 @@ class UnpairedSteps(Steps):
         return MismatchedSteps(self)
 
     def pairs_of(self, step: int) -> np.ndarray:
-        """Return the document numbers of a step's mismatched pairs: int64 [n, 2], prompt and completion."""
+        """Return int64 [n, 2]: document numbers of a step's mismatched pairs, prompt and completion."""
         documents = self.schedule.documents(step)
         before = np.roll(documents, 1)
         if self.whole:
@@ -268,7 +268,7 @@ class UnpairedSteps(Steps):
         return np.stack([documents, before], axis=1)
 
     def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
-        """Collate mismatched `pairs` int64 [n, 2] for one forward pass. `known` float32 [n]: the reference's values, if precomputed."""
+        """Return one forward pass over mismatched `pairs`, int64 [n, 2]. `known`, float32 [n]: precomputed, by the reference."""
         documents = []
         for prompt, completion in ((self.data[int(asked)], self.data[int(other)]) for asked, other in pairs):
             asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
@@ -296,7 +296,7 @@ class UnpairedSteps(Steps):
 
 @dataclass(frozen=True)
 class MismatchedSteps(Dataset):
-    """Mismatched pairs of each step for this rank. Their micro-batches have the limits of the step's own."""
+    """Mismatched pairs by step: `mismatched[k]` are this rank's, in micro-batches with the step's own limits."""
 
     steps: UnpairedSteps
 
@@ -314,7 +314,7 @@ class MismatchedSteps(Dataset):
         return batches
 
     def every_step(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Yield this rank's micro-batches of all steps. With each come its pairs' places in the order of the steps."""
+        """Yield this rank's micro-batches of all steps. The array has each pair's place in the order of the steps."""
         for step in range(len(self)):
             first = self.steps.schedule.documents_before(step)
             for (part, _), batch in zip(self._own_parts(step), self[step], strict=True):
@@ -329,7 +329,7 @@ class MismatchedSteps(Dataset):
         return lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length)
 
     def layout(self, step: int) -> Layout:
-        """Return `[rank][micro-batch]` arrays of places in the step's pairs, like lay_out. Ranks have equally many micro-batches."""
+        """Return `[rank][micro-batch]` arrays of places in the step's pairs, like lay_out. Every rank has the same number of micro-batches."""
         schedule = self.steps.schedule
         return lay_out_split(
             self._lengths(step),
@@ -345,7 +345,7 @@ class MismatchedSteps(Dataset):
 def _ignore_signals_except_from_parent(worker: int) -> None:
     """Make a loader process ignore SIGINT and SIGTERM unless its parent sent them.
 
-    A launcher signals whole process groups. If it ended the loader, the last step and its checkpoint would fail.
+    A launcher signals whole process groups. If that killed a loader, the last step and its checkpoint would be lost.
     """
     end_with_parent(os.getppid())
     write_stacks_on_signal()
@@ -361,12 +361,12 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
 
 
 def loader_processes() -> int:
-    """Return the number of processes that assemble batches. One leads a GPU, so that it never waits. A CPU's cores are busy: none."""
+    """Return how many processes assemble batches. One works ahead of a GPU, so that the GPU never waits; none on a CPU, whose cores are busy."""
     return int(torch.cuda.is_available())
 
 
 def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[list[MicroBatch]]:
-    """Load `steps` from number `first` on; a stream continues from its place."""
+    """Load `steps` from number `first` on; a stream continues from its current place."""
     if isinstance(steps, Steps) and steps.feed is not None:
         return steps.feed.load(steps)
     return DataLoader(
@@ -376,14 +376,12 @@ def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> Iterable[l
         num_workers=loader_processes(),
         worker_init_fn=_ignore_signals_except_from_parent,
         pin_memory=torch.cuda.is_available(),
-        # own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
+        # a generator of its own: drawing a base seed from the global one would make a resumed run differ from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Return the cost of attention, in units of one token's linear layers.
-
-    It is c in the cost of a document of l tokens: l + c · l²."""
+    """Return c: a document of l tokens costs l + c · l². Unit: one token's linear layers."""
     base = base_model(model)
     return cost_of_attention(base.config.get_text_config(), sum(map(elements, base.parameters())))

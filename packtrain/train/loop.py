@@ -1,7 +1,7 @@
 """The loop over optimizer steps, from top to bottom (`run_steps`), and its parts (`StepTrainer`).
 
-packtrain runs the loop itself. The objective provides the loss (objectives/loss.py); accelerate spreads the model,
-and transformers makes the optimizer and the schedule (engine.py).
+packtrain runs the loop itself. The objective defines the loss (objectives/loss.py), accelerate spreads the model, and transformers makes the
+optimizer and the schedule (engine.py).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from packtrain.train.spikes import Judgement, SpikeJudge
 
 
 def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
-    """Run the steps after `checkpoint` until the last one or a stop request. None: run from the start.
+    """Run the steps after `checkpoint` until the last one or a stop request. None: from the start.
 
-    Raises CheckFailed if a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a
-    step: 4 to 6 then only read the results.
+    Raises CheckFailed if a spike ends the run. DeepSpeed's engine clips, judges and updates inside the last backward pass of a step: parts 4
+    to 6 then only read the results.
     """
     trainer.prepare(checkpoint)
     trainer.notify("train_begin")
@@ -83,7 +83,7 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 
 
 class StepTrainer:
-    """Trainer for the `loss` of an objective, by `settings`. It notifies transformers' `callbacks` of events."""
+    """Trainer of a run by its `settings`, with the `loss` of an objective. It notifies transformers' `callbacks` of events."""
 
     def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.loss, self.settings = loss, settings
@@ -137,7 +137,7 @@ class StepTrainer:
         self.engine.wrapped.zero_grad()
 
     def restore_state(self, checkpoint: Path | None) -> None:
-        """Restore the run's state from `checkpoint`, if any. This run's log_every, eval_every and length override the saved ones."""
+        """Restore the state of the run from `checkpoint`, if any. This run's log_every, eval_every and length override the saved ones."""
         self.state = TrainerState()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -149,7 +149,7 @@ class StepTrainer:
         self.source_counts.restore(self.state.log_history)
 
     def load_steps(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
-        """Return this rank's micro-batches of each step to come. Restore the random generators and the stream from `checkpoint`."""
+        """Return an iterator over this rank's micro-batches by coming step. Restores the random generators from `checkpoint`."""
         if checkpoint is not None:
             self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
             if self.steps.feed is not None:
@@ -182,10 +182,10 @@ class StepTrainer:
         return batches
 
     def sum_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """Return the counts of the global step: trained targets, tokens, slots, examples, int64 [4].
+        """Return int64 [4], counts of the global step: trained targets, tokens, slots, examples.
 
-        The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. The host
-        reads its result once the step's work is queued (`_read_counts`): reading it here would wait for the device.
+        The same reduction carries the logged counts, stop requests, and (every EXCHANGE_EVERY steps or more) the ranks' times. The host reads
+        the result once the step's work is queued (`_read_counts`): reading it here would wait for the device.
         """
         counts = [sum(column) for column in zip(*(batch.own_counts for batch in micro_batches), strict=True)]
         self.clock.enter("counts")
@@ -202,7 +202,7 @@ class StepTrainer:
         return total[:4]
 
     def forward_and_backward(self, micro_batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
-        """Run all micro-batches forward and backward. Engine.exchanging_gradients decides when ranks exchange gradients.
+        """Run all micro-batches forward and backward. Engine.exchanging_gradients says when ranks exchange gradients.
 
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
@@ -213,7 +213,7 @@ class StepTrainer:
         total = torch.zeros((), device=self.loss.device)
         self._forget_step = self.loss.mark_metrics()
         self.loss.open_step(micro_batches)
-        # sharded weights are gathered for one layer at a time: caching their bfloat16 copies would keep every layer in memory
+        # sharded weights are gathered one layer at a time; caching their bfloat16 copies would keep every layer in memory
         with nullcontext() if self.settings.sharded else weights_cast_once():
             for number, batch in enumerate(micro_batches, start=1):
                 self.work.begin(self.state.global_step, number, batch)
@@ -235,16 +235,16 @@ class StepTrainer:
         return self.engine.clip()
 
     def judge(self, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
-        """Judge the step before its update. `loss` is this rank's part; `norm` is the gradient norm.
+        """Judge a step before its update. `loss` is this rank's part of the step's loss.
 
         Raises CheckFailed if the run stops at a spike.
         """
         if not self.spikes.judges_every_step:
             return Judgement(loss, norm)
         step = self.state.global_step + 1
-        # DeepSpeed's engine has called `_judge_for_engine` within the backward pass
+        # DeepSpeed's engine called `_judge_for_engine` within the backward pass
         if not self.engine.deepspeed and self.spikes.judge(step, loss, norm, counts):
-            self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip those whose grad is None
+            self.engine.wrapped.zero_grad()  # the update then changes no weight: optimizers skip weights without a grad
             self.seen_updates.ignore_step()
         if not self.spikes.spike_reason:
             return Judgement(loss, norm)
@@ -266,16 +266,16 @@ class StepTrainer:
         return rate
 
     def should_log(self) -> bool:
-        """Return whether to log this step: the first, every trainer.log_every, the last. Evaluated and saved steps are logged too, so that a
-        run resumed from a checkpoint writes the same lines."""
+        """Return whether to log this step. The first, every trainer.log_every, the last, evaluated and saved steps are logged. Because saved
+        steps are logged, a run that resumes from a checkpoint writes the same lines."""
         step = self.state.global_step
         due = step in (1, self.state.max_steps) or step % self.state.logging_steps == 0
         return due or self.should_evaluate() or self.should_save()
 
     def log_step(self, norm: Any, rate: float) -> None:
-        """Log the mean loss and the exact counts since the last line.
+        """Log the steps since the last line: mean loss, counts, last `norm` and `rate`.
 
-        `norm` (of gradients) and `rate` (learning rate) are the last step's. If all steps were skipped, the loss is the last one before them.
+        If all of them were skipped, the loss is the one of the last step before them.
         """
         self.clock.enter("step end")
         losses = self._losses_since_log or [torch.tensor(self.spikes.recent.last()[0], device=self.loss.device)]
@@ -304,7 +304,8 @@ class StepTrainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Log the objective's metrics over the evaluation set and each named one. They do not depend on layout or number of ranks."""
+        """Log the objective's metrics over the whole evaluation set and each named one. They depend neither on the layout nor on the number of
+        ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
@@ -317,20 +318,21 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def should_save(self) -> bool:
-        """Return whether to save after this step: trainer.checkpoint_every, the last, the best, a stop."""
+        """Return whether to write a checkpoint after this step. True every trainer.checkpoint_every, for the last and the best, and if the run
+        stops."""
         step = self.state.global_step
         due = step % self.state.save_steps == 0 or step >= self.state.max_steps
         wanted = self.control.should_save or bool(self.settings.stop.agreed)
         return wanted or (due and self.args.save_strategy != "no")
 
     def save_checkpoint(self) -> None:
-        """Start writing the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
+        """Start to write the checkpoint of this step in the background. The step has been logged, so its loss is finite."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         self.checkpoints.save(self.state, self.spikes.recent)
         self.control.should_save = False
 
     def roll_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
-        """Restore everything from the checkpoint of `step`; return the micro-batches of later steps."""
+        """Restore everything from the checkpoint of `step`; return the micro-batches of the steps after it."""
         self.clock.enter("checkpoint", step=step)
         self.step_metrics.forget()
         self.loss.pop_metrics()
@@ -347,7 +349,7 @@ class StepTrainer:
     # Helpers.
 
     def _read_counts(self) -> None:
-        """Read the counts of the step: its tokens, and the requests to stop."""
+        """Read the counts of the step: its tokens, and the stop requests."""
         with waiting("the counts of all ranks"):  # the host waits here if its GPU lags behind
             _, tokens, _, _, *requests = self.step_metrics.take_last()
         if self._marks:
@@ -356,7 +358,7 @@ class StepTrainer:
         self.settings.stop.agree(*requests)
 
     def _watch_first_steps(self, micro_batches: list[MicroBatch]) -> None:
-        """Compare the first packed rows with their documents run one by one. This time does not count as training."""
+        """Compare the first packed rows with runs of their single documents. The time for it does not count as training."""
         rows = [batch.inputs for batch in micro_batches if "segments" in batch.inputs and batch.parts == 1]
         if self.first_step_watch is None or not rows:
             return
@@ -368,15 +370,15 @@ class StepTrainer:
         self.step_metrics.exclude_time(time.perf_counter() - started)
 
     def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
-        """Judge for DeepSpeed's engine, like `SpikeJudge.judge`, before its update. None if steps are not judged."""
-        if self.work.tried is not None:  # no step runs
+        """Judge a step like `SpikeJudge.judge`, before DeepSpeed's engine updates. None: steps are not judged."""
+        if self.work.tried is not None:  # largest_row.py tries a row: no step runs
             return True
         loss, counts = self._loss_and_counts
         step, judges = self.state.global_step + 1, self.spikes.judges_every_step
         return self.spikes.judge(step, loss, norm(), counts) if judges else None
 
     def _newest_checkpoint(self) -> tuple[int, Path] | None:
-        """Return step and folder of the newest checkpoint, found by rank 0. None if there is none, or somebody removed it."""
+        """Return step and folder of the newest checkpoint, as rank 0 finds it. None if there is none, or someone has removed it."""
         self.clock.enter("checkpoint")
         self.writer.wait()
         step, folder = self.writer.outcome.newest, None
@@ -390,7 +392,7 @@ class StepTrainer:
         return None if step is None or folder is None else (step, folder)
 
     def _measure_example_losses(self) -> list[tuple[int, float]]:
-        """Return number and loss of each example of the current step, with the current weights. All ranks call it together."""
+        """Return number and loss of each example of the current step. All ranks together measure them, with the current weights."""
         losses = list[tuple[int, float]]()
         steps, step = self.steps.at(self.state.global_step)
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
@@ -407,13 +409,13 @@ class StepTrainer:
         self.model.train()
         with waiting("the example losses of all ranks"):
             every = gather_object(losses)
-        of_parts: dict[int, float] = {}  # each of the ranks that split a document has a part of its loss
+        of_parts: dict[int, float] = {}  # ranks that split a document each have a part of its loss
         for number, loss in every:
             of_parts[number] = of_parts.get(number, 0.0) + loss
         return list(of_parts.items())
 
     def _raise_if_not_finite(self, loss: float) -> None:
-        """Raise CheckFailed on every process if the loss is not finite. Name the first such step since the last line."""
+        """Raise CheckFailed on every process if the loss is not finite. It names the first such step since the last line."""
         if math.isfinite(loss):
             return
         last, losses = self.state.global_step, torch.stack(self._losses_since_log)
@@ -448,8 +450,8 @@ class StepTrainer:
     def _evaluation_batches(
         self, steps: Steps, transform: Callable[[Any], Any] = lambda steps: steps
     ) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of an evaluation set, or of `transform(steps)`. All ranks synchronise after each step, so that
-        no collective waits longer than one step."""
+        """Yield this rank's micro-batches of an evaluation set; `transform` may replace its steps. All ranks synchronise after each step, so
+        that no collective waits longer than one step."""
         for number, batches in enumerate(step_loader(transform(steps))):
             for batch in batches:
                 self.clock.enter("eval", micro=number)

@@ -1,9 +1,9 @@
-"""Spikes: steps whose loss or gradient norm is not finite or far above recent ones.
+"""Spikes: steps whose loss or gradient norm is not finite or far above recent medians.
 
-Each step is judged before its update. By `trainer.on_spike` the run stops, skips the update (`skip`), or goes back to its newest
-checkpoint and leaves out the steps from there to the spike, and the spike's documents for good (`rollback`, as for PaLM: Chowdhery et al.
-2022, arXiv 2204.02311, section 5.1). The figures are the global step's, so all ranks
-decide alike. spikes.jsonl has each decision with the documents of its step; a resumed run repeats the decisions from there.
+Each step is judged before its update. `trainer.on_spike` says what follows: the run stops, it skips the update (`skip`), or it returns to its
+newest checkpoint (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). A rollback leaves out the steps from there
+to the spike, and the spike's documents for good. All ranks decide alike: the figures cover the global step. spikes.jsonl records each decision
+with the documents of its step; a resumed run repeats the decisions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from packtrain.train.loader import Steps
 STATE = "spikes.json"
 """File of a checkpoint with loss and gradient norm of the steps before it."""
 _WINDOW, _MIN_RECENT = 64, 8
-"""The median is over at most _WINDOW recent steps. Before there are _MIN_RECENT, no step counts as far above it."""
+"""The median covers at most _WINDOW recent steps. With fewer than _MIN_RECENT, no step counts as far above it."""
 _BEFORE = "decided before"
 IN_A_ROW = 10
 """Consecutive spikes that end the run under any `trainer.on_spike`: the weights are ruined."""
@@ -40,7 +40,8 @@ IN_A_ROW = 10
 
 @dataclass(frozen=True, slots=True)
 class SpikeRules:
-    """Rules for judging steps. `action`: trainer.on_spike, `factor`: trainer.spike_factor, `file`: spikes.jsonl, `places`: get FILE:LINE."""
+    """Settings of the judge. `action` is trainer.on_spike, `factor` trainer.spike_factor, `file` spikes.jsonl; `places` gives FILE:LINE of
+    examples."""
 
     action: str
     factor: float | None
@@ -55,7 +56,7 @@ class RecentFigures:
         self.figures: deque[list[float]] = deque(figures or [], maxlen=_WINDOW)
 
     def spike_reason(self, loss: float, norm: float, factor: float | None) -> str:
-        """Return why a step with these figures is a spike, "" if it is none."""
+        """Return why a step with this loss and gradient norm is a spike, else ""."""
         for at, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
             if not math.isfinite(value):
                 return f"the {name} is {value:g}"
@@ -66,14 +67,14 @@ class RecentFigures:
         return ""
 
     def last(self) -> list[float]:
-        """Return the figures of the last updated step."""
+        """Return loss and gradient norm of the last updated step."""
         return self.figures[-1] if self.figures else [0.0, 0.0]
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Judgement of a step. `loss`: this rank's part of its loss, None without an update. `norm`: its gradient norm; without an update, the norm
-    of the last updated step. `rollback_to`: step and folder of the checkpoint to go back to instead."""
+    """Outcome for a step. `loss`: this rank's part of its loss; None: it gets no update. `norm`: its gradient norm, or without an update the
+    last updated step's. `rollback_to`: step and folder of the checkpoint that the run returns to instead of updating."""
 
     loss: torch.Tensor | None
     norm: Any
@@ -81,13 +82,13 @@ class Judgement:
 
 
 class SpikeJudge:
-    """Judge of a run's steps by `rules` (None: none is judged). All ranks decide alike."""
+    """Judge of a run's steps by `rules` (None: it judges no step). All ranks decide alike."""
 
     def __init__(self, rules: SpikeRules | None, accelerator: Accelerator, say: Callable[[str], None]) -> None:
         self.rules, self._accelerator, self._say = rules, accelerator, say
         self.recent = RecentFigures()
         self.decided: dict[int, dict[str, Any]] = {}
-        """Decisions by step with a spike, each a line of spikes.jsonl."""
+        """Decision by step with a spike: a line of spikes.jsonl."""
         self.spike_reason = ""
         """Why the current step gets no update, "" if it gets one."""
         self._figures = (0.0, 0.0)
@@ -95,11 +96,11 @@ class SpikeJudge:
 
     @property
     def judges_every_step(self) -> bool:
-        """Whether steps are judged before their updates. If not, a loss that is not finite is noticed when it is logged."""
+        """Return whether each step is judged before its update. Otherwise a loss that is not finite is noticed when it is logged."""
         return self.rules is not None and (self.rules.action != "stop" or self.rules.factor is not None)
 
     def read(self, checkpoint: Path | None) -> None:
-        """Restore recent figures and decisions on all ranks, from the resumed checkpoint and spikes.jsonl."""
+        """Restore the recent figures from the resumed `checkpoint`, and later decisions, on all ranks."""
         if self.rules is None or not self.judges_every_step:
             return
         lines: list[Any] = [[]]
@@ -117,7 +118,7 @@ class SpikeJudge:
         self._skipped = 0
 
     def judge(self, step: int, part: torch.Tensor, norm: Any, counts: torch.Tensor) -> bool:
-        """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return True for no update: a spike, or given up."""
+        """Judge `step` (from 1) by this rank's `part` of its loss and the norm. Return whether it gets no update: a spike, or given up."""
         assert self.rules is not None
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])
@@ -138,9 +139,10 @@ class SpikeJudge:
         newest: Callable[[], tuple[int, Path] | None],
         losses: Callable[[], list[tuple[int, float]]],
     ) -> tuple[int, Path] | None:
-        """Decide what follows the spike of `step`. Write it down with the numbers and `losses` of its examples.
+        """Decide what follows the spike of `step`. Record it with the `losses` of its examples by number.
 
-        `newest` finds the checkpoint to go back to, as step and folder; it is returned if the run goes back. Raises CheckFailed for `stop`.
+        `newest` returns step and folder of the checkpoint to return to; they are returned if the run goes there. Raises CheckFailed for
+        `stop`.
         """
         assert self.rules is not None
         fault, self.spike_reason = self.spike_reason, ""
@@ -172,9 +174,9 @@ class SpikeJudge:
         return back
 
     def stop_at(self, step: int, loss: float, documents: Sequence[int]) -> NoReturn:
-        """Raise CheckFailed on every process: the `loss` of `step` is not finite.
+        """Raise CheckFailed on every process: `loss` is not finite, and has ruined the weights.
 
-        The weights are ruined from this step on. First add a line to spikes.jsonl with the `documents` of the step, without their losses.
+        First adds a line to spikes.jsonl with the `documents` of the step, without their losses.
         """
         if self.rules is not None:
             line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
@@ -184,12 +186,12 @@ class SpikeJudge:
         raise CheckFailed(what, where="optim.learning_rate", fix=fix)
 
     def pop_metrics(self) -> dict[str, int]:
-        """Return `skipped`: the number of updates skipped since the last logged line, if any."""
+        """Return `skipped`, the number of updates skipped since the last logged line, if any."""
         number, self._skipped = self._skipped, 0
         return {"skipped": number} if number else {}
 
     def without_skipped(self, steps: Steps) -> Steps:
-        """Return `steps` without the steps that rollbacks gave up. Also leave out the spike's documents from the rollback on."""
+        """Return `steps` without the steps that rollbacks gave up. From there on it leaves out the documents of their spikes."""
         out, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():
             if line["action"] == "rollback":
@@ -214,10 +216,9 @@ class SpikeJudge:
 
 
 def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
-    """Load the lines of spikes.jsonl that the run continues from.
+    """Return the lines of spikes.jsonl that the run continues with. If `file` is missing, read the run folder of `checkpoint`.
 
-    If the run folder has no `file`, load it from the run folder of `checkpoint`. Then rewrite `file` with the intact lines: a kill may have
-    cut its last line, and a power loss damaged any.
+    `file` holds them whole afterwards: a kill may have cut its last line, and a power loss may have damaged any.
     """
     text, lines = "", list[dict[str, Any]]()
     for place in (checkpoint.parent.parent / file.name, file):
@@ -227,11 +228,11 @@ def _load_decisions(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             lines.append(json.loads(line))
     if lines:
-        with suppress(OSError):  # the decisions are used anyway
+        with suppress(OSError):  # the decisions are used in any case
             write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     return lines
 
 
 def _number(value: float | None) -> float | str | None:
-    """Return a figure for JSON: NaN and infinity become text."""
+    """Return a figure as JSON can hold it: NaN and infinity become text."""
     return value if value is None or math.isfinite(value) else f"{value:g}"

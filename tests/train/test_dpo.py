@@ -145,10 +145,10 @@ def configured(of_trl: dict[str, Any]) -> Objective:
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "TRL cannot weigh the pairs"),
-        ({"loss_type": ["aot"], "use_weighting": True}, "would get the weights of others"),
+        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "TRL cannot weigh its pairs"),
+        ({"loss_type": ["aot"], "use_weighting": True}, "would get the weight of another"),
         ({"loss_type": ["exo_pair"]}, "exo_pair needs label smoothing"),
-        ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "not defined for forward_kl"),
+        ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "not defined for the divergence forward_kl"),
     ],
 )
 def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -145,14 +145,14 @@ def test_verify_compares_shared_rows_with_their_gradients(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows share"),
+        (["packing.share_prefix=true", "packing.mode=padding"], "only packed rows can share a prefix"),
         (["packing.share_prefix=true", "packing.strategy=in_order"], "neighbours in a row"),
         (
             ["packing.share_prefix=true", "~batch.examples_per_step", "+batch.tokens_per_step=440"],
-            "filled before it is known",
+            "filled before their common",
         ),
-        (["data.shuffle=by_prefix", "~batch.examples_per_step", "+batch.tokens_per_step=440"], "not of so many tokens"),
-        (["packing.share_prefix=true", "objective.options.neftune_noise_alpha=5"], "shared tokens are in several"),
+        (["data.shuffle=by_prefix", "~batch.examples_per_step", "+batch.tokens_per_step=440"], "a fixed number"),
+        (["packing.share_prefix=true", "objective.options.neftune_noise_alpha=5"], "shared tokens belong to several"),
         (["packing.share_prefix=true", "model.attention=per_document"], "runs every document by itself"),
     ],
 )

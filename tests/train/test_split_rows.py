@@ -218,7 +218,7 @@ def test_verify_proves_split_rows_with_their_gradients(tmp_path: Path, verb: str
         (2, ["batch.tokens_per_device=50"], "or start more processes"),
         (2, ["packing.mode=padding"], "padded batches are not split"),
         (2, ["model.attention=per_document"], "in one process"),
-        (2, ["packing.mode=padding_free", "batch.tokens_per_device=null"], "nothing says from which length on"),
+        (2, ["packing.mode=padding_free", "batch.tokens_per_device=null"], "without a row length"),
         (2, ["batch.examples_per_step=null", "batch.tokens_per_step=208"], "Set batch.examples_per_step in place"),
     ],
 )

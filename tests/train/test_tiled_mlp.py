@@ -97,7 +97,7 @@ def test_mlps_that_mix_tokens_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["trainer.gradient_checkpointing=selective"], "it keeps a product of the MLP for all tokens"),
+        (["trainer.gradient_checkpointing=selective"], "keeps a product of the MLP for all tokens"),
         (["trainer.torch_compile=true"], "a compiled MLP runs all tokens in one program"),
     ],
 )

@@ -68,7 +68,7 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         what, fix = "there are no pretrained weights without a model", "Set model.path, or model.init=random."
         yield Fault(("model.path",), what, fix)
     elif "model_type" not in model.config:
-        what = "there is neither a model to take the shape from nor a model type"
+        what = "neither a model nor a model type gives the shape of the new model"
         yield Fault(("model.path",), what, "Set model.path, or model.config.model_type (e.g. llama).")
     elif model.tokenizer is None:
         what = "a model made from model.config brings no tokenizer"
@@ -90,7 +90,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for name in held_out if isinstance(held_out, dict) else ():
         if name in FIGURES or not re.fullmatch(r"[\w-]+", name, re.ASCII):
             what = f"a set cannot be called {name!r}"
-            fix = "Take letters, digits, _ and -, and no figure's own name, such as loss."
+            fix = "Use letters, digits, _ and -, and not the name of a figure, such as loss."
             yield Fault((f"data.eval.{name}",), what, fix)
     none = [] in held_out.values() if isinstance(held_out, dict) else False
     if (
@@ -100,9 +100,9 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         or str(held_out).endswith("%")
     ):
         fix = "A fraction of data.train lies between 0 and 1, as in 0.05; null holds nothing out."
-        yield Fault(("data.eval",), f"found {held_out!r}, which is no source", fix)
+        yield Fault(("data.eval",), f"{held_out!r} is neither a source nor a fraction", fix)
     if data.max_length is None and data.overlong not in ("auto", "truncate"):
-        what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
+        what = f"data.max_length is null, so no document is overlong, and {data.overlong!r} does nothing"
         fix = "Set data.max_length, or leave data.overlong out."
         yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")
     if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
@@ -132,7 +132,7 @@ def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     ends = [stage.until for stage in stages]
     if ends[-1] is not None or None in ends[:-1] or ends[:-1] != sorted({end for end in ends[:-1] if end}):
         fix = "Write {until: 1000, weights: {a: 1}}, {until: 2000, …}, and at last {weights: {a: 1, b: 2}}."
-        yield Fault((key,), "each stage but the last needs its last step, later than that of the one before", fix)
+        yield Fault((key,), "each stage but the last needs its last step (until), later than the stage before", fix)
     for at, stage in enumerate(stages):
         for name, weight in stage.weights.items():
             path = (f"{key}[{at}].weights.{name}",)
@@ -144,12 +144,20 @@ def _stages(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault((f"{key}[{at}].weights",), "it takes from no source", "Give one a weight above 0.")
     weighed = any(source.weight != 1 or source.samples for source in train)
     against = (
-        ("data.train", weighed, "stages stand in place of the weights and samples of sources"),
-        ("data.temperature", config.data.temperature != 1, "stages say the shares of the sources themselves"),
-        ("batch.examples_per_step", config.batch.examples_per_step is None, "stages are shares of so many examples"),
+        ("data.train", weighed, "stages replace the weights and samples of sources"),
+        ("data.temperature", config.data.temperature != 1, "stages already set the shares of the sources"),
+        (
+            "batch.examples_per_step",
+            config.batch.examples_per_step is None,
+            "stages share out a fixed number of examples per step",
+        ),
         ("trainer.max_steps", config.trainer.max_steps is None, "a run by stages has no epochs, only steps"),
         ("data.shuffle", config.data.shuffle == "by_prefix", "stages draw examples one by one"),
-        ("objective.reference", config.objective.reference == "precomputed", "that goes by epochs: stages have none"),
+        (
+            "objective.reference",
+            config.objective.reference == "precomputed",
+            "it is computed for epochs, and stages have none",
+        ),
     )
     for other, is_set, what in against:
         if is_set:
@@ -162,25 +170,51 @@ def _streaming(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if not data.streaming:
         if "data.shuffle_buffer" in given:
             fix = f"Set {key}=true, or remove it."
-            yield Fault(("data.shuffle_buffer", key), "it is of streams alone", fix, because=key)
+            yield Fault(("data.shuffle_buffer", key), "only streaming data can use it", fix, because=key)
         if any(source.repeat for source in train):
-            yield Fault(("data.train", key), "repeat is of streams alone", f"Set {key}=true, or write a weight.")
+            yield Fault(
+                ("data.train", key), "only streaming data can use repeat", f"Set {key}=true, or write a weight."
+            )
         return
-    trainer, alike = config.trainer, "which documents begin alike is known of whole data alone"
+    trainer, alike = config.trainer, "only data that is read as a whole shows which documents begin alike"
     shares = config.objective.kind == "sft" and bool(config.packing.share_prefix)
     against = (
-        ("trainer.max_steps", trainer.max_steps is None, "how long a stream is, is not known: it has no epochs"),
+        ("trainer.max_steps", trainer.max_steps is None, "the length of a stream is unknown, so it has no epochs"),
         ("data.eval", isinstance(data.eval, float | int) and data.eval, "a fraction of a stream cannot be held out"),
-        ("batch.examples_per_step", config.batch.examples_per_step is None, "rows are filled over whole data alone"),
+        (
+            "batch.examples_per_step",
+            config.batch.examples_per_step is None,
+            "only data that is read as a whole can fill rows",
+        ),
         ("data.shuffle", data.shuffle == "by_prefix", alike),
         ("packing.share_prefix", shares, alike),
-        ("data.temperature", data.temperature != 1, "it goes by the sizes of sources: weights are shares of a stream"),
-        ("data.train", any(item.samples for item in train), "samples are of an epoch: weights are shares of a stream"),
-        ("data.max_length", data.max_length is None, "how long documents are is not known before they come"),
-        ("objective.reference", config.objective.reference == "precomputed", "that is for all data, before step 1"),
-        ("objective.kind", config.objective.kind == "kto", "a last step of a single answer has no KL estimate"),
-        ("trainer.on_spike", trainer.on_spike == "rollback", "a stream cannot leave out what came; skip and stop go"),
-        ("strategy.sequence_parallel", config.strategy.sequence_parallel != 1, "it is decided by the longest document"),
+        (
+            "data.temperature",
+            data.temperature != 1,
+            "it uses the sizes of sources, which a stream does not know: weights are its shares",
+        ),
+        (
+            "data.train",
+            any(item.samples for item in train),
+            "samples count an epoch, which a stream does not have: weights are its shares",
+        ),
+        ("data.max_length", data.max_length is None, "the lengths of documents are unknown before they are read"),
+        (
+            "objective.reference",
+            config.objective.reference == "precomputed",
+            "it is computed for all data before step 1",
+        ),
+        (
+            "objective.kind",
+            config.objective.kind == "kto",
+            "the last step may have a single answer, which gives no KL estimate",
+        ),
+        ("trainer.on_spike", trainer.on_spike == "rollback", "a stream cannot go back; use skip or stop"),
+        (
+            "strategy.sequence_parallel",
+            config.strategy.sequence_parallel != 1,
+            "the longest document decides it, which a stream does not know",
+        ),
     )
     for other, is_set, what in against:
         if is_set:
@@ -195,14 +229,14 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
         fix = "Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step."
         yield Fault(both[:1], "the size of an optimizer step is not set", fix)
     elif batch.examples_per_step is not None and batch.tokens_per_step is not None:
-        what = "a step is measured in documents or in tokens, not in both"
+        what = "the size of a step is set in documents and in tokens"
         yield Fault(both, what, "Keep one of them and set the other to null.")
     if batch.tokens_per_step is not None and row is None:
-        what = "a step of a number of tokens is made of rows whose length is not set"
+        what = "a step in tokens is made of rows, and the length of a row is not set"
         yield Fault(limits, what, "Set batch.tokens_per_device (the length of a row), or use batch.examples_per_step.")
     elif batch.tokens_per_step is not None and row and batch.tokens_per_step % row:
         what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
-        yield Fault(limits, what, f"Nearest that are: {nearest_multiples(batch.tokens_per_step, row)}.")
+        yield Fault(limits, what, f"The nearest sizes that are: {nearest_multiples(batch.tokens_per_step, row)}.")
 
 
 def _schedule(optim: Optim) -> Iterator[Fault]:
@@ -226,7 +260,7 @@ def _schedule(optim: Optim) -> Iterator[Fault]:
         elif not is_number(value) or not 0 <= value <= most:
             yield Fault(path, f"found {shortened(value)}", f"Allowed: number from 0 to {most:g}.")
     if optim.schedule == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(optim.schedule_options)) != 1:
-        what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
+        what = "the schedule cosine_with_min_lr needs its lowest learning rate, set once"
         yield Fault(where, what, "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}.")
     if optim.schedule == "warmup_stable_decay" and "num_decay_steps" not in optim.schedule_options:
         what = "the schedule warmup_stable_decay needs the length of its decay"
@@ -249,10 +283,10 @@ def _rounding(config: RunConfig) -> Iterator[Fault]:
         what = "adapters are float32, in training and in final/"
         yield Fault((key, "peft.kind"), what, "Remove it.", because="peft.kind")
     elif config.model.dtype == "float32" and rounding != "final" and not (lora and whole):
-        what = "the weights are float32, so none is rounded"
+        what = "the weights are float32, so nothing is rounded"
         yield Fault((key, "model.dtype"), what, "Remove it.", because="model.dtype")
     elif at_updates and name.startswith("zero"):
-        what = f"DeepSpeed, and so {name}, keeps float32 copies of the weights, which take the updates"
+        what = f"{name} (DeepSpeed) keeps float32 copies of the weights, which take the updates"
         yield Fault((key, "strategy.name"), what, "Remove it, or use strategy=fsdp2.")
 
 
@@ -269,7 +303,7 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         lacking = "data.eval" if held_out is None else "trainer.eval_every"
         yield Fault(("trainer.early_stop_patience",), what, fix, because=lacking)
     if trainer.restarts and trainer.checkpoint_every is None:
-        what = "without checkpoints a run could only be started again from its beginning"
+        what = "without checkpoints a run could only restart from its beginning"
         yield Fault(("trainer.restarts", "trainer.checkpoint_every"), what, "Set trainer.checkpoint_every.")
     if config.topology.min_nodes is not None and not trainer.restarts:
         what = "it does nothing without trainer.restarts"
@@ -278,7 +312,7 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = f"{trainer.mixed_precision} computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
     elif config.model.dtype == "float16" and config.peft.kind == "none":
-        what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
+        what = "weights in float16 cannot be trained: small updates become 0, and the loss soon becomes NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
     against_fp8 = dict[str, str]()
     if config.strategy.name.startswith("zero"):
@@ -290,11 +324,11 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for key, what in against_fp8.items() if trainer.mixed_precision == "fp8" else ():
         yield Fault(("trainer.mixed_precision", key), what, "Set trainer.mixed_precision=auto.")
     if trainer.activation_offload and trainer.gradient_checkpointing != "full":
-        what = "what layers keep, if they do not compute it again, has weights among it, which would be moved as well"
+        what = "without full recomputation, layers keep weights beside their activations, and these would move to the host too"
         keys = ("trainer.activation_offload", "trainer.gradient_checkpointing")
         yield Fault(keys, what, "Set trainer.gradient_checkpointing=full.")
     if trainer.torch_compile and trainer.tokens_per_mlp_tile:
-        what = "a compiled MLP runs all tokens in one program"
+        what = "a compiled MLP runs all tokens in one program, so it has no tiles"
         yield Fault(("trainer.tokens_per_mlp_tile", "trainer.torch_compile"), what, "Keep one of them.")
     if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
         what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
@@ -309,22 +343,22 @@ def _quantized(config: RunConfig) -> Iterator[Fault]:
     if config.model.quantize == "no":
         return
     if config.peft.kind == "none":
-        what = "quantised weights cannot be trained: their numbers are too few for an update to be seen"
+        what = "quantised weights cannot be trained: they have too few values for an update to show"
         yield Fault(("model.quantize", "peft.kind"), what, "Train adapters on them: peft=lora.", because="peft.kind")
     if not config.model.is_base_for_adapters:
-        what = "only the files of a model are read in fewer bits, not new weights and .gguf"
+        what = "only a model's own files can be loaded in fewer bits, not new weights or a .gguf file"
         yield Fault(("model.quantize", "model.path"), what, "Name a hub id or a folder, or remove the key.")
     if (name := config.strategy.name) in ("zero3", "zero3_offload"):
-        what = f"{name} cuts weights into pieces that their scales do not belong to"
+        what = f"{name} cuts weights into pieces that do not match their scales"
         yield Fault(("model.quantize", "strategy.name"), what, "Use strategy=ddp, zero2 or fsdp2.")
     elif (name != "ddp" and config.model.quantize == "fp8") or (name == "fsdp2" and config.model.quantize == "int8"):
         what = f"{name} cannot send the weights of {config.model.quantize}"
         yield Fault(("model.quantize", "strategy.name"), what, "Use nf4, or strategy=ddp.")
     if name == "fsdp2" and config.peft.merge:
-        what = "adapters on quantised weights that are spread are not merged yet"
+        what = "fsdp2 cannot merge adapters into quantised weights yet"
         yield Fault(("peft.merge", "model.quantize", "strategy.name"), what, "Set peft.merge=false.")
     if config.trainer.mixed_precision == "fp8":
-        what = "products in 8 bits are made of weights in 16"
+        what = "products in 8 bits need weights in 16 bits, not quantised ones"
         yield Fault(("model.quantize", "trainer.mixed_precision"), what, "Set trainer.mixed_precision=auto.")
 
 
@@ -336,11 +370,11 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
         yield Fault(("model.dtype", "strategy.name"), f"float16 weights cannot be spread by {name}", fix)
     if name in ("zero3", "zero3_offload") and config.trainer.torch_compile:
-        what = f"{name} gathers the weights of a module by hooks, which compiled modules do not run"
+        what = f"{name} gathers the weights of a module in hooks, and compiled modules run no hooks"
         fix = "Remove it, or choose strategy=fsdp2, zero2 or ddp."
         yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
     if config.strategy.shard_within == "machine" and name != "fsdp2":
-        what = f"{name} has no choice of what it is spread over"
+        what = f"only fsdp2 can spread the model within a machine, not {name}"
         yield Fault(("strategy.shard_within", "strategy.name"), what, "Remove it, or choose strategy=fsdp2.")
     if config.strategy.sequence_parallel != 1:
         yield from _split_rows(config)
@@ -355,18 +389,18 @@ def _split_rows(config: RunConfig) -> Iterator[Fault]:
     if mode == "padding":
         yield Fault((key, "packing.mode"), "padded batches are not split over processes", "Choose packing.mode=packed.")
     elif attention == "per_document":
-        what = "per_document runs each document by itself, in one process"
+        what = "per_document runs each whole document in one process"
         yield Fault((key, "model.attention"), what, "Choose model.attention=auto.")
     elif config.batch.limits(mode)[1] is None:
-        what = "nothing says from which length on documents are split"
+        what = "without a row length, no document is long enough to be split"
         yield Fault((key, "batch.tokens_per_device"), what, "Set batch.tokens_per_device.")
     elif config.batch.tokens_per_step is not None:
-        what = "a step of rows of batch.tokens_per_device has no place for what processes split"
+        what = "a step in tokens consists of rows of one process, and has no place for split documents"
         yield Fault(
             (key, "batch.tokens_per_step"), what, "Set batch.examples_per_step in place of batch.tokens_per_step."
         )
     elif config.packing.strategy == "in_order":
-        what = "split documents come first in a step, which does not keep their order"
+        what = "a step begins with its split documents, so it cannot keep the order of the data"
         yield Fault((key, "packing.strategy"), what, "Choose packing.strategy=best_fit.")
     elif config.model.experts == "loop":
         what = "a part of a row may be empty, and a loop over experts without tokens gives their weights no gradient"
@@ -377,11 +411,11 @@ def check_checkpointing(config: RunConfig) -> Iterator[Fault]:
     """Yield impossible combinations of trainer.gradient_checkpointing with other keys."""
     trainer, key = config.trainer, "trainer.gradient_checkpointing"
     if trainer.gradient_checkpointing == "selective" and trainer.torch_compile:
-        what = "the products inside compiled parts are not seen one by one, so none would be kept"
+        what = "compiled parts hide their products, so no result could be kept"
         fix = f"Set {key}=full or every_2, or trainer.torch_compile=false."
         yield Fault((key, "trainer.torch_compile"), what, fix)
     if trainer.gradient_checkpointing == "selective" and trainer.tokens_per_mlp_tile:
-        what = "it keeps a product of the MLP for all tokens, of which tiles are to keep none"
+        what = "selective keeps a product of the MLP for all tokens, and tiles must not keep it"
         yield Fault((key, "trainer.tokens_per_mlp_tile"), what, f"Set {key}=full or every_2, or leave the tiles out.")
 
 
@@ -392,7 +426,7 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         yield Fault(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
     for name in ("main_address", "node_rank") if kind in ("single", "local") else ():
         if getattr(topology, name) is not None:
-            what = f"topology={kind} is one machine, which has no use for it"
+            what = f"topology={kind} runs on one machine and does not use this key"
             yield Fault((f"topology.{name}", "topology.kind"), what, "Remove the key, or use topology=manual.")
     if kind == "single" and (topology.gpus_per_node or 1) > 1:
         fix = "Choose topology=local, or take topology.gpus_per_node away."
@@ -402,15 +436,15 @@ def _topology(topology: Topology) -> Iterator[Fault]:
     # IPv6 addresses have two colons or more
     if address is not None and (address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)):
         what = f"{address!r} is neither a host name nor an address"
-        yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")
+        yield Fault(("topology.main_address",), what, "Write only the host; its port is topology.main_port.")
     for name, value in topology.environment.items():
         path = (f"topology.environment.{name}",)
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            yield Fault(path, f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
+            yield Fault(path, f"{name!r} is no name of a variable", "Use letters, digits and _.")
         elif re.fullmatch(_LAUNCH_VARIABLE, name):
             yield Fault(path, "packtrain sets it itself, for each process", "Remove it; use topology's own keys.")
         elif speaks_of_secrets(name):
-            what = "by its name it is a secret, which would be written to config.yaml"
+            what = "its name says that it is a secret, and it would be written to config.yaml"
             yield Fault(path, what, f"Remove it, and export {name} in the shell or your job's environment.")
         elif not (is_number(value) or (isinstance(value, str) and "\0" not in value)):
             yield Fault(path, f"found {shortened(value)}", "Allowed: text or number.")

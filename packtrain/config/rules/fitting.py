@@ -13,7 +13,7 @@ from packtrain.wording import shortened
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 _WHOLE = {
-    "muon": "makes each matrix orthogonal as a whole",
+    "muon": "needs whole matrices, to make them orthogonal",
     "adagrad": "makes its states before the weights are spread",
 }
 """Why optimizers cannot step parts of weights. Others keep a state for the whole weight."""
@@ -38,7 +38,7 @@ _NAMES = Option(
     lambda value: all(map(_is_pattern, value)) if isinstance(value, list) else _is_pattern(value),
 )
 _STARTS = (
-    "true|gaussian. pissa and olora change the model's own weights, on which final/ is loaded and which a reference has as they were; "
+    "true|gaussian. pissa and olora change the base model's weights, but final/ and a reference need the original ones; "
     "corda, eva and lora_ga need data of their own"
 )
 _NUMBERS = Option(
@@ -77,13 +77,11 @@ def _peft(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault((key,), what, "Choose peft=lora, or remove the key.", because="peft.kind")
     targets, options = config.peft.target_modules, config.peft.options
     if isinstance(targets, str) and not _is_pattern(targets):
-        what, fix = "it is no regular expression", "A text is a pattern for whole names; of names write a list."
+        what, fix = "it is no regular expression", "A text is a pattern for whole names; write several names as a list."
         yield Fault(("peft.target_modules",), what, fix)
     for name in options.keys() - PEFT_OPTIONS.keys():
         fix = suggest(name, PEFT_OPTIONS, f"It has {', '.join(PEFT_OPTIONS)}.")
-        yield Fault(
-            (f"peft.options.{name}",), "there is no such option of adapters, or packtrain has not tried it", fix
-        )
+        yield Fault((f"peft.options.{name}",), "adapters have no such option, or packtrain has not tried it", fix)
     yield from check_options("peft.options", options, PEFT_OPTIONS)
     if "layers_to_transform" in options and isinstance(targets, str):
         what = "PEFT counts layers only where target_modules is a list of names"
@@ -102,7 +100,7 @@ def check_optimizer(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of optim.name with strategy.name."""
     name, optimizer = config.strategy.name, config.optim.name
     if name == "zero3_offload" and optimizer not in ADAMW:
-        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
+        what = f"DeepSpeed's optimizer on the host is AdamW, and it would silently replace {optimizer}"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
     elif name != "ddp" and optimizer not in (*ADAMW, "sgd", "rmsprop"):
         why = _WHOLE.get(optimizer, "keeps a state for a whole weight")

@@ -24,7 +24,7 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
     yield from _prefixes(config)
     if traits.scores and config.trainer.samples:
-        yield Fault(("trainer.samples",), "a reward model scores answers, and gives none", "Remove the key.")
+        yield Fault(("trainer.samples",), "a reward model scores answers, and writes none", "Remove the key.")
     yield from _losses(objective)
     yield from _options(objective)
     if objective.kind != "sft":
@@ -32,7 +32,7 @@ def check_objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if objective.kind == "dpo":
         yield from _dpo(objective)
     if objective.kind == "kto" and config.batch.examples_per_step == 1 and objective.losses == ["kto"]:
-        what = "the KL estimate of a step is made of two answers or more"
+        what = "the KL estimate of a step needs two answers or more"
         fix = "Set it to 2 or more (e.g. 32), or objective.loss=apo_zero_unpaired."
         yield Fault(("batch.examples_per_step",), what, fix)
 
@@ -48,20 +48,26 @@ def _prefixes(config: RunConfig) -> Iterator[Fault]:
     if kind != "sft":
         return
     if by_prefix and batch.examples_per_step is None:
-        what = "families of documents are drawn into steps of so many documents, not of so many tokens"
+        what = "families of documents need steps of a fixed number of documents, not tokens"
         yield Fault(("data.shuffle", "batch.examples_per_step"), what, "Set batch.examples_per_step.")
     if not packing.share_prefix:
         return
     if packing.mode != "packed":
-        yield Fault(("packing.share_prefix", "packing.mode"), "only packed rows share", "Choose packing.mode=packed.")
+        yield Fault(
+            ("packing.share_prefix", "packing.mode"),
+            "only packed rows can share a prefix",
+            "Choose packing.mode=packed.",
+        )
     if packing.strategy == "in_order":
-        what = "documents that begin alike are neighbours in a row, whatever their order in the data"
+        what = "documents that begin alike must be neighbours in a row, which changes the order of the data"
         yield Fault(("packing.share_prefix", "packing.strategy"), what, "Choose packing.strategy=best_fit.")
     if batch.examples_per_step is None:
-        what = "rows of so many tokens a step are filled before it is known what they share"
+        what = "with batch.tokens_per_step, rows are filled before their common prefixes are known"
         yield Fault(("packing.share_prefix", "batch.examples_per_step"), what, "Set batch.examples_per_step.")
     if config.objective.option("neftune_noise_alpha"):
-        what = "the noise on embeddings depends on the length of a document, and shared tokens are in several"
+        what = (
+            "the noise on embeddings depends on the length of a document, and shared tokens belong to several documents"
+        )
         yield Fault(("packing.share_prefix", "objective.options.neftune_noise_alpha"), what, "Remove one of them.")
 
 
@@ -91,7 +97,7 @@ def _options(objective: Objective) -> Iterator[Fault]:
     yield from check_options("objective.options", objective.options, known)
     weights = ("desirable_weight", "undesirable_weight")
     if objective.kind == "kto" and all(objective.options.get(name) == 0 for name in weights):
-        yield Fault(("objective.options",), "both weights are 0: that trains nothing", "Set one above 0.")
+        yield Fault(("objective.options",), "both weights are 0, which trains nothing", "Set one above 0.")
 
 
 def _dpo(objective: Objective) -> Iterator[Fault]:
@@ -109,12 +115,14 @@ def _dpo(objective: Objective) -> Iterator[Fault]:
         yield Fault(("objective.options.label_smoothing",), what, "Remove it, or choose the loss robust.")
     divergence = objective.option("f_divergence_type")
     if divergence != "reverse_kl" and (others := sorted({*losses} - _DIVERGING)):
-        what = f"{', '.join(others)} is not defined for {divergence}"
+        what = f"{', '.join(others)} is not defined for the divergence {divergence}"
         yield Fault(("objective.options.f_divergence_type",), what, "Use reverse_kl.")
     if objective.option("use_weighting"):
-        reasons = [f"{name} sorts pairs, which would get the weights of others" for name in objective.sorting_losses]
+        reasons = [
+            f"{name} sorts pairs, so a pair would get the weight of another" for name in objective.sorting_losses
+        ]
         if "sft" in losses:
-            reasons.append("sft is a mean over tokens, of which TRL cannot weigh the pairs")
+            reasons.append("sft is a mean over all tokens, so TRL cannot weigh its pairs")
         for what in reasons:
             yield Fault(("objective.options.use_weighting",), what, "Remove it, or choose another loss.")
 
@@ -124,7 +132,7 @@ def _answers(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data, traits = config.data, config.objective.traits
     what = "preference pairs" if traits.pairs else "answers with labels"
     if "data.loss_on" in given:
-        what_then = f"of {what} the answers are {'scored' if traits.scores else 'trained'}"
+        what_then = f"{what} always {'score' if traits.scores else 'train'} the answers"
         yield Fault(("data.loss_on",), what_then, "Remove the key.")
     if data.overlong == "split":
         cannot = "a preference pair" if traits.pairs else "an answer with a label"

@@ -47,7 +47,7 @@ def check_paths(config: RunConfig) -> Iterator[Fault]:
             yield from (Fault((key,), f"{problem.where}: {problem.what}", problem.fix) for problem in error.problems)
     for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
         if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
+            yield Fault((key,), f"{folder} is a file", "Name a folder, existing or new.")
 
 
 def check_packages(config: RunConfig) -> Iterator[Fault]:
@@ -102,7 +102,7 @@ def without_package(optimizer: str) -> str:
     if package is None:
         return ""
     works = f"{package} is installed, but does not work here: see python -c 'import {package}'."
-    return f"{works} optim=adamw needs no package."
+    return f"{works} optim=adamw needs no extra package."
 
 
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
@@ -139,7 +139,7 @@ def _data(data: Data) -> Iterator[Fault]:
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES)
     elif template and not _there(template) and as_name(template) not in template_names():
-        otherwise = "Names are those of TRL's templates, such as qwen3 and llama3."
+        otherwise = "The names are chatml and TRL's templates, such as qwen3 and llama3."
         hint = suggest(as_name(template), template_names(), otherwise, 3)
         what, fix = f"there is no chat template {template!r}", f"{hint} Or name a .jinja file."
         yield Fault(("data.chat_template",), what, fix)
@@ -218,7 +218,7 @@ def nearest(path: str) -> str:
     if not os.path.isdir(wanted.parent):
         return f"The folder {wanted.parent} does not exist; relative paths start at {Path.cwd()}."
     close = ", ".join(map(str, _near(wanted)))
-    return f"Near it: {close}." if close else f"{wanted.parent.absolute()} has none like it."
+    return f"Near it: {close}." if close else f"{wanted.parent.absolute()} has nothing with a similar name."
 
 
 def _near(wanted: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from packtrain.wording import whole
 
 _FIXED = {  # packtrain's own options, and options that break the script, with advice
     "array": "A sweep makes one: packtrain sbatch VERB CONFIG -m …",
-    "container-image": "The script would run in the image, which has no srun: write it in topology.command.",
+    "container-image": "The whole script would run in the image, which has no srun: name the image in topology.command.",
     "export": "The job gets all variables of the shell that submits; set others in topology.environment.",
     "nodes": "Set topology.nodes.",
     "output": "The log is in the run folder: set trainer.output_dir.",
@@ -51,10 +51,10 @@ def check_slurm(topology: Topology, resume: str) -> Iterator[Fault]:
     """Yield everything that cannot work as a Slurm job."""
     asked = count_gpus(topology)
     if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
-        what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
-        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Take one of the two away.")
+        what = f"a machine has {topology.gpus_per_node} processes, but topology.sbatch asks for {asked} GPUs"
+        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Remove one of the two keys.")
     if topology.requeue and resume != "auto":
-        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
+        what = f"with trainer.resume={resume} a requeued job would not resume from its newest checkpoint"
         yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
     for at, line in enumerate(topology.sbatch):
         where, options = (f"topology.sbatch[{at}]",), parse_options([line])
@@ -103,15 +103,15 @@ def note_secrets(setup: list[str]) -> Iterator[str]:
     for at, line in enumerate(setup):
         if any(_secrets_in(f"{_CODE[0]}{at}]", line)):
             learn(line, names=True)
-            yield f"{_SETUP}{at}]: it has a secret, which is in the script as it is; {_EXPORT.format(', and name it: $NAME')}"
+            yield f"{_SETUP}{at}]: it has a secret, and the script shows it in plain text; {_EXPORT.format(', and name it: $NAME')}"
 
 
 def _secrets_in(path: str, text: str) -> Iterator[Fault]:
     code, named = path.startswith(_CODE), _MAPPING.fullmatch(path)
     bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
     if variable := variable_of(text):
-        what = f"the value of ${variable} is in it: by its name a secret, which would be written into files"
-        yield Fault((path,), what, f"Where it is none, unset {variable}, or give the variable another name.")
+        what = f"it has the value of ${variable}, which by its name is a secret and would be written into files"
+        yield Fault((path,), what, f"If it is no secret, unset {variable}, or rename the variable.")
     elif is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
         yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""))

@@ -35,6 +35,8 @@ OPTIONAL = ("tools", "system", "input", "history", "reasoning_content", "attenti
 OPTIONAL += (*MASKS, "margin")
 LABEL = "label"
 """The column of packtrain kto that marks an answer as desirable or not."""
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+"""Labels by their text in lower case, since csv has text."""
 LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
 """Formats whose rows may have a label."""
 CHOSEN: dict[str, Format] = {"messages": "messages", "conversations": "sharegpt", "output": "alpaca"}

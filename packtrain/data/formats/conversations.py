@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import LABEL, MASKS, Row, is_answer_alone, list_of
+from packtrain.data.formats.columns import LABEL, LABELS, MASKS, Row, is_answer_alone, list_of
 from packtrain.data.formats.messages import (
     Messages,
     read_calls,
@@ -81,9 +81,13 @@ def refuse_media(row: Row) -> None:
 
 
 def refuse_unwanted(row: Row) -> None:
-    """Raise BadRow for an answer that is marked as undesirable."""
-    if str(row.optional(LABEL)).lower() == "false":
-        what = "this answer is marked as undesirable (false), and packtrain sft would train on it"
+    """Raise BadRow for an answer that is marked as undesirable. Other labels than true and false stay unread."""
+    value = row.values.get(row.name(LABEL))
+    label = LABELS.get(str(value).lower().removesuffix(".0"))  # a table with gaps has 0.0 for 0
+    if label is not None:
+        row.optional(LABEL)
+    if label is False:
+        what = f"this answer is marked as undesirable ({value}), and packtrain sft would train on it"
         fix = "Train on them with packtrain kto, or remove the column to train on all answers."
         raise BadRow("unwanted answer", what, row.name(LABEL), fix)
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import CHOSEN, PROMPTS, Row, parse_json
+from packtrain.data.formats.columns import CHOSEN, LABELS, PROMPTS, Row, parse_json
 from packtrain.data.formats.conversations import (
     READERS,
     Conversation,
@@ -46,7 +46,6 @@ from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ASKING = ("system", "developer", "user")
 """Roles that cannot begin an answer."""
-_LABELS = {"true": True, "false": False, "1": True, "0": False}
 _TURNS = re.compile(r"""\s*(\[\s*)?\{\s*"(role|from|content|value)"|\s*\[\s*\]""")
 """Match the beginning of messages as JSON."""
 Answered = Conversation | PromptCompletion
@@ -84,7 +83,7 @@ def read_unpaired(row: Row, format: Format) -> tuple[list[Answered], bool]:
         return [*read_preference(row)], True
     refuse_media(row)
     value = row.take("label")  # csv has text here
-    label = _LABELS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    label = LABELS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
     if label is None:
         raise wrong_type("true (desirable) or false", value, row.name("label"))
     example = READERS[format](row)

@@ -1,4 +1,4 @@
-"""Save and restore a run: weights, optimizer, schedule, random states and recent figures (`Checkpoints`).
+"""State of a run in a checkpoint (`Checkpoints`): weights, optimizer, schedule, random states, recent figures.
 
 FSDP2 uses torch's distributed checkpoints (model/spread.py), DeepSpeed the checkpoints of its engine.
 """
@@ -48,17 +48,17 @@ _SMALL_FILES = 2**20  # bytes of config, random states and the state of the run
 
 
 class Checkpoints:
-    """Checkpoints of a run: written in the background (`writer`), and read."""
+    """Checkpoints of a run: reads them, and writes them in the background (`writer`)."""
 
     def __init__(self, engine: Engine, settings: LoopSettings, held: Any) -> None:
-        """Keep `held`, the objective's Trainer. Its base class writes the files beside the weights."""
+        """`held` is the Trainer that the objective holds. Its base class writes the files beside the weights."""
         self._engine, self._settings, self._held = engine, settings, held
         self._model, self._accelerator = engine.model, engine.accelerator
         self._has_adapters = base_model(engine.model) is not engine.model
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
 
     def save(self, state: TrainerState, spikes: RecentFigures) -> None:
-        """Begin the checkpoint of this step, in a hidden folder. It is renamed when all ranks have written (writer.py)."""
+        """Begin the checkpoint of this step. Its hidden folder is renamed once all ranks have written (writer.py)."""
         writer = self.writer
         writer.wait()
         writer.warn_of_failures()
@@ -68,7 +68,7 @@ class Checkpoints:
         if reason := self._open(staging):
             writer.outcome.failed.append((step, reason))
             return
-        if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
+        if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering
             writer.write_later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
         self._save_optimizer(staging)
         writer.write_now(lambda: self._held._save_rng_state(str(staging)))
@@ -82,7 +82,7 @@ class Checkpoints:
         writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None, since)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's state dict. With adapters, leave out frozen weights, except adapters that optim.groups freezes."""
+        """Return the state dict of the model. With adapters it has no frozen weights, except the adapter weights that optim.groups freezes."""
         frozen = set[str]()
         if self._has_adapters:
             rest = ((name, weight) for name, weight in self._model.named_parameters() if ".default" not in name)
@@ -90,10 +90,10 @@ class Checkpoints:
         return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
 
     def _open(self, staging: Path) -> str:
-        """Make the folder of a checkpoint if there is room and time. Return, on all ranks, the reason if not."""
+        """Make the folder of a checkpoint if space and time suffice. Return the reason why not, on all ranks."""
         reason = ""
         if self._accelerator.is_main_process:
-            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, perhaps by more ranks
             try:
                 reason = _shortage_of_space(staging, self._checkpoint_bytes())
                 reason = reason or self._settings.stop.shortage_of_time(self.writer.outcome.seconds)
@@ -105,19 +105,21 @@ class Checkpoints:
             return cast(list, broadcast_object_list([reason]))[0]
 
     def warning_of_space(self, every: int | None) -> str:
-        """Return a warning if final/ and the kept checkpoints exceed the disk, or ""."""
+        """Return a warning if the disk is too small, else "". It must hold final/ and as many checkpoints as the run keeps at a time."""
         settings, final = self._settings, self._weights_bytes()
-        # the last step has one too
+        # the last step writes one too
         number = math.ceil((len(settings.steps) - settings.first_step) / every) if every else 0
         keep, there = settings.keep_checkpoints, len(list_checkpoints(settings.checkpoints))
-        most = number if keep is None else min(number, keep + 1)  # an old one goes when the new one is complete
+        most = (
+            number if keep is None else min(number, keep + 1)
+        )  # an old one is removed only when the new one is complete
         each = self._checkpoint_bytes() if most else 0
         reason = _shortage_of_space(settings.checkpoints, final + max(most - there, min(most, 1)) * each)
         what = f"{most} checkpoints of {size(each)} and final/ of {size(final)}"
         return f"no room for {what}: {reason} (trainer.output_dir, keep_checkpoints)" if reason else ""
 
     def _checkpoint_bytes(self) -> int:
-        """Return the bytes of the newest checkpoint, or an estimate from the weights' sizes."""
+        """Return the bytes of the newest checkpoint, else an estimate from the weights."""
         for newest in reversed(list_checkpoints(self._settings.checkpoints).values()):
             if files := written_into(newest):
                 return sum(number for number, _ in files.values())
@@ -127,15 +129,15 @@ class Checkpoints:
         return self._weights_bytes() + states + _SMALL_FILES
 
     def _weights_bytes(self) -> int:
-        """Return the bytes of the saved weights: all, or with adapters the trained ones."""
+        """Return the bytes of the saved weights. With adapters: only the adapters and other trained weights."""
         weights = [weight for weight in self._model.parameters() if weight.requires_grad or not self._has_adapters]
         return sum(elements(weight) * weight.itemsize for weight in weights)
 
     def _seal(self, step: int, best: int | None) -> None:
-        """Complete the checkpoint that all ranks have written, and remove the checkpoints that it replaces."""
+        """Complete the checkpoint that all ranks have written, and remove those that it replaces."""
         folder, keep = self._settings.checkpoints, self._settings.keep_checkpoints
         complete(staging_of(folder, step), folder_of(folder, step))
-        with suppress(OSError):  # the next one tries again
+        with suppress(OSError):  # the next checkpoint tries again
             prune(folder, keep, best, self._settings.origin)
 
     def _save_optimizer(self, folder: Path) -> None:
@@ -151,7 +153,7 @@ class Checkpoints:
             writer.write_later(partial(torch.save, states, folder / OPTIMIZER_NAME))
 
     def _save_engine(self, folder: Path) -> None:
-        """Save DeepSpeed's checkpoint. Its engine decides what goes into which file; the files are written in the background."""
+        """Write DeepSpeed's checkpoint. Its engine decides the contents of each file; the writer writes the files in the background."""
         engine, writer = self._engine.wrapped, self.writer
         files = engine.checkpoint_engine
         save, add_scripts = files.save, engine._copy_recovery_script
@@ -166,9 +168,9 @@ class Checkpoints:
             writer.write_later(partial((folder / "latest").write_text, tag))
 
     def restore(self, checkpoint: Path) -> None:
-        """Restore weights, optimizer and schedule from `checkpoint`.
+        """Load weights, optimizer and schedule of `checkpoint`. Any strategy may have written it, on any number of processes.
 
-        Any strategy on any number of processes may have written it. From here on the optimizer and schedule settings of this run apply.
+        From here on the optimizer and schedule settings of this run apply, not the checkpoint's.
         """
         settings = settings_of(self._engine.plain_optimizer)
         self._restore_states(checkpoint)
@@ -176,7 +178,7 @@ class Checkpoints:
         go_on(self._engine.plain_optimizer, self._engine.lr_schedule, settings, steps)
 
     def _restore_states(self, checkpoint: Path) -> None:
-        """Restore weights and optimizer. Load the saved files for the same strategy and process count, else go by name."""
+        """Load weights and optimizer. By name, unless strategy and number of processes are the checkpoint's."""
         strategy, processes = world_of(checkpoint)
         engine, model, optimizer = self._engine, self._model, self._engine.plain_optimizer
         names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -186,12 +188,12 @@ class Checkpoints:
         same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
         # other versions of libraries may order weights differently
         same = same and contents.order in (None, engine.weight_order)
-        same = same and not (strategy == "fsdp2" and engine.ema)  # torch loads into states that have no averages yet
+        same = same and not (strategy == "fsdp2" and engine.ema)  # torch's target has no averages before the first step
         if same and strategy == "fsdp2":
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
             put_weights(contents, names | buffers)
-            # the ranks of a machine share the mapped file, which goes to their GPUs tensor by tensor
+            # the ranks of a machine share the mapped file, and copy it to their GPUs tensor by tensor
             mapped = self._accelerator.device.type == "cuda"
             states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
             engine.optimizer.load_state_dict(states)
@@ -205,10 +207,10 @@ class Checkpoints:
             put_weights(contents, names | buffers)
             put_into_torch(contents, optimizer, names)
         for states in () if engine.ema else optimizer.state.values():
-            states.pop(AVERAGE, None)  # else a later run would go on with the average of this step
+            states.pop(AVERAGE, None)  # else a later run would continue with this outdated average
 
     def restore_random_state(self, checkpoint: Path, step: int) -> None:
-        """Restore this rank's random state. With another process count, seed it by trainer.seed, `step` and rank."""
+        """Restore this rank's random state. With another number of processes, seed it by trainer.seed, the `step` and the rank."""
         if world_of(checkpoint)[1] == self._accelerator.num_processes:
             self._held._load_rng_state(str(checkpoint))
             return
@@ -216,12 +218,12 @@ class Checkpoints:
         set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
 
     def restore_best_weights(self, state: TrainerState) -> None:
-        """Put the weights with the lowest evaluation loss back into the model."""
+        """Load the weights of the evaluation with the lowest loss into the model."""
         best = state.best_global_step
         folder = folder_of(self._settings.checkpoints, best or 0)
         if best == state.global_step:
             return
-        if not folder.is_dir():  # it did not fit on the disk, or is in another run folder
+        if not folder.is_dir():  # not written for lack of space, or in another run folder
             what = "final/ has the weights of the last step, not those of the best one"
             self._settings.say(f"{folder} is not there: {what}")
             state.best_metric = state.best_global_step = None
@@ -230,7 +232,7 @@ class Checkpoints:
         self._restore_states(folder)  # masters too: final/ may be made from them
 
     def save_model(self, folder: Path) -> None:
-        """Write a folder for from_pretrained. All processes call it; the main one writes."""
+        """Write a folder that from_pretrained loads. All processes call it; the main one writes."""
         dtype, main = base_model(self._model).dtype, self._accelerator.is_main_process
 
         def made(weight: torch.Tensor) -> torch.Tensor | None:
@@ -241,9 +243,8 @@ class Checkpoints:
             self._write_model(folder, self._whole_weights())
 
     def save_weights_in(self, dtype: torch.dtype, folder: Path, kept_as: str = MASTER) -> None:
-        """Write the model like `save_model`, with its weights in `dtype` (adapters stay float32).
-
-        The weights come from the float32 masters, if any, or from the optimizer state named `kept_as`."""
+        """Write the model like `save_model`, with the weights in `dtype`; adapters stay float32. The source are the float32 masters, if any,
+        or the optimizer's state named `kept_as`."""
         main, dither = self._accelerator.is_main_process, self._engine.dither
         exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed, kept_as=kept_as)
         names = {weight: name for name, weight in self._model.named_parameters()}
@@ -262,7 +263,7 @@ class Checkpoints:
             name_format(folder, dtype)
 
     def _stream(self, folder: Path, dtype: torch.dtype, made: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        """Write a whole, sharded model weight by weight, each from `made`. Return False if that is not possible (weights/stream.py)."""
+        """Write a spread model weight by weight, each from `made`. Return whether it could (weights/stream.py): not for adapters."""
         if not self._settings.sharded or self._has_adapters:
             return False
         if (plan := plan_files(self._model, dtype)) is None:
@@ -281,7 +282,7 @@ class Checkpoints:
         return True
 
     def _whole_weights(self) -> dict[str, torch.Tensor] | None:
-        """Gather the state dict of sharded weights on the main process; None without sharding."""
+        """Return the state dict of sharded weights, on the main process. None if the weights are not sharded."""
         adapted, main = self._has_adapters, self._accelerator.is_main_process
         if not self._settings.sharded:
             return None
@@ -297,7 +298,7 @@ class Checkpoints:
         return whole
 
     def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Write model and tokenizer on the main process. The weights are written even if config or tokenizer fail."""
+        """Write model and tokenizer, on the main process. The weights are written even if config or tokenizer fail."""
         if self._accelerator.is_main_process:
             base = base_model(self._model)
             weights = weights and {**getattr(self._model, "beside", {}), **weights}
@@ -310,7 +311,7 @@ class Checkpoints:
 
 
 def _shortage_of_space(folder: Path, needed: int) -> str:
-    """Return why `needed` bytes do not fit on the folder's disk, or ""."""
+    """Return why the disk of `folder` has no room for `needed` bytes, else ""."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -1,8 +1,8 @@
-"""Write checkpoints in the background: copy the changing tensors, write them in a thread.
+"""Checkpoints written in the background: a thread writes copies while training goes on.
 
-Each rank's thread writes its own part. Then the ranks agree, over a gloo group of their own, that every part is written, and
-rank 0 seals the checkpoint (folder.py). If the machine's memory has no room for the copies, the step waits for the write. A
-disk that is full or fails costs the checkpoint, never the run.
+Each rank's thread writes its own part. The ranks then agree, over a separate gloo group, that every part is written, and rank 0 seals the
+checkpoint (folder.py). If the machine's memory has no room for the copies, the step waits for the write. A full or failing disk costs the
+checkpoint, never the run.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from packtrain.train.sync import BACKGROUND
 _SHARE = 0.8
 """Share of the machine's free memory that copies may fill."""
 _LONGEST = timedelta(days=1)
-"""Time limit of the threads' group. The watchdog sees a step that waits for a write, so the group needs no limit of its own."""
+"""Time limit of the threads' group: practically none, because the watchdog sees a step that waits for a write."""
 _Jobs = list[Callable[[], object]]
 _NO_MEMORY = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
 @dataclass(slots=True)
 class WriteOutcome:
-    """Result of this process's writes: number `written`, `newest` step, `failed` as (step, why)."""
+    """Outcome of this process's checkpoints: number `written`, step of the `newest`, (step, why) per failure."""
 
     written: int = 0
     newest: int | None = None
     seconds: float = 0.0
-    """Duration of the newest write, from the first copy to the seal."""
+    """Time that the newest one took, from the first copy to the seal."""
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for summary.json."""
+        """Return the outcome for summary.json."""
         return {
             "written": self.written,
             "newest": self.newest,
@@ -59,36 +59,35 @@ class WriteOutcome:
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint at a time.
+    """Writer of one checkpoint at a time. `write_later` and `write_now` collect this process's part, `begin` starts, `wait` ends it.
 
-    `write_later` and `write_now` collect this process's part, `begin` starts the write, `wait` ends it. All ranks make the same calls.
-    A `with` block waits for the last write when it ends, except after an interrupt.
+    All ranks make the same calls. Used as a context manager, it waits for the last write, except when an interrupt ends the block.
     """
 
     def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
         self.outcome = WriteOutcome(newest=newest)
         self._say, self._jobs = say, _Jobs()
-        self._early = ""  # why an immediate write failed
+        self._early = ""  # the first fault of `write_now`
         self._stager: DefaultStager | None = None
         self._pins = torch.cuda.is_available()
         self._fits_in_memory, self._kept = True, False
         self.group: Any = None
-        """Process group for the threads' collectives; None if this process is alone."""
+        """Group of all ranks, only for collectives of the thread. None if this process is alone."""
         self._thread: Thread | None = None
         self._waits: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
         self._warned = 0
 
     def copied(self, state: Any, *, alone: bool = False) -> Any:
-        """Return a copy of `state` on the CPU; `state` itself if memory has no room.
+        """Return a copy of `state` with its tensors on the CPU. If memory has no room, return `state` itself; then `begin` waits.
 
-        In the second case `begin` waits. Every rank of the machine makes a copy of its own, unless rank 0 is `alone` in it.
+        Every rank of the machine makes its own copy, unless only rank 0 does (`alone`).
         """
         try:
             copies = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if self._fits_in_memory and (self._kept or _fits(state, copies)):
                 return self._staged(state)
-        except NotImplementedError:  # the stager cannot copy torchao's states in 8 and 4 bits
+        except NotImplementedError:  # torchao's 8-bit and 4-bit states, which the stager cannot copy
             return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -109,7 +108,7 @@ class CheckpointWriter:
             if not self._pins or out_of_memory(error):
                 raise
             self._pins, self._stager = False, None
-            # the refusal stays CUDA's last error in this thread, and would end the next kernel
+            # the refusal stays CUDA's last error in this thread, and the next kernel would raise it
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             copied = self._staged(state)
@@ -117,7 +116,7 @@ class CheckpointWriter:
             return copied
 
     def write_later(self, work: Callable[[], object]) -> None:
-        """Let the thread do `work`, which writes a part of the checkpoint from copies."""
+        """Queue `work`, which writes a part of the checkpoint from copies, for the thread."""
         self._jobs.append(work)
 
     def write_now(self, work: Callable[[], object]) -> None:
@@ -125,9 +124,9 @@ class CheckpointWriter:
         self._early = self._early or self._first_fault([work])
 
     def begin(self, step: int, staging: Path, seal: Callable[[], object] | None, since: float) -> None:
-        """Start to write the collected parts as the checkpoint of `step`.
+        """Start to write the collected parts as the checkpoint of `step`. Rank 0's `seal` runs when all ranks have written.
 
-        Rank 0 calls `seal` when all ranks have written. If a rank fails, `staging` is removed. `since`: start of collecting (time.monotonic).
+        If a rank fails, `staging` is removed. `since` is when collecting began (time.monotonic).
         """
         if self.group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
@@ -140,10 +139,10 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the last begun write, if any, to complete or fail. Raise errors that are not a disk's fault."""
+        """Wait until the current write, if any, is complete or has failed. Raises errors that are not a disk's."""
         if self._thread is not None:
             others = self._waits.get()
-            while others is not None:  # for the watchdog: who writes, and who waits for others
+            while others is not None:  # tells the watchdog who writes, and who waits for others
                 with waiting(others) if others else nullcontext():
                     others = self._waits.get()
             self._thread.join()
@@ -153,7 +152,7 @@ class CheckpointWriter:
             raise error
 
     def warn_of_failures(self, then: str = "") -> None:
-        """Warn of checkpoints that failed since the last call; `then` is added to the warning."""
+        """Warn of checkpoints that failed since the last call; `then` ends the message."""
         failed = self.outcome.failed
         for step, why in failed[self._warned :]:
             newest = self.outcome.newest
@@ -166,15 +165,15 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, Exception):
-            own_heartbeat().enter("checkpoint")  # it may take longer than the phase before
+            own_heartbeat().enter("checkpoint")  # the wait may exceed the limit of the phase before
             self.wait()
             self.warn_of_failures()
         self._stager = None  # frees the copies
 
     def _write(self, step: int, staging: Path, early: str, jobs: _Jobs, seal: _Jobs, since: float) -> None:
-        """Run in the thread: write this rank's part, wait for the others, seal. Every rank learns the outcome."""
+        """Run the thread: this rank's part, then the others', then the seal. Every rank learns the outcome."""
         try:
-            # all ranks or none: FSDP2's jobs wait for the jobs of other ranks
+            # all ranks or none: the jobs of FSDP2 wait for other ranks' jobs
             why = self._agree(early)
             if not why:
                 why = self._first_fault(jobs)
@@ -183,7 +182,7 @@ class CheckpointWriter:
             if not why:
                 self._note_wait("" if seal else "rank 0 to complete the checkpoint")
                 why = self._agree(self._first_fault(seal))
-        except Exception as error:  # the others are lost: training ends for the same reason
+        except Exception as error:  # the other ranks are lost: training ends for the same reason
             why = shortly(error)
         if why:
             shutil.rmtree(staging, ignore_errors=True)
@@ -194,7 +193,7 @@ class CheckpointWriter:
         self._waits.put(None)
 
     def _first_fault(self, jobs: _Jobs) -> str:
-        """Run `jobs` and return the first error, "" if none fails."""
+        """Run `jobs`; return the error of the first one that fails, "" if none does."""
         try:
             for job in jobs:
                 job()
@@ -208,7 +207,7 @@ class CheckpointWriter:
             self._waits.put(others)
 
     def _agree(self, why: str) -> str:
-        """Return the first rank's `why` that is not empty."""
+        """Return the first `why` by rank that is not empty."""
         if self.group is None:
             return why
         answers: list[Any] = [None] * dist.get_world_size(self.group)
@@ -217,7 +216,7 @@ class CheckpointWriter:
 
 
 def _thread(work: Callable[[], object]) -> Thread:
-    """Start a thread for `work` on this thread's GPU. Without set_device it would open a context on GPU 0."""
+    """Start a thread for `work` on this thread's GPU. Without a named GPU it would open a context on GPU 0."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def begin() -> None:
@@ -231,7 +230,7 @@ def _thread(work: Callable[[], object]) -> Thread:
 
 
 def _fits(state: Any, copies: int) -> bool:
-    """Return whether the machine's memory has room for `copies` copies of `state`."""
+    """Return whether the machine's memory has room for this many copies of `state`."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     size = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
     return copies * size <= _SHARE * free_memory()

@@ -1,7 +1,7 @@
-"""The loss of an objective (`Loss`), over the examples of a step (`ExampleLoss`), against a reference (`ReferenceLoss`).
+"""Losses: of an objective (`Loss`), over a step's examples (`ExampleLoss`), against a reference (`ReferenceLoss`).
 
-A micro-batch of answers is a padded batch that runs as a row (model/forward.py). The formulas are in packtrain/objectives. Losses are
-means over the examples or tokens of the global step, and each logged figure is a mean over its own units.
+A micro-batch of answers is a padded batch that runs as a row (model/forward.py). The formulas are in packtrain/objectives. Losses are means
+over the examples or tokens of the global step, and each logged figure is a mean over its own units.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from packtrain.train.patches import hold_trainer
 from packtrain.train.settings import LoopSettings
 
 Logps = tuple[torch.Tensor, ...]
-"""Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
+"""Log-probabilities, float32. Pairs: two tensors [pairs], chosen and rejected. Answers with labels: one tensor [answers]."""
 EvaluationBatches = Callable[..., Iterator[MicroBatch]]
-"""This rank's micro-batches of an evaluation set; a function may replace its steps first (kto: by their mismatched pairs)."""
+"""Yields this rank's micro-batches of an evaluation set. A function may replace its steps first (kto: by their mismatched pairs)."""
 
 
 class Loss:
@@ -40,7 +40,7 @@ class Loss:
     """
 
     extra_forwards = 0
-    """Forward passes of a step besides the trained one: the reference's, and those of kto's KL estimate."""
+    """Forward passes of a step besides the trained one: for the reference and for kto's KL estimate."""
 
     def __init__(self, model: Any, arguments: TrainingArguments, tokenizer: Any, settings: LoopSettings) -> None:
         self.held: Any = hold_trainer(model, arguments, tokenizer)
@@ -48,53 +48,52 @@ class Loss:
         self.settings, self.model = settings, model
         self.accelerator, self.device = self.held.accelerator, arguments.device
         self.compute_dtype: torch.dtype = settings.autocast or base_model(self.model).dtype
-        """The number format of computation."""
+        """Number format of computation."""
         # accelerate wraps the forward in autocast, except under DeepSpeed
         self.autocast = settings.autocast if self.held.is_deepspeed_enabled else None
         self.changes: list[str] = []
-        """Names of the changes that were made to how the model computes (verify/changes.py)."""
+        """Names of the changes made to how the model computes (verify/changes.py)."""
         self.report_phase: Callable[..., object] = lambda phase, **_: None
-        """Called with each new phase where a loss runs the model more than once (set by loop.py)."""
+        """Called with each new phase by losses that run the model more than once (set by loop.py)."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Scalar: what a micro-batch adds to the loss of the step, times the number of processes, since gradients are averaged.
+        """Return a scalar: the micro-batch's share of the step's loss, times the number of processes. Gradients are averaged over processes.
 
-        `counts` int64 [4] are those of the whole step: trained targets, tokens, slots, examples.
+        `counts` int64 [4] cover the whole step: trained targets, tokens, slots, examples.
         """
         raise NotImplementedError
 
     def of_rows(self, batch: MicroBatch) -> torch.Tensor:
-        """Scalar: a loss of a micro-batch that needs nothing else (no reference), by which changes to the model are proved."""
+        """Return a scalar loss of a micro-batch that needs no reference. Proofs of changes to the model use it."""
         return self.compute(self.model, batch, torch.tensor(batch.counts, device=self.device))
 
     def open_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Called before the micro-batches of a step."""
+        """Prepare for the micro-batches of a step, before the first one."""
 
     def pop_metrics(self) -> dict[str, Any]:
-        """The objective's own metrics of the steps since the last call, which are reset; called on every rank."""
+        """Return the objective's own metrics since the last call, and reset them. Every rank calls it."""
         return {}
 
     def mark_metrics(self) -> Callable[[], None]:
-        """Returns the function that takes the metrics back to what they are now."""
+        """Return a function that resets the metrics to their current values."""
         return lambda: None
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """Metrics over all evaluation sets together by name, `loss` among them, and over each named one as NAME_metric; called in eval
-        mode, on every rank."""
+        """Return metrics, `loss` among them, over all evaluation sets and each named set (NAME_metric). Every rank calls it, in eval mode."""
         raise NotImplementedError
 
     @contextmanager
     def keeping_metrics(self) -> Iterator[None]:
-        """Inside the block no metric of the step is changed."""
+        """Keep the metrics of the step unchanged inside the block."""
         yield
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """The inputs of a micro-batch on this device, bit for bit."""
+        """Return the inputs of a micro-batch on this device, bit for bit."""
         return on_device(batch.inputs, self.device)
 
 
 class ExampleLoss(Loss):
-    """A loss with its mean over the examples of a step: pairs, or answers with labels.
+    """A loss averaged over the examples of a step: pairs, or answers with labels.
 
     A subclass defines `measure` and `zero`, and the names of its figures.
     """
@@ -116,7 +115,7 @@ class ExampleLoss(Loss):
     def measure(
         self, model: torch.nn.Module, inputs: dict[str, Any], counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """Return the micro-batch's share of the loss of a step of these `counts`, and its figures."""
+        """Return the micro-batch's share of the loss, and its figures. `counts` cover the whole step."""
         raise NotImplementedError
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -124,7 +123,7 @@ class ExampleLoss(Loss):
         raise NotImplementedError
 
     def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Return the micro-batch's share of the loss of a step of these `counts`, and add up its figures."""
+        """Return the micro-batch's share of the loss, and add up its figures. `counts` cover the whole step."""
         inputs = self.inputs(batch)
         if not batch.examples:
             return self.zero(model, inputs)
@@ -134,7 +133,7 @@ class ExampleLoss(Loss):
         return loss
 
     def open_evaluation(self, batches: EvaluationBatches) -> None:
-        """Called before the losses of an evaluation."""
+        """Prepare for the losses of an evaluation."""
 
     def compute(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """See Loss."""
@@ -159,14 +158,14 @@ class ExampleLoss(Loss):
             self._metrics = kept
 
     def evaluate(self, sets: Mapping[str, EvaluationBatches]) -> dict[str, float]:
-        """The loss and all metrics."""
+        """Return the loss and all metrics."""
         counts = torch.zeros(4, len(sets), dtype=torch.int64, device=self.device)
         for own, batches in zip(counts.T, sets.values(), strict=True):
             for batch in batches():
                 own += torch.tensor(batch.own_counts, device=counts.device)
         with waiting("the counts of all ranks"):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-        # [sets, 2]: what each adds to the loss of all, and its own loss, of one forward pass
+        # [sets, 2]: each set's share of the loss over all sets, and its own loss; one forward pass gives both
         losses = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
         every, of_sets = self.new_metrics(), list[dict[str, Any]]()
         with self.keeping_metrics():
@@ -189,12 +188,12 @@ class ExampleLoss(Loss):
 class ReferenceLoss(ExampleLoss):
     """A loss of answers that compares the model with a reference.
 
-    The reference is a model of its own, or `model` with its adapters off (or with its adapters named `ref`), or log-probabilities that
-    come with the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
+    The reference is a separate model, or `model` with its adapters off (or with its adapters named `ref`), or log-probabilities that come with
+    the batches. A subclass defines `measure`, `logps_of` and `zero_margin_loss`.
     """
 
     answers: tuple[str, ...]
-    """What the answers of each part of Logps are called (first_loss.py)."""
+    """Names of the answers in each part of Logps (first_loss.py)."""
     reference_names: tuple[str, ...]
     """Names of the reference's log-probabilities in a batch."""
 
@@ -208,23 +207,23 @@ class ReferenceLoss(ExampleLoss):
         reference: PreTrainedModel | None,
         outputs: tuple[str, ...],
     ) -> None:
-        """`outputs` are the figures by token that the loss reads from the output head."""
+        """`outputs` are the per-token figures that the loss reads from the output head."""
         super().__init__(model, arguments, tokenizer, settings)
         base = base_model(model)
         patches: Any = {"autocast": self.autocast, "backend": settings.backend}
         add_fused_lm_head(base, outputs=outputs)
         patch_forward(base, answer_outputs=outputs, **patches)
         self.reference: Any = reference and self._prepare_reference(reference)
-        """The reference's own model as it is called; None where there is none."""
+        """The reference model, ready to be called; None if there is none."""
         if reference is not None:
-            if is_compiled(base):  # else it would round otherwise, and the first margins not be zero
+            if is_compiled(base):  # else it would round differently, and the first margins would not be zero
                 compile_layers(reference)
             patch_forward(reference, answer_outputs=("log_probs",), **patches)
         self.beta = objective.beta
         self.extra_forwards = int(objective.reference != "precomputed")
 
     def _prepare_reference(self, reference: PreTrainedModel) -> Any:
-        """Give the reference its output head, and the place and the sharding that this strategy has for a model without updates."""
+        """Give the reference its output head. Place and shard it as the strategy does for models without updates."""
         add_fused_lm_head(reference)
         disable_dropout_in_model(reference)
         if self.held.is_deepspeed_enabled:
@@ -232,26 +231,26 @@ class ReferenceLoss(ExampleLoss):
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def policy_logps(self, batch: MicroBatch) -> Logps:
-        """Log-probabilities of the answers of a micro-batch by the trained model."""
+        """Return log-probabilities of a micro-batch's answers by the trained model."""
         return self.logps(self.model, self.inputs(batch))
 
     def reference_logps(self, batch: MicroBatch) -> Logps:
-        """Log-probabilities by the reference; precomputed ones come with the batch."""
+        """Return log-probabilities by the reference. Precomputed ones come with the batch."""
         return self.compared_with(self.inputs(batch))
 
     def logps_of(self, outputs: Any, inputs: dict[str, Any]) -> Logps:
-        """Sum up the head's `outputs` by token to log-probabilities of answers."""
+        """Sum the head's per-token `outputs` to log-probabilities of answers."""
         raise NotImplementedError
 
     @torch.no_grad()
     def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
-        """Log-probabilities by `model` as it is."""
+        """Return log-probabilities by `model`, without gradient checkpointing."""
         options = self.held.args.activation_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, options), self.accelerator.autocast():
             return self.logps_of(self.score_tokens(model, inputs), inputs)
 
     def compared_with(self, inputs: dict[str, Any]) -> Logps:
-        """Log-probabilities of the reference, computed unless they come with the `inputs`."""
+        """Return the reference's log-probabilities, computed unless they come with the `inputs`."""
         if self.reference_names[0] in inputs:
             return tuple(inputs[name] for name in self.reference_names)
         if self.reference is not None:
@@ -261,23 +260,23 @@ class ReferenceLoss(ExampleLoss):
             return self.logps(self.model, inputs)
 
     def score_tokens(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return the outputs of the model's head for each token of a padded batch, [rows, slots - 1]."""
+        """Return the head's outputs for each token of a padded batch, [rows, slots - 1]."""
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
         return model(**self.model_inputs(inputs), labels=labels, fused_lm_head=True, use_cache=False)
 
     def targets_of(self, outputs: Any, inputs: dict[str, Any], name: str = "log_probs") -> torch.Tensor:
-        """Return the output of this name without the virtual tokens that prompt tuning puts in front, [rows, slots - 1]."""
+        """Return the output `name`, [rows, slots - 1]. It has no virtual tokens of prompt tuning."""
         return getattr(outputs, name)[:, 1 - inputs["input_ids"].shape[1] :]
 
     def zero_margin_loss(self, batch: MicroBatch) -> float | None:
-        """The loss of a micro-batch at a zero margin, by its formula; None where no formula is known here."""
+        """Return the loss of a micro-batch at a zero margin, by its formula. None if the formula is not known here."""
         raise NotImplementedError
 
     def prepare_standalone(self, batch: MicroBatch, *, estimated: bool) -> None:
-        """Called before `standalone_loss`."""
+        """Prepare for `standalone_loss`."""
 
     def standalone_loss(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
-        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
+        """Return the loss of one micro-batch as if it were a step. Compare with the `reference` log-probabilities if given."""
         inputs = self.inputs(batch)
         if reference is not None:
             inputs |= dict(zip(self.reference_names, reference, strict=True))
@@ -291,14 +290,14 @@ class ReferenceLoss(ExampleLoss):
         return -log_probs.sum() / max(1, batch.trained + batch.rejected)
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs that go to the model."""
+        """Return the inputs that go to the model."""
         unused = ("completion_mask", "label")
         return {name: value for name, value in inputs.items() if not (name in unused or name.startswith("ref_"))}
 
     def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """See ExampleLoss.
 
-        With sharded weights the reference is called too, and first, since processes with examples call it.
+        With sharded weights the reference is called first: processes with examples call it, too.
         """
         if self.settings.sharded:
             self.compared_with(inputs)
@@ -307,7 +306,9 @@ class ReferenceLoss(ExampleLoss):
 
 
 def by_name(sets: Iterable[str], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`figures` (those of all `sets` together, then those of each) in one mapping, where those of a named set have its name in front."""
+    """Merge `figures` into one mapping; a named set's keys begin with its name.
+
+    `figures` begins with the figures over all `sets` together; one mapping for each set follows."""
     whole, *own = figures
     return {
         **whole,
@@ -331,12 +332,12 @@ class MeanFigures:
         self._sums = part if self._sums is None else self._sums + part
 
     def add_sums(self, other: Any) -> None:
-        """Adds the sums of another one, which keeps them."""
+        """Add the sums of `other`, which keeps them."""
         if other._sums is not None:
             self._sums = other._sums if self._sums is None else self._sums + other._sums
 
     def mark(self) -> Callable[[], None]:
-        """Returns the function that takes the sums back to what they are now."""
+        """Return a function that resets the sums to their current values."""
         sums = self._sums
 
         def take_back() -> None:

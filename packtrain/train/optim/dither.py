@@ -1,14 +1,14 @@
-"""Dither: move float32 masters off the middle of their rounding cells.
+"""Float32 masters at random places of their rounding cells. A model that computes in bfloat16 then sees every update.
 
-A rounding cell is the set of float32 numbers that round to one bfloat16 number. A weight from a bfloat16 file lies in the middle of its
-cell: the forward pass sees no update until updates add up to half the cell's width, some 50 steps of AdamW at 1e-5 for a weight of 0.15.
-At a random place in its cell the master rounds to the same bfloat16 weight, but an update of a hundredth of a cell takes one weight in a
-hundred over a border. The model then sees each update in the mean, and keeps what it learned when it is rounded at the end. Signal
-processing calls this dither: Roberts 1962, doi 10.1109/TIT.1962.1057702; Gray and Stockham 1993, doi 10.1109/18.256489.
+A cell holds the float32 numbers that round to one bfloat16 number. A weight from a bfloat16 file is in the middle of its cell: the forward
+pass sees no update until updates add up to half a cell, some 50 steps of AdamW at 1e-5 for a weight of 0.15. At a random place of its cell the
+master is the same bfloat16 weight, but an update of a hundredth of a cell takes one weight in a hundred over a border. The model then sees
+each update in the mean, and the weight keeps what it learned when it is rounded at the end. (Signal processing calls this dither: Roberts
+1962, doi 10.1109/TIT.1962.1057702; Gray and Stockham 1993, doi 10.1109/18.256489.)
 
-Places are uniform in the bits that rounding cuts off. At a power of two the cell is half as wide towards zero; both sides then get
-equally many places, and updates to either side are seen at their true size. A place is a function of the seed, the weight's name and the
-index in the weight: the same on any number of processes and under any strategy.
+Places are uniform in the bits that rounding cuts off. At powers of two the cell is half as wide on the side of zero; both sides then hold
+equally many places, so that the model sees updates in both directions at their true size. A place is a function of the seed, the weight's name
+and the index in the weight: it is the same on any number of processes and under any strategy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from packtrain.model.spread import layers_of
 from packtrain.monitor.heartbeat import waiting
 
 _AT_ONCE = 2**20
-"""Numbers moved at a time (four times as many on a GPU), so that no second copy of a weight is made."""
-_LAST = 0x7F7F8000  # bits of the first float32 that rounds to infinity; later ones do too, or are NaN
+"""Numbers that a CPU moves at a time (a GPU: four times as many), to avoid a second copy of a weight."""
+_LAST = 0x7F7F8000  # float32 bits from here on round to infinity, or are no number
 
 
 @torch.no_grad()
 def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None:
-    """Move float32 `masters`, exact in bfloat16, to random places in their cells, in place.
+    """Move float32 `masters` to random places of their cells, in place. They must be exact in bfloat16.
 
-    They are contiguous numbers of the weight `name`, from flat index `first` on. Zeros stay. Raises CheckFailed if a number
-    does not round to its old value.
+    `masters` are the contiguous numbers of weight `name` from flat index `first` on. Zeros stay. Raises CheckFailed if a master no longer
+    rounds to its old value.
     """
     wrong = torch.zeros((), dtype=torch.bool, device=masters.device)
     for part, start in _parts(masters):
@@ -52,8 +52,7 @@ def dither_(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> None
 
 @torch.no_grad()
 def dithered(trained: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
-    """Return a copy of any float32 numbers, to be rounded by chance. Each number rounds to one of its two neighbours in bfloat16, more likely
-    to the nearer one."""
+    """Return a copy that rounds at random to a bfloat16 neighbour of each number. The nearer neighbour is the likelier."""
     copy = trained.detach().clone(memory_format=torch.contiguous_format)
     for part, start in _parts(copy):
         _add_places(part, seed, name, first + start)
@@ -62,7 +61,7 @@ def dithered(trained: torch.Tensor, seed: int, name: str, first: int = 0) -> tor
 
 @torch.no_grad()
 def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> torch.Tensor:
-    """Return a copy of trained `masters` without the offset of `dither_`, scaled to present cells."""
+    """Return a copy of trained `masters` without their dither. The offset is scaled to the width of their present cells."""
     copy = masters.detach().clone(memory_format=torch.contiguous_format)
     for part, start in _parts(copy):
         moved = (middle := part.bfloat16().float()).clone()
@@ -73,30 +72,31 @@ def undithered(masters: torch.Tensor, seed: int, name: str, first: int = 0) -> t
 
 @dataclass(frozen=True, slots=True)
 class Dither:
-    """Trained weights computed in bfloat16 from float32 masters (`rounded`), by name. The masters of `moved` start off the middle of their
-    cells, by `seed`. They differ by weights that `exact_in_bfloat16` rejects, and if the run began under another strategy."""
+    """Trained weights by name. `rounded`: computed in bfloat16 from float32 masters. `moved`: their masters start off the middle of their
+    cells, by `seed`. Both hold the same weights, unless the run began under another strategy."""
 
     rounded: Mapping[str, torch.Tensor] = field(default_factory=dict)
     moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
     seed: int = 0
 
     def move_weights(self) -> None:
-        """Move weights that are float32 themselves, before an optimizer is made. A process moves its part of a sharded weight."""
+        """Move the weights that are float32 themselves. Call it before an optimizer is made. Each process moves its own part of a sharded
+        weight."""
         for name, weight in self.moved.items():
             if weight.dtype == torch.float32:
                 own, first = own_part(weight)
                 dither_(own, self.seed, name, first)
 
     def move_master(self, name: str, master: torch.Tensor, first: int | None = None) -> None:
-        """Move a new master of a 16-bit weight. It begins at flat index `first`, or where its shard begins."""
+        """Move a new master of a 16-bit weight. It begins at flat index `first`; None: at the start of this process's part of a sharded
+        weight."""
         if name in self.moved:
             own, start = own_part(master)
             dither_(own, self.seed, name, start if first is None else first)
 
     def in_format(self, name: str, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the whole trained float32 weight `name` as saved in `dtype`. float32 is saved without the offset. Rounding keeps it: the
-        result is the weight of the forward pass. If other weights were moved, an unmoved one is rounded to bfloat16 by chance, so that it
-        keeps its updates in the mean."""
+        """Convert a whole trained float32 weight to the saved format `dtype`. In float32: without its offset. Rounded: with its offset, which
+        gives the weight that the model computed with. A weight without offset is rounded at random, to keep its updates in the mean."""
         if dtype == torch.float32:
             return undithered(whole, self.seed, name) if name in self.moved else whole
         moved = name in self.moved or not self.moved or dtype != torch.bfloat16
@@ -104,9 +104,11 @@ class Dither:
 
 
 def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
-    """Dither the float32 weights of `model`, for any training loop under autocast to bfloat16. Call it on one process or on each process of
-    DDP, before the optimizer is made and the trainer sees the model. Save a trained weight as `in_format(name, weight, dtype)` of the returned
-    Dither. Raises UserError if the model's layers are not known."""
+    """Move the float32 weights of `model`, for any training loop under autocast to bfloat16. Call it on one process, or on each process of
+    DDP, before an optimizer is made and a trainer sees the model.
+
+    Save a trained weight as `in_format(name, weight, dtype)` of the returned Dither. Raises UserError if the layers of `model` are not known.
+    """
     if not layers_of(model):
         what = f"the layers of a {type(model).__name__} are not known"
         raise UserError(what, where="dither_weights", fix="Give the transformers model itself, not wrapped.")
@@ -117,11 +119,11 @@ def dither_weights(model: nn.Module, *, seed: int = 0) -> Dither:
 
 
 def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: bool) -> dict[str, torch.Tensor]:
-    """Return the trained weights that are computed in bfloat16 from float32 masters.
+    """Return the trained weights that the model computes in bfloat16 from float32 masters.
 
-    16-bit weights have masters of their own. float32 weights are computed in bfloat16 if they are gathered in it (`autocast`,
-    `sharded` by FSDP2). Otherwise only linear modules of layers are, since autocast always casts these; embeddings, norms, experts in one
-    tensor and the output head are left out. Adapters are float32, but begin as numbers in the format of their base.
+    16-bit weights have separate masters. float32 weights count if FSDP2 gathers them in bfloat16 (`autocast` and `sharded`); otherwise only
+    those in linear modules of layers count, which autocast always casts. It leaves embeddings, norms, experts in one tensor and the output
+    head alone. Adapters are float32, but begin as numbers in the format of their base.
     """
     parts = (module for layer in layers_of(model) for module in layer.modules())
     inside = {id(module.weight) for module in parts if isinstance(module, (nn.Linear, Conv1D))}
@@ -135,9 +137,8 @@ def rounded_weights(model: nn.Module, autocast: torch.dtype | None, *, sharded: 
 
 
 def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return those `weights` that are exact in bfloat16, as all from a bfloat16 file are. float32 weights of zeros only are left out, as half
-    of the adapters begin: `dither_` does not move zeros, and final/ would subtract an offset that was never added. All processes that share
-    weights call it."""
+    """Return the `weights` that are exact in bfloat16. All weights from a bfloat16 file are. Leave out float32 weights of only zeros, as half
+    of an adapter's are at first: zeros do not move, and final/ would subtract an offset that was never added. Collective."""
     if not weights:
         return {}
     device = next(iter(weights.values())).device
@@ -154,8 +155,8 @@ def exact_in_bfloat16(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def own_part(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this process's numbers of a weight, not copied, and their first flat index."""
-    if (part := getattr(weight, "ds_tensor", None)) is not None:  # ZeRO-3 pads it at the end
+    """Return this process's part of a weight, in place, and its first flat index."""
+    if (part := getattr(weight, "ds_tensor", None)) is not None:  # of ZeRO-3, padded at the end
         first = torch.distributed.get_rank() * part.numel()
         return part.data.view(-1)[: max(0, weight.ds_numel - first)], first  # type: ignore[attr-defined]
     if isinstance(weight, DTensor):
@@ -179,12 +180,12 @@ def _parts(whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None:
-    """Add odd random numbers to the bits of float32 [n], in place. They are below 2^15 in magnitude. `numbers` begin at flat index `first` and
-    do not cross zero. Zeros, and numbers without a finite neighbour above, stay."""
+    """Add odd random numbers between -2^15 and 2^15 to the bits of float32 [n]. `first` is their first flat index. No number crosses zero.
+    Zeros and numbers without a neighbour above stay."""
     bits = numbers.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF  # a number that changes its sign is still moved the same way
+    magnitude = bits & 0x7FFFFFFF  # so that numbers of either sign move the same way
     places = _random_bits(seed, name, first, len(numbers), numbers.device).to(torch.int32)
-    # on a GPU this question would wait for the device
+    # on a GPU always mask: reading the range would wait for the device
     if numbers.device.type != "cpu" or not 0 < (range_ := torch.aminmax(magnitude)).min <= range_.max < _LAST:
         places.masked_fill_((magnitude == 0) | (magnitude >= _LAST), 0)
     magnitude.add_(places).clamp_(min=0)
@@ -192,8 +193,8 @@ def _add_places(numbers: torch.Tensor, seed: int, name: str, first: int) -> None
 
 
 def _random_bits(seed: int, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd int16 [count] for the flat indices from `first` on. Each four in a row come from one 64-bit number, mixed as in SplitMix64
-    (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195)."""
+    """Return odd int16 [count] for the flat indices from `first` on. One 64-bit number serves four indices in a row; it comes from the mixing
+    function of SplitMix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) in wrapping arithmetic."""
     begin = first // 4
     mixed = torch.arange(begin, (first + count + 3) // 4, device=device) + _int64(
         zlib.crc32(f"{seed} {name}".encode()) << 32

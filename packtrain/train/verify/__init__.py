@@ -1,1 +1,1 @@
-"""Proofs on the loaded model: packed rows train like lone documents; changes compute the same."""
+"""Proofs on the loaded model. One reports that packed rows train like single documents, one that a change alters nothing."""

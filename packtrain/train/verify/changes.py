@@ -1,8 +1,8 @@
-"""Changes to how the loaded model computes, made before step 1 if proved exact.
+"""Faster ways for the loaded model to compute, each proved before step 1.
 
-They come before the proofs of the objective and before a reference's log-probabilities are precomputed, so that both apply to the
-model in training. A resumed run decides anew, with the first documents of the data and the weights that the run began with. On
-a machine with the same packages it decides alike.
+Changes are made before the objective's proofs and before the reference's log-probabilities are precomputed, so both use the model
+that trains. A resumed run proves again, with the first documents of the data and the weights that the run began with. On a machine
+with the same packages it makes the same changes.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from packtrain.train.loop import StepTrainer
 from packtrain.wording import counted
 
 _TOKENS = 2048
-"""Total tokens of the documents that prove a change; one longer document also serves."""
+"""Tokens in all of the documents that prove a change, unless each document is longer."""
 _NO_GRADIENTS = "computes no gradients before step 1, by which it would be proved"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """A change: its `name` in the log, `what` it changes, how to `make` it. `lacks`: why it is not available ("": it is).
+    """A change, and the function that makes it.
 
-    `key`: the config key that asked for it by name; a change that is not exact is then an error. None: auto tries it.
-    `tolerance`: None for the rounding error of the format that the model computes in. `unproved`: why it is made
-    without this proof; "" if it needs the proof.
-    """
+    `name` stands in the log; `what` says what the model computes after it; `lacks` says why it cannot be made ("": it can). `key`: the
+    config key that asked for it by name, which makes a failed proof an error; None if auto tries it. `tolerance`: None for the rounding of
+    the compute dtype. `unproved`: why it is made without this proof; "" if it is proved."""
 
     name: str
     what: str
@@ -63,22 +62,21 @@ class ModelChange:
 def changes_of(
     model: Model, trainer: StepTrainer, *, fp8: bool = False, mlp_tokens: int | None = None
 ) -> list[ModelChange]:
-    """List the changes to try. They depend on config group `model`; `fp8` asks for products in 8 bits, `mlp_tokens` for tiled MLPs. On a
-    CPU they are only experts and changes asked for by name."""
+    """List the changes to try. On a CPU these are only experts and changes that are asked for by name.$$"""
     on_gpu, dtype = trainer.loss.device.type == "cuda", trainer.settings.autocast
     changes = list[ModelChange]()
     if model.experts != "loop" and can_group(base_model(trainer.model)):
         asked = EXPERTS_KEY if model.experts == "grouped" else None
         what, make = "all of a layer in one grouped product", _on_all(trainer, group_experts)
-        # transformers groups experts by default, so they are grouped without a proof, too
+        # transformers groups experts without a proof too
         gathers = trainer.settings.sharded and trainer.engine.deepspeed
         unproved = f"{trainer.settings.strategy} {_NO_GRADIENTS}" if gathers else ""
         changes.append(ModelChange("experts", what, make, key=asked, unproved=unproved))
     embeddings: Any = base_model(trainer.model).get_input_embeddings()
-    # under FSDP2 weights are gathered in that format already
+    # under FSDP2 weights are already gathered in that format
     if on_gpu and dtype is not None and not trainer.settings.sharded and embeddings.weight.dtype == torch.float32:
         what, rounding = f"stream in {str(dtype).removeprefix('torch.')}", tolerance_of(dtype)
-        # more numbers are rounded than without it, not the same ones elsewhere
+        # the stream rounds more numbers, so its tolerance is twice as wide
         wider = Tolerance(2 * rounding.outputs, 2 * rounding.loss, 2 * rounding.gradients)
         make = _on_all(trainer, lambda model: carry_in(model, dtype))
         changes.append(ModelChange("residual", what, make, tolerance=wider))
@@ -101,7 +99,7 @@ def changes_of(
 
 
 def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]]) -> Change:
-    """Make the change in the model and its reference. A reference without it would round differently: first margins would not be zero."""
+    """Make the change in the reference too. Otherwise the reference rounds differently, and first margins are not zero."""
     models = [trainer.model, *filter(None, [getattr(trainer.loss, "reference", None)])]
 
     def make() -> Callable[[], object]:
@@ -114,9 +112,9 @@ def _on_all(trainer: StepTrainer, change: Callable[[Any], Callable[[], object]])
 
 
 def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelChange], log: Log) -> None:
-    """Make those `candidates` that are exact, each on top of the earlier ones. Log each decision.
+    """Make the `candidates` that prove exact, one on top of another, and log them.
 
-    All ranks call it together. Raises UserError if one asked for by name is not available, CheckFailed if it is not exact.
+    All ranks call it together. Raises UserError if a change asked for by name is not available, CheckFailed if it is not exact.
     """
     for candidate in candidates:
         lacks, proof = candidate.lacks, None
@@ -142,7 +140,7 @@ def make_changes(trainer: StepTrainer, ranks: Ranks, candidates: Iterable[ModelC
 
 
 def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
-    """Make the change if it is exact on the first documents. Eval mode keeps randomness out."""
+    """Make the change if it is exact on the first documents. The proof runs in eval mode, where nothing is random."""
     loss, model, autocast = trainer.loss, trainer.model, trainer.settings.autocast
     batch = first_documents(trainer.steps)
 
@@ -161,8 +159,8 @@ def prove(trainer: StepTrainer, candidate: ModelChange) -> ChangeProof:
 
 
 def first_documents(steps: Steps) -> MicroBatch:
-    """Collate documents of this process's first micro-batch, in order, up to _TOKENS. If none fits, take the shortest; a text is cut to
-    the part that ends with its last trained token."""
+    """Collate documents of the first micro-batch that fit into _TOKENS tokens, in order.
+    If none fits, take the shortest; a text is cut to its last _TOKENS tokens that end with a trained one."""
     numbers, room, some = steps.first_examples(0), _TOKENS, list[int]()
     for number, slots in zip(numbers.tolist(), steps.schedule.lengths[numbers].tolist(), strict=True):
         if slots <= room:

@@ -1,4 +1,4 @@
-"""`packtrain verify` on the command line: start processes with a temporary run folder, show the report.
+"""`packtrain verify` on the command line: runs in a temporary folder, and shows the report.
 
 Only the report goes to stdout; output of libraries goes to stderr. This file imports no torch.
 """
@@ -38,14 +38,14 @@ Row = tuple[str, float | None, float | None]
 
 
 def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], *, as_json: bool) -> int:
-    """Prove in as many processes as training uses on this machine. Show the report; return the exit code.
+    """Run the proof on this machine, and show the report; return the exit code.
 
-    `execute` carries out the plan, in this process if there is only one. trainer.output_dir is not touched.
-    """
+    It takes as many processes as `config` trains in here. `execute` carries out the plan, in this process if there is only one.
+    trainer.output_dir is not touched."""
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder, resume="never", mirror=None))
     launch = on_this_machine(aside, "verify")
-    logs_are_named = not launch.in_process  # an error names its logs, so they are kept
+    logs_are_named = not launch.in_process  # an error message names the logs, so keep them
     try:
         with stdout_on_stderr():
             code = execute(launch, aside)
@@ -60,7 +60,7 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
 
 
 def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as_json: bool, **how: Any) -> int:
-    """Test somebody else's collator in this process. Show the report; return the exit code.
+    """Prove a foreign collator in this process, and show the report; return the exit code.
 
     `how` are the arguments of `verify_collator`.
     """
@@ -73,7 +73,7 @@ def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as
 
 
 def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
-    """Plan `verb` on this machine only. A run on several machines uses this one's processes: all machines do the same."""
+    """Plan the launch of `verb` on this machine only. With several machines, all would prove the same."""
     surroundings = detect_surroundings()
     launch = plan_launch(config, surroundings, verb)
     if launch.nodes == 1 or launch.in_process:
@@ -84,7 +84,7 @@ def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
 
 
 def print_verdicts(report: dict[str, Any], *, as_json: bool) -> None:
-    """Print a report (measure.py, foreign_collator.py) to stdout, as JSON or for people."""
+    """Print the report of measure.py or foreign_collator.py as a JSON document or a table."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -140,7 +140,7 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterator[Row]:
-    """Yield the table's rows for the proof of isolation, or for the proof of pairs."""
+    """Yield the table's rows for the proof `isolation` or `pairs`."""
     figures, of = report[proof], "" if proof == "isolation" else f", {proof}"
     for what, name in _ISOLATION_FIGURES.items():
         yield what + of, figures[name], figures["tolerance"]
@@ -150,7 +150,7 @@ def _isolation_rows(report: dict[str, Any], proof: str = "isolation") -> Iterato
 
 
 def _rows(report: dict[str, Any]) -> Iterator[Row]:
-    """Yield each measurement, its figure, and its tolerance. A control's tolerance is the least figure that it must show."""
+    """Yield each measurement, its figure and its tolerance. For a control the tolerance is the least figure it must show."""
     yield from _isolation_rows(report)
     if "collator" in report:
         return
@@ -171,7 +171,7 @@ def _rows(report: dict[str, Any]) -> Iterator[Row]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with null for nan and inf: JSON has no such numbers."""
+    """Replace nan and inf in `value` by null, because JSON has no number for them."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -185,7 +185,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Send all output of this process and its children inside the block to stderr."""
+    """Send everything that this process and its children print inside the block to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,7 +1,7 @@
-"""`packtrain verify --collator`: prove isolation for a foreign collator and the unchanged model.
+"""`packtrain verify --collator`: the proof of isolation for a foreign collator and model.
 
-Three documents of random tokens go through the collator, and the model is called with the batch. proof/isolation.py
-proves that the documents do not see each other in it. The labels show whether one document is trained to predict another.
+Three documents of random tokens go through the collator, and the unchanged model is called with the batch. proof/isolation.py
+proves that the documents do not see each other. Their labels show whether one document is trained to predict another.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens,
 
 @dataclass(frozen=True, slots=True)
 class Collated:
-    """A `batch` of the collator. `places`: row and first column of each document in its input_ids."""
+    """A `batch` of the collator. `places` has row and first column of each document in its input_ids."""
 
     batch: dict[str, Any]
     places: tuple[tuple[int, int], ...]
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Split per-token values [rows, T, …] into documents, [length, …] each."""
+        """Split `values`, [rows, T, …], into [length, …] for each document."""
         return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
 
     def like_ids(self, name: str) -> list[torch.Tensor]:
-        """Split an entry of the batch into documents, [length] each. Empty unless it has the shape of input_ids."""
+        """Split the entry `name` by document, [length] each. Returns [] unless it has the shape of input_ids."""
         given = self.batch.get(name)
         alike = isinstance(given, torch.Tensor) and given.shape == self.batch["input_ids"].shape
         return self.split(cast(torch.Tensor, given).cpu()) if alike else []
 
     def positions(self) -> str:
-        """Return how the batch's positions run: `restart` with each document, `run on`, or `not given`."""
+        """Tell whether the batch's positions `restart` with each document, `run on`, or are `not given`."""
         documents = self.like_ids("position_ids")
         restarts = all(torch.equal(own - documents[0][0], torch.arange(len(own))) for own in documents)
         return "not given" if not documents else "restart" if restarts else "run on"
 
     def trained_across(self) -> list[int]:
-        """Return the documents (from 1) whose first token is a label. The document before it is trained to predict it."""
+        """Number (from 1) the documents whose first token is a label. The document before in the row is trained to predict it."""
         trained = [bool(own[0] != IGNORE) for own in self.like_ids("labels")]
         behind = [any(row == other and at > start for other, start in self.places) for row, at in self.places]
         return [number for number, across in enumerate(map(all, zip(trained, behind, strict=False)), 1) if across]
@@ -74,10 +74,10 @@ class Collated:
 def verify_collator(
     model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Return exit code (0 exact, 3 not) and report on the collator `spec`.
+    """Prove the collator `spec` on the model of a config; return exit code and report.
 
-    `attention`: an implementation by transformers' name (None: its choice). `attached`: run after `packtrain.attach(model)`.
-    Raises UserError for a collator that cannot be imported, called or understood.
+    The exit code is 0 for exact, else 3. `attention` is transformers' name of an implementation (None: its default). `attached` proves it
+    after `packtrain.attach(model)`. Raises UserError for a collator that cannot be imported or called, or returns no readable batch.
     """
     thing, tokenizer = import_named(spec), load_tokenizer(model)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -104,7 +104,7 @@ def verify_collator(
 
 @contextmanager
 def _blaming(spec: str, what: str, fix: str = "", where: str = _OPTION) -> Iterator[None]:
-    """Turn an exception inside the block into a UserError with the exception's words."""
+    """Turn an exception inside the block into a UserError with the exception's message."""
     try:
         yield
     except PacktrainError:
@@ -116,9 +116,9 @@ def _blaming(spec: str, what: str, fix: str = "", where: str = _OPTION) -> Itera
 
 
 def import_named(spec: str, option: str = _OPTION) -> Any:
-    """Import MODULE:NAME or FILE.py:NAME. Files may import their neighbours; modules may be in the working folder.
+    """Import the object that MODULE:NAME or FILE.py:NAME names. The file's folder or the working folder joins sys.path.
 
-    Raises UserError if there is no such thing, or importing it fails.
+    Raises UserError if there is no such object, or if its import fails.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -135,7 +135,7 @@ def import_named(spec: str, option: str = _OPTION) -> Any:
 
 
 def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the collator. It is `thing`, or the result of calling `thing` if that needs only `known` arguments."""
+    """Return `thing`. Call it first if it is a class or function that requires only `known` arguments."""
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         return thing
     parameters = inspect.signature(thing).parameters.values()
@@ -148,7 +148,7 @@ def _collator_of(thing: Any, spec: str, known: Mapping[str, Any]) -> Callable[..
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
-    """Draw random tokens without special ones: int64 [2, T]."""
+    """Draw random tokens, none of them special, as int64 [2, T]."""
     ordinary = np.setdiff1d(np.arange(min(vocabulary_size(model), len(tokenizer))), tokenizer.all_special_ids)
     return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
 
@@ -195,7 +195,7 @@ def _measure_isolation(
 
 
 def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
-    """Return verdict, problem and fix. Problem and fix are "" if all is exact."""
+    """Return verdict, problem and fix; problem and fix are "" if all is exact."""
     ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
     if report["leaks"]:
         worst = max(report["leaks"], key=lambda leak: leak["by"])
@@ -216,7 +216,7 @@ def _finding(report: Mapping[str, Any], verdict: str) -> tuple[str, str, str]:
 
 
 def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
-    """Collate documents and find their places in the batch. Raises UserError if the batch lacks a whole document."""
+    """Collate the documents and find their places. Raises UserError if a document is not whole in the batch."""
     lists = [document.tolist() for document in documents]
     features = [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in lists]
     with _blaming(spec, "cannot collate", f"It is given features of {_FEATURES}."):
@@ -239,7 +239,7 @@ def _collate(spec: str, collator: Callable[..., Any], documents: list[np.ndarray
 
 
 def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
-    """Join documents into one row [1, T] without separators. A single document makes the call that defines its outputs."""
+    """Make one row [1, T] of documents with nothing between them. A single document makes the call that defines its outputs."""
     ids = torch.from_numpy(np.concatenate(documents))[None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
@@ -248,7 +248,7 @@ def _plain_row(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str,
 
 
 def _logits(model: PreTrainedModel, batch: dict[str, Any], spec: str = "") -> torch.Tensor:
-    """Compute float32 [rows, T, vocabulary] without a cache, as trainers do. `spec` names the maker of the batch."""
+    """Return float32 logits [rows, T, vocabulary], without a cache, as trainers call a model. `spec` names the batch's collator."""
     torch.manual_seed(0)  # for the noise of training mode
     name = type(model).__name__
     alone = model_refusals(f"{name} cannot run a document alone", fix="")

@@ -1,12 +1,12 @@
 """`packtrain verify`: prove on the loaded model that its packed rows are exact, and report it.
 
-Every process loads the model like training and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
-gradients of the three modes (modes.py), and for preferences (3) the first loss against the reference (objectives/first_loss.py). A
-sharded model is proved in its shards. ZeRO-3's weights have no gradients before there is an optimizer, so there (2) and (3) run
-on a whole model in each process. The main process writes the worst report into the run folder.
+Every process loads the model as training would and measures on random documents (1) isolation (proof/isolation.py), (2) loss and
+gradients of the three modes (modes.py), and for preferences (3) the first loss against the reference (objectives/first_loss.py).
+A sharded model is proved in its shards. Under ZeRO-3 weights have no gradients before there is an optimizer, so (2) and (3) run on
+a whole model in each process. The main process writes the worst report into the run folder.
 
-Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
-controls are too weak to show a leak, or the first loss is wrong.
+Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, the positive controls
+are too weak to show a leak, or the first loss is wrong.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _REPORT = "please report this model"
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """Result for packed rows: `backend` (None: none works), `why` it was chosen, `rejected` candidates, `proof`.
+    """The backend of packed rows, why it was chosen, the rejected candidates, its proof.
 
-    `problem` is None if it is exact; `leak` is the module that mixes documents, if any.
+    `backend` is None if none works. `problem` is None if it is exact. `leak` is the module that mixes documents, if any.
     """
 
     backend: str | None
@@ -74,14 +74,14 @@ class Isolation:
 
 
 def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """Prove, write the report, return the exit code (0 exact on every process, else 3).
+    """Prove, write the report, and return the exit code.
 
-    Raises UserError if something cannot be loaded or is not available, CheckFailed if the proof cannot run.
-    """
+    The code is 0 if every process finds `exact`, else 3. Raises UserError if something cannot be loaded or is not available, CheckFailed
+    if the proof cannot run."""
     outcome: Any
     try:
         outcome = _measure(config, ranks, peers)
-    except Disagreement:  # on all processes
+    except Disagreement:  # raised on all processes
         raise
     except CheckFailed as refusal:
         outcome = refusal
@@ -103,7 +103,7 @@ def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
 
 
 def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
-    """Measure, and return the report in plain values."""
+    """Return the report, in plain values."""
     started, share = time.perf_counter(), config.packing.share_prefix
     run = _load(begin(config, ranks, peers))
     base, autocast = base_model(run.model), run.precision.autocast
@@ -115,13 +115,13 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         if shares and packs:
             pairs = prove_backend(cast(str, isolation.backend), base, autocast, TREE)
     run.close_proofs()
-    # without masters updates are rounded by chance, right in the mean
+    # without masters, updates are rounded at random and are right on average
     seen = expected_share(masters_of(run), config.optim.learning_rate) if config.optim.keeps_masters else None
-    if ranks.gathers_by_engine:  # agreed on before
+    if ranks.gathers_by_engine:  # all ranks agreed before
         run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     head, comparison, start = _modes(run, isolation, shares=pairs is not None and not pairs[0])
     losses_by = "full logits" if head and head.kind == "full logits" else "fused"
-    # if prompts cannot be shared, training computes them for each answer, unless it must share them
+    # if prompts cannot be shared, training computes them for each answer; this is a finding only with share_prefix=true
     findings = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(findings, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
@@ -167,8 +167,8 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
 
 
 def _load(run: Prepared) -> Prepared:
-    """Load and spread the model like training, with its reference."""
-    with loading_whole():  # a second time after ZeRO-3
+    """Load and spread the model as training does, with its reference."""
+    with loading_whole():  # ZeRO-3 loads it a second time
         load(run)
         settle_precision(run, {})
     spread_model(run)
@@ -176,7 +176,7 @@ def _load(run: Prepared) -> Prepared:
 
 
 def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head | None, Comparison, FirstLoss | None]:
-    """Return the output head for documents, the modes' comparison, and the FirstLoss of preference training."""
+    """Compare the modes by the objective's loss. Return the documents' output head, the comparison, and preference training's FirstLoss."""
     objective, kind, backend = run.objective, run.config.objective, isolation.backend
     loss, steps = loss_on_random_examples(objective, run.model, run.tokenizer, run.precision, run.config.trainer)
     start = None
@@ -195,14 +195,14 @@ def _modes(run: Prepared, isolation: Isolation, *, shares: bool) -> tuple[Head |
 
 
 def _ranks_per_row(config: RunConfig, ranks: Ranks) -> int:
-    """Return strategy.sequence_parallel. auto depends on the data: here it is 2 ranks, or the fewest possible."""
+    """Return the ranks per row that the config asks for. For auto, take two, or the fewest that divide the number of ranks."""
     return choose_ranks_per_row(config.strategy.sequence_parallel, min(2, ranks.world_size), 1, ranks.world_size)
 
 
 def _split(
     isolation: Isolation, model: PreTrainedModel, autocast: torch.dtype | None, ranks: Ranks, parts: int
 ) -> Isolation:
-    """Return `isolation` with the proof of split rows. It replaces the proof of whole rows, which was exact."""
+    """Prove rows that are split over ranks. The returned proof replaces the exact one of whole rows."""
     open_group(parts)
     reason, proof = why_not_split(model, isolation.backend or ""), None
     if not reason:
@@ -212,7 +212,7 @@ def _split(
 
 
 def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
-    """Choose the backend like training. A named backend that is not exact keeps all its measurements."""
+    """Choose the backend as training does. Keep all measurements of a named backend that is not exact."""
     try:
         check_causal_and_padding(model, padding=False, autocast=autocast)
         choice = choose_attention(config.model.attention, model, model.device, autocast=autocast)
@@ -231,9 +231,9 @@ def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autoca
 def _findings(
     isolation: Isolation, comparison: Comparison, pairs: tuple[str, Proof | None] | None, start: FirstLoss | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield verdict, problem and fix of each finding, the most important first. Nothing if all is exact.
+    """Yield verdict, problem and fix of each finding, the most important first.
 
-    `pairs` is given only with packing.share_prefix=true.
+    Nothing if all is exact. `pairs` is given only with packing.share_prefix=true.
     """
     if isolation.problem:
         yield _verdict(isolation.proof), isolation.problem.what, isolation.problem.fix
@@ -249,7 +249,7 @@ def _findings(
             )
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
-    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # exact by construction
+    if not comparison.sees and isolation.backend != PER_DOCUMENT:  # PER_DOCUMENT is exact by construction
         cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
         what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
         yield "unsupported", what, "check the model's weights"

@@ -1,9 +1,9 @@
-"""Loss and gradients of the modes, compared with each document or padded pair alone.
+"""Loss and gradients of the modes, compared with the definition.
 
-The definition uses the model's own attention, on random tokens. Documents alone have full logits and plain cross-entropy. Pairs have
-TRL's own loss, against the model itself plus some nats of noise, so that none is at a zero margin. The positive control, the packed row
-declared as ONE document, must have gradients that differ by many times the tolerance. Dropout is off: layouts would draw different numbers.
-"""
+The definition runs each document or padded pair alone, by the model's own attention. Tokens are random. Documents run with full logits
+and plain cross-entropy; pairs use the loss of TRL's own code, against the model itself plus some nats of noise, so no margin is zero.
+In the positive control the packed row is declared as ONE document: its gradients must differ by many times the tolerance. Dropout is
+off, since layouts would draw different numbers."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ from packtrain.train.settings import LoopSettings, StopRequest, training_argumen
 MODES = ("padding", "padding_free", "packed")
 SHARED, SPLIT = "packed with shared prompts", "packed, split over processes"
 _LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
-_ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # (document, document, number of tokens that both begin with)
-_LONGEST_WINDOW = 512  # tokens; for larger windows a longer document would cost more than it shows
-_TRAINED = 0.7  # share of the tokens
+_ALIKE = ((3, 4, 21), (3, 5, 33), (2, 7, 17))  # numbers of two documents, and how many tokens they begin with in common
+_LONGEST_WINDOW = 512  # tokens; a document longer than a larger window would cost more than it shows
+_TRAINED = 0.7  # share of the tokens that are trained
 _PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
 _OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
-_MAX_CONTROL = 0.45  # without borders gradients are off by 0.5 to 1.7
+_MAX_CONTROL = 0.45  # without borders gradients differ by 0.5 to 1.7
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a mode, relative to the definition. `loss` is the mean over trained tokens. The differences are of the loss, and of all
-    trained parameters' gradients as one vector. All are None, with a `problem`, if the model cannot run the mode."""
+    """Mean `loss` of a trained token, and relative differences from the definition's loss and gradients.
+    The gradients of all trained parameters count as one vector. If the model cannot run it, all are None and `problem` says why."""
 
     loss: float | None
     loss_rel_diff: float | None
@@ -73,9 +73,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measurements on documents of `lengths`, by mode.
+    """Measurements by mode on documents of `lengths`.
 
-    Modes are in the order of MODES, then SHARED if prompts are shared and SPLIT if rows are split. `reference` is the definition's loss.
+    The modes are MODES in order, then SHARED and SPLIT if they ran. `reference` is the definition's loss.
     """
 
     lengths: tuple[int, ...]
@@ -86,22 +86,23 @@ class Comparison:
 
     @property
     def off(self) -> list[str]:
-        """Modes that ran and differ from the definition by more than rounding."""
+        """Return the modes that ran and differ from the definition by more than rounding."""
         most = {"loss_rel_diff": self.tolerance.loss, "grad_rel_diff": self.tolerance.gradients}
         return [
             mode
             for mode, own in self.measured.items()
-            if not own.problem and not all(getattr(own, name) <= limit for name, limit in most.items())  # NaN is not
+            if not own.problem
+            and not all(getattr(own, name) <= limit for name, limit in most.items())  # NaN never passes
         ]
 
     @property
     def least_control(self) -> float:
-        """The least difference of the control's gradients that makes leaks detectable."""
+        """Return the least difference of the control's gradients that shows the comparison can see leaks."""
         return min(CONTROL_FACTOR * self.tolerance.gradients, _MAX_CONTROL)
 
     @property
     def sees(self) -> bool:
-        """Whether the control, which leaks on purpose, differs by at least `least_control`. If not, the comparison shows nothing."""
+        """Return whether the control, which leaks on purpose, differs by `least_control`. If not, the comparison shows nothing."""
         return (self.control.grad_rel_diff or 0.0) >= self.least_control
 
 
@@ -115,12 +116,11 @@ def compare_modes(
     part: int = 0,
     ranks_per_row: int = 1,
 ) -> Comparison:
-    """Compare the modes on the loss of `loss_on_random_examples` and its `padded` steps.
+    """Compare the modes by the loss of `loss_on_random_examples` and its `padded` steps.
 
-    `shares`: compare shared prompts too. `ranks_per_row`: the packed row is also split over this many ranks; this one has `part`.
-    `backend` runs flattened rows (None: no backend works). Without `split` the loss sorts the pairs of a step, and takes all of them
-    at once everywhere. Raises CheckFailed if the model cannot even run the definition, its loss is not a number, or
-    the output head is not the model's (`check_answer_forward`)."""
+    `shares` also compares shared prompts. With `ranks_per_row` > 1 the packed row is also split over that many ranks; `part` is this rank's.
+    `backend` runs flattened rows (None: no backend works). `split` is False for a loss that sorts the pairs of a step: every call then takes
+    all pairs. Raises CheckFailed if the model cannot run the definition, its loss is not a number, or the output head is not the model's."""
     model, base = loss.model, base_model(loss.model)
     if isinstance(loss, ReferenceLoss):
         loss.reference = None
@@ -170,7 +170,7 @@ def compare_modes(
 
 
 def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str, list[MicroBatch]]:
-    """Make the micro-batches of the modes and of the control. If examples may be `split`, padding and padding_free have two."""
+    """Make the micro-batches of the modes and the control. With `split`, padding and padding_free get two."""
     half = len(every) // 2
     parts = [every[:half], every[half:]] if split else [every]
     return {
@@ -182,7 +182,7 @@ def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str,
 
 
 def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
-    """Return the loss of one step of these micro-batches, in the layout of `steps`. Add its gradients to the parameters'."""
+    """Return the loss of one step of these micro-batches, in the layout of `steps`; add its gradients to the parameters'."""
     model, autocast = loss.model, loss.settings.autocast
     counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
     if isinstance(steps, UnpairedSteps):
@@ -198,9 +198,9 @@ def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
 
 
 def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -> float:
-    """Sum the losses of a row's parts. Each rank's gradients become the row's gradients."""
+    """Sum the losses and gradients of a row's parts, in place for gradients. Return the row's loss."""
     for parameter in trained:
-        if isinstance(parameter.grad, DTensor):  # averaged over ranks already, as if each had the whole row
+        if isinstance(parameter.grad, DTensor):  # already averaged over ranks, as if each had the whole row
             parameter.grad *= parts
         else:  # an expert may have seen only tokens of another part
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -209,7 +209,7 @@ def _sum_parts(loss: float, trained: Sequence[torch.nn.Parameter], parts: int) -
 
 
 def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> float:
-    """Return the loss of lone documents, from the model's own logits. Add its gradients to the parameters'."""
+    """Return the same loss for each document alone, from the model's own logits."""
     model, trained = cast(Any, loss.model), sum(int(document.loss_mask[1:].sum()) for document in documents)
 
     def part(document: Document) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _loss_by_cross_entropy(loss: SFTLoss, documents: Sequence[Document]) -> floa
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return document lengths within the model's positions. The last exceeds its windows and chunks up to _LONGEST_WINDOW."""
+    """Return document lengths within the model's positions. The last exceeds all windows and chunks up to _LONGEST_WINDOW."""
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
@@ -232,10 +232,10 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 class RandomExamples(list[Any]):
-    """Data set of random documents, pairs or labelled answers, in memory. Pairs have margins; every other answer is desirable."""
+    """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every other answer is desirable."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
-        """Draw odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
+        """Draw examples of odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
@@ -270,9 +270,9 @@ def loss_on_random_examples(
     precision: Precision,
     settings: Trainer,
 ) -> tuple[Any, Any]:
-    """Return the objective's loss, and the padded steps of a one-step run.
+    """Return the objective's loss, against its loaded reference, and padded steps of a one-step run.
 
-    The step has all random examples; a reference is the objective's loaded one. The forward of `model` must not be patched yet.
+    The step has all random examples. The forward of `model` must not be patched yet.
     """
     data = RandomExamples(base_model(model), objective.objective.kind)
     batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
@@ -282,7 +282,7 @@ def loss_on_random_examples(
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps: Any = replace(objective.steps(data, schedule, pad, Ranks(0, 1, model.device)), layout="padding")
     if isinstance(steps, UnpairedSteps):
-        steps = replace(steps, max_length=max(data.lengths))  # within the model's positions
+        steps = replace(steps, max_length=max(data.lengths))  # stay within the model's positions
     loop = LoopSettings(steps, {}, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, loop)
@@ -290,9 +290,9 @@ def loss_on_random_examples(
 
 
 def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, *, precomputed: bool) -> FirstLoss:
-    """Return the FirstLoss on random examples of a run whose model is its own reference. `backend` None: padded.
+    """Measure the FirstLoss on the random examples of `steps`; the model is its own reference.
 
-    With `precomputed` log-probabilities, those for the random examples are computed here.
+    `backend` runs the rows (None: padded). `precomputed` computes the examples' log-probabilities here, as a run with precomputed ones does.
     """
     with ExitStack() as stack:
         for model in filter(None, (loss.model, getattr(loss, "reference", None))) if backend is not None else ():
@@ -301,7 +301,7 @@ def start_on_random_pairs(loss: ReferenceLoss, steps: Any, backend: str | None, 
 
 
 def with_own_reference(loss: ReferenceLoss, steps: Any, *, off: float = 0.0) -> Any:
-    """Return `steps` with the model's own log-probabilities as the reference's, plus noise of `off` nats.
+    """Return `steps` whose reference log-probabilities are the model's own plus noise of `off` nats.
 
     For kto the noise keeps each mode's estimate of KL above 0.
     """
@@ -330,7 +330,7 @@ class _Borderless(Segments):
 
 
 def _without_borders(row: MicroBatch) -> MicroBatch:
-    """Make the control: `row` as one document."""
+    """Return the control: `row` as one document."""
     layout = row.inputs.get("layout")
     segments = row.inputs["segments"] if layout is None else layout.segments
     whole = _Borderless((segments.tokens,), positions=tuple(segments.position_ids()[0].tolist()))
@@ -352,7 +352,7 @@ def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Call
 
 
 def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """Take the gradients off the parameters; None for parameters without."""
+    """Take the gradients off the parameters; None for parameters without one."""
     taken = [parameter.grad for parameter in trained]
     for parameter in trained:
         parameter.grad = None
@@ -360,7 +360,7 @@ def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor 
 
 
 def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.Tensor | None]) -> float:
-    """Return the norm of the gradients minus `definition`, one parameter after the other. The gradients are dropped."""
+    """Return the norm of the gradients minus `definition`, parameter by parameter, and drop the gradients."""
     square = 0.0
     for parameter, theirs in zip(trained, definition, strict=True):
         ours, parameter.grad = parameter.grad, None
@@ -369,7 +369,7 @@ def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.
 
 
 def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    """Return the norm of all gradients as one vector. Sharded ones count over all processes."""
+    """Return the norm of all gradients as one vector, with sharded ones summed over all processes."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5

@@ -170,6 +170,29 @@ def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and
     assert ready(write(tmp_path / "class.jsonl", {"text": "Hello there!", column: False})).train.report.kept == 1
 
 
+@pytest.mark.parametrize("label", [0, 0.0, "0", "0.0", "False", False])
+def test_sft_refuses_what_kto_reads_as_an_undesirable_answer(ready, tmp_path, label):
+    with pytest.raises(UserError, match=r"(?s)jsonl:1, label: .*packtrain kto"):
+        ready(write(tmp_path / "train.jsonl", GOOD | {"label": label}))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_sft_refuses_a_zero_label_of_a_table(ready, tmp_path, suffix):
+    path = tmp_path / f"train.{suffix}"
+    rows = [{"instruction": "Hello there!", "output": "How are you?", "label": label} for label in (1, None, 0)]
+    table: Any = datasets.Dataset.from_list(rows).to_pandas()
+    table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
+    with pytest.raises(UserError, match=r"(?s)label: .*packtrain kto"):
+        ready(str(path))
+
+
+@pytest.mark.parametrize("label", ["good", 2, -1, 0.5])
+def test_a_label_that_nothing_reads_is_named(ready, tmp_path, label):
+    report = ready(path := write(tmp_path / "train.jsonl", GOOD | {"label": label})).train.report
+    assert [*report.unread[path]] == ["label"]
+    assert not ready(write(tmp_path / "true.jsonl", GOOD | {"label": 1.0})).train.report.unread
+
+
 def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_counted(ready, tmp_path):
     prepared = ready(write(tmp_path / "train.jsonl", turn(content="\nHow are you?"), GOOD))
     assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]

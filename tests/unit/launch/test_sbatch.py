@@ -281,12 +281,12 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
         ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
         ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Set topology.nodes."),
         ([*MACHINES, "topology.sbatch=['--signal=B:USR1']"], "topology.sbatch[0]", "Set topology.signal_before."),
-        ([*MACHINES, "topology.sbatch=['--container-image=a']"], "topology.sbatch[0]", "write it in topology.command"),
+        ([*MACHINES, "topology.sbatch=['--container-image=a']"], "topology.sbatch[0]", "topology.command"),
         ([*MACHINES, 'topology.sbatch=["--job-name=\'a"]'], "topology.sbatch[0]", "no option of sbatch"),
         ([*MACHINES, "topology.sbatch=['--mem=0\n#SBATCH -N 3']"], "topology.sbatch[0]", "no option of sbatch"),
         ([*MACHINES, "topology.command='a\nb'"], "topology.command", "line break"),
         ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "line break"),
-        ([*MACHINES, "topology.requeue=true", "trainer.resume=never"], "topology.requeue", "would not go on"),
+        ([*MACHINES, "topology.requeue=true", "trainer.resume=never"], "topology.requeue", "would not resume"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, said: str) -> None:
@@ -309,7 +309,7 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
 def test_what_the_user_writes_into_setup_stays_in_the_script_and_nowhere_else(line: str, tmp_path: Path) -> None:
     done = sbatch(*MACHINES, f"topology.setup=['{line}']")
     assert done.code == 0, done.stderr
-    assert "note: topology.setup[0]: it has a secret, which is in the script as it is" in done.stderr
+    assert "note: topology.setup[0]: it has a secret, and the script shows it" in done.stderr
     assert line in done.stdout.splitlines()
     made_by = next(one for one in done.stdout.splitlines() if one.startswith("# Made by"))
     assert "abc" not in made_by + done.stderr and "qrs" not in made_by + done.stderr
