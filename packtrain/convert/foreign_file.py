@@ -1,4 +1,4 @@
-"""Reader of other trainers' input: YAML, JSON, or a command in a .sh or .md file.
+"""Reader of other trainers' input: YAML, JSON, or commands in .sh and .md files.
 
 No shell is run. Only the parts of its language that such files use are understood: comments, quotes, lines continued by a backslash,
 variables that the file sets itself, `${NAME:-default}`, and sums such as `$((16 / 2))` and `$(expr 16 / $n)`.

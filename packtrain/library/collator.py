@@ -59,7 +59,7 @@ class PackedCollator:
     `completion_mask` or `assistant_masks` of zeros and ones; by default every token is trained. Tokens with `attention_mask` 0 are left out.
     A feature may hold several documents: with `seq_lengths`, as TRL packs them, or as a list of features.
 
-    A batch has `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
+    A batch is `input_ids`, `labels` and `position_ids`, int64 [1, T], and `segments` (Segments) for attached models. Labels
     stand at their tokens, as in transformers; the first token of a document has none. `return_flash_attn_kwargs` adds
     `cu_seq_lens_q/k` and `max_length_q/k`, `return_seq_idx` adds `seq_idx` for state-space kernels. Set `return_segments=False` for
     models that do not take Segments. Raises ValueError for features without tokens, or with a wrong number of labels.
@@ -121,7 +121,7 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
-    """Return the feature's labels, or its token ids where its masks are 1, as an int64 [length] copy."""
+    """Return a feature's labels, int64 [length], as a copy. Without labels: its token ids where its masks are 1."""
     if (given := feature.get("labels")) is not None:
         return _numbers(given, like=ids, name="labels").copy()
     labels = ids.copy()

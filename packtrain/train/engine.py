@@ -30,7 +30,7 @@ from packtrain.train.optim.seen_updates import optimizer_inside
 class Engine:
     """The spread model with its optimizer. `model` is the plain model; `wrapped` is the one a step calls, after `prepare`.
 
-    The loss's Trainer makes the optimizer.
+    The Trainer that the `loss` holds makes the optimizer.
     """
 
     optimizer: Any
@@ -132,8 +132,7 @@ class Engine:
         """Return the context to run a micro-batch in. DDP exchanges gradients only with the `last` one, as does FSDP2 if it `exchanges_once`;
         otherwise sharded strategies exchange them with each micro-batch.
 
-        DDP exchanges only in the `last` micro-batch of a step, FSDP2 too if it `exchanges_once`; other sharded strategies exchange in each.
-        DeepSpeed's engine steps within the backward pass of the last micro-batch.
+        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """
         if self.exchanges_once:
             cast(FSDPModule, base_model(self.model)).set_requires_gradient_sync(last)
