@@ -1,5 +1,5 @@
-"""`packtrain bench`: which packing mode and which sizes train a config fastest on this machine, measured by short runs of it.
+"""`packtrain bench`: measure which packing mode and sizes train a config fastest on this machine.
 
-`search` decides what is tried (pure), `launches` makes a short run of each, `measured_run` is such a run in its processes, and
-`bench_table` shows the result.
+It makes short runs of the config. `search` decides what to try (pure), `launches` makes the short runs, `measured_run` runs in their
+processes, and `bench_table` shows the result.
 """

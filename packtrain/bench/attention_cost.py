@@ -1,6 +1,6 @@
-"""What attention costs beside all else, measured: a document of l tokens takes `token_seconds · (l + attention_cost · l²)`.
+"""Measured cost of attention: a document of l tokens takes `token_seconds · (l + attention_cost · l²)`.
 
-The planner counts operations (packing/balance.py), but a device makes those of attention at another speed than products of matrices.
+The planner counts operations (packing/balance.py), but a device runs attention at another speed than matrix products.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 
 _CUTS = (1, 4, 16)  # documents of equal length in a row
-_ROUNDS = 3  # of which the first warms up
-_FEWEST = 256  # tokens of a row that show anything
+_ROUNDS = 3  # the first one warms up
+_FEWEST = 256  # tokens; shorter rows show nothing
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """The measured cost, and the one that is planned with."""
+    """Measured cost of attention, and the planned one."""
 
     token_seconds: float
     attention_cost: float
@@ -33,15 +33,16 @@ class AttentionCost:
 
 
 def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
-    """Of flat rows as long as the fullest micro-batch that was trained, in one, 4 and 16 documents, forwards and backwards; called by all ranks together.
+    """Measure forward and backward passes of flat rows of 1, 4 and 16 documents. All ranks call it together.
 
-    None where rows are too short for it, times do not fit such a sum (a busy machine), and under DeepSpeed, whose engine counts passes. The gradients are dropped.
+    The rows are as long as the fullest micro-batch of the run. The gradients are dropped. None if rows are too short, if times do not fit
+    the formula (a busy machine), and under DeepSpeed: its engine counts passes.
     """
     schedule, model, engine = trainer.steps.schedule, base_model(trainer.loss.model), trainer.engine
     layouts = [schedule.layout(step, trainer.steps.world_size) for step in range(trainer.state.global_step)]
     tokens = max(
         schedule.slots(part) for layout in layouts for parts in layout for part in parts
-    )  # there was memory for these
+    )  # memory has sufficed for these
     tokens = min(tokens, schedule.limits.tokens, max_positions(model) or tokens)  # a row that ranks split is longer
     tokens = int(tokens) // _CUTS[-1] * _CUTS[-1]
     if tokens < _FEWEST or engine.deepspeed or trainer.steps.layout == "padding":
@@ -71,6 +72,6 @@ def measure_attention_cost(trainer: StepTrainer) -> AttentionCost | None:
 
 
 def _wait(device: torch.device) -> None:
-    """Until all that was given to a GPU is done."""
+    """Wait until a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -15,11 +15,11 @@ _WIDTH = 100
 
 
 def print_report(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None:
-    """The report (launches.py) on stdout; `given` are the arguments that named the config."""
+    """Print the report (launches.py) to stdout. `given` are the arguments that named the config."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)  # a line that wraps, not cells that are cut
+    console = Console(highlight=False, soft_wrap=True, width=_WIDTH)  # lines wrap, so that cells are not cut
     several = f"{report['processes']} processes ({report['strategy']}), each on " if report["processes"] > 1 else ""
     step, best = report["step"], report["best"]
     cut = f"; measured on {step['part']:.0%} of it, as a whole one takes too long here" if step["part"] < 1 else ""

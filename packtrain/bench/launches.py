@@ -1,7 +1,7 @@
-"""`packtrain bench` on the command line: makes a short run for each candidate in a temporary folder, and shows what they measured.
+"""`packtrain bench` on the command line: make short runs in a temporary folder, show the figures.
 
-Each run is launched as its verb would launch it, from a process of its own, so that a run that is killed because memory runs out
-ends nothing else. This file imports torch only where runs are forked from it.
+Each run is launched like a run of its verb, from a process of its own: a run that is killed for lack of memory
+ends nothing else. This file imports torch only if runs are forked from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from packtrain.train.verify.command import on_this_machine
 
 MIN_S, MAX_S = 5, 86_400
 MEMORY_SHARE = 0.7
-"""The share of the machine's free memory that training on CPUs may fill: above it, Linux may kill processes."""
+"""Share of the machine's free memory that training on CPUs may fill: above it, Linux may kill processes."""
 _STEPS_IN_TIME, _RUNS_IN_TIME = 24, 30  # a step may take 1/24 of the time, a run about 1/30
 _MIN_STEPS, _MAX_STEPS = 2, 50
 _OUT_OF_MEMORY = re.compile(r"out of memory on [\w:]+|not enough memory")
@@ -47,9 +47,9 @@ def run_bench(
     as_json: bool,
     given: list[str],
 ) -> int:
-    """Measures for about `seconds` in as many processes as `config` trains in on this machine, and shows the report.
+    """Measure for about `seconds` in as many processes as training uses on this machine. Show the report.
 
-    Returns the exit code. `execute` carries out a plan and returns its exit code; `given` named the config.
+    Return the exit code. `execute` carries out a plan and returns its exit code; `given` named the config.
     """
     if not MIN_S <= seconds <= MAX_S:  # nan is neither
         fix = f"Give {MIN_S} to {MAX_S}."
@@ -76,7 +76,7 @@ def run_bench(
 
 
 def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
-    """The config without checkpoints, evaluations, answers to samples and trackers."""
+    """Return the config without checkpoints, evaluations, sample answers and trackers."""
     nothing: dict[str, Any] = dict.fromkeys(("mirror", "checkpoint_every", "eval_every", "early_stop_patience"))
     trainer = replace(config.trainer, output_dir=str(folder), resume="never", samples=[], **nothing)
     return replace(config, trainer=trainer, tracking=Tracking(), data=replace(config.data, eval=None))
@@ -84,8 +84,8 @@ def _keep_nothing(config: RunConfig, folder: Path) -> RunConfig:
 
 @dataclass(slots=True)
 class ShortRuns:
-    """Makes short runs of a config: `steps` measured ones after the first, each on a `part` (0 to 1) of a step's documents;
-    `last_summary` is what the last of them wrote (measured_run.py)."""
+    """Maker of short runs. A run has one step and then `steps` measured ones, each on a `part` (0 to 1) of a step's documents.
+    `last_summary`: the last run's summary (measured_run.py)."""
 
     config: RunConfig
     execute: Callable[[LaunchPlan, RunConfig], int]
@@ -110,14 +110,14 @@ class ShortRuns:
                 import_module(f"packtrain.train.objectives.{self.config.objective.kind}")
 
     def choose_length(self, configured: Candidate, seconds: float) -> Failure | None:
-        """Finds how large a part of a step fits into the time, beginning small, and how many steps; returns the failure of a run.
+        """Find the part of a step and the number of steps that fit the time.
 
-        Where memory runs out, steps stay whole, and there are as few as possible.
+        The part begins small. Return the failure of a run; if memory runs out, steps stay whole, and there are as few as possible.
         """
         batch, world = self.config.batch, self.launch.num_processes
         rows = (configured.tokens or 1) / (batch.tokens_per_step or 1)
         part = min(1.0, world * (rows if batch.tokens_per_step else 2 / (batch.examples_per_step or 1)))
-        most_s = seconds / _STEPS_IN_TIME  # of a step
+        most_s = seconds / _STEPS_IN_TIME  # for a step
         while True:
             self.part, outcome = part, self.measure(configured)
             if isinstance(outcome, Failure):
@@ -133,7 +133,7 @@ class ShortRuns:
         return None
 
     def measure(self, candidate: Candidate) -> RunFigures | Failure:
-        """Makes a run with a candidate's settings, and prints what it measured."""
+        """Make a run with a candidate's settings, and print its figures."""
         outcome = self._make_run(candidate)
         said = outcome.why if isinstance(outcome, Failure) else f"{outcome.tokens_per_second:,.0f} tokens/s"
         print(f"{' '.join(candidate.overrides())}: {said}", file=sys.stderr, flush=True)
@@ -171,14 +171,14 @@ class ShortRuns:
         return RunFigures(**self.last_summary["figures"])
 
     def why_not_larger(self, measured: RunFigures) -> str:
-        """Why sizes above `measured` must not be tried: on CPUs, doubling one may double the peak."""
+        """Return why sizes above `measured` must not be tried. On CPUs, doubling a size may double the peak."""
         free = int(MEMORY_SHARE * psutil.virtual_memory().available / self.launch.num_processes)
         if self.launch.gpus or 2 * measured.peak_memory <= free:
             return ""
         return f"it might take more than {free / 2**30:.1f} GiB, a process's share of the free memory"
 
     def report(self, trials: list[Trial]) -> dict[str, Any]:
-        """All results in plain values; the keys are a promise to users."""
+        """Return all results in plain values. The keys are a promise to users."""
         config, about, best, configured = self.config, self.last_summary, fastest_of(trials), trials[0]
         batch, number = config.batch, min(config.batch.examples_per_step or 0, about["documents"])
         unit = config.objective.traits.unit
@@ -202,7 +202,7 @@ class ShortRuns:
 
 
 def _shrink_step(batch: Batch, part: float, processes: int) -> Batch:
-    """The batch with steps of a `part` of their size: at least a document for each process, or whole rows."""
+    """Shrink steps to a `part` of their size. A step keeps at least a document for each process, or whole rows."""
     if part < 1 and batch.examples_per_step:
         least = min(processes, batch.examples_per_step)
         return replace(batch, examples_per_step=max(round(part * batch.examples_per_step), least))
@@ -213,13 +213,13 @@ def _shrink_step(batch: Batch, part: float, processes: int) -> Batch:
 
 
 def _run(execute: Callable[[LaunchPlan, RunConfig], int], launch: LaunchPlan, config: RunConfig, output: Path) -> None:
-    """The main function of a process that launches a run, or trains itself."""
+    """Run in a process that launches a run, or trains itself."""
     redirect_output(output)
     sys.exit(execute(launch, config))
 
 
 def _failure_of(code: int, output: str) -> Failure:
-    """Why a run ended with exit code `code` (negative: by a signal), from its output."""
+    """Explain from its output why a run ended with `code` (negative: a signal)."""
     lines = output.splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
     text = lines[starts[-1] :] if starts else lines[-20:]

@@ -1,4 +1,4 @@
-"""One process of a short run (`measure_in`): it trains as in any run, and at the end writes figures in place of a model."""
+"""One process of a short run (`measure_in`): train normally, write figures instead of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packtrain.train.sync import Peers
 
 
 def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """Trains, and writes the figures into summary.json; the run logs its first step, and all others in one line."""
+    """Train, and write the figures into summary.json. The run logs its first step, and all others in one line."""
     if config.data.streaming:
         fix = "Set data.streaming=false, and data.train to a part of the data."
         raise UserError("modes are compared on data that is there as a whole", where="data.streaming", fix=fix)
@@ -28,7 +28,7 @@ def measure_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> i
 
 
 def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
-    """`figures` are those of search.py's RunFigures; the rest describes all runs of a bench."""
+    """Write summary.json. `figures` are search.py's RunFigures; the rest describes all runs of a bench."""
     device, steps, data = run.ranks.device, trainer.steps, summary.data.train
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the process; KiB on Linux
     own = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
@@ -39,7 +39,7 @@ def _write_figures(run: Run, trainer: StepTrainer, summary: Summary) -> None:
     first, rest = (line for line in trainer.state.log_history if "loss" in line)
     seconds = (rest["tokens"] - first["tokens"]) / rest["tokens_per_second"]
     measured = range(1, trainer.state.global_step)
-    # of whole documents, even where a prompt was computed once for two of them
+    # tokens of whole documents, even if a prompt was computed once for two of them
     tokens = sum(int(steps.documents_of(step)[0].sum()) for step in measured)
     micro_batches = [len(steps.schedule.micro_batches(step, steps.rank, steps.world_size)) for step in measured]
     may_share = run.config.objective.traits.pairs or run.config.packing.share_prefix

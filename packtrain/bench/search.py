@@ -1,4 +1,4 @@
-"""What `packtrain bench` tries, in order (`search`). Pure: whoever calls it makes the runs."""
+"""The order of trials of `packtrain bench` (`search`). Pure: the caller makes the runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingM
 ROUNDS, MIN_ROUNDS = 6, 3
 MAX_COMPARED = 4
 RISE, NEAR = 1.02, 0.85
-"""Ratios of speeds: a size is kept if RISE times as fast as the best so far; trials of NEAR times the best or more run again."""
+"""Ratios of speeds. A size is kept if RISE times as fast as the best so far. Trials of NEAR times the best or more run again."""
 EXPLORING = 0.5
-"""The share of the time after which no further sizes are tried."""
+"""Share of the time for trying sizes; later no further sizes are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings to try: `shared` is packing.share_prefix, `tokens` and `examples` are the limits of a micro-batch (None: no limit)."""
+    """Settings to try. `shared` is packing.share_prefix; `tokens` and `examples` limit a micro-batch (None: no limit)."""
 
     mode: PackingMode
     shared: bool | None
@@ -29,23 +29,23 @@ class Candidate:
 
     @classmethod
     def of(cls, packing: Packing, batch: Batch) -> Candidate:
-        """The configured settings."""
+        """Return the configured settings."""
         examples, tokens = batch.limits(packing.mode)
         return cls(packing.mode, packing.share_prefix, tokens, examples)
 
     def scaled(self, factor: float) -> Candidate | None:
-        """These settings with micro-batches `factor` times as large; None if they would be empty."""
+        """Return these settings with micro-batches `factor` times as large; None if they would be empty."""
         tokens, examples = (None if limit is None else int(limit * factor) for limit in (self.tokens, self.examples))
         return None if tokens == 0 or examples == 0 else replace(self, tokens=tokens, examples=examples)
 
     def in_mode(self, mode: PackingMode, shared: bool | None, most: int | None) -> Candidate:
-        """Another mode with micro-batches of this size; `most` are the examples of a step."""
+        """Return another mode with micro-batches of this size. `most` is the number of examples of a step."""
         if mode == "packed":
             return Candidate(mode, shared, self.tokens or DEFAULT_ROW_TOKENS, None)
         return Candidate(mode, shared, self.tokens, most if self.mode == "packed" else self.examples)
 
     def overrides(self) -> list[str]:
-        """The settings as they are written on the command line."""
+        """Return the settings as command-line overrides."""
         given = {
             "packing.mode": self.mode,
             "packing.share_prefix": self.shared if self.shared is None else str(self.shared).lower(),
@@ -57,10 +57,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The figures of a short run (measured_run.py): tokens of documents per second and `seconds` of all steps but the first.
+    """Figures of a short run (measured_run.py), over all steps but the first.
 
-    `peak_memory` is that of the fullest process in bytes; `padding` a share of the slots; `shared` whether prompts of pairs were
-    computed once (None: no pairs).
+    `tokens_per_second` counts tokens of documents. `peak_memory`: of the fullest process, in bytes. `padding`: a share of the slots. `shared`:
+    prompts of pairs were computed once (None: no pairs).
     """
 
     tokens_per_second: float
@@ -75,7 +75,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ended early, its exit code and its message; `memory`: it ran out of memory."""
+    """Failure of a run: the reason, its exit code and its message. `memory`: it ran out of memory."""
 
     why: str
     code: int = 2
@@ -85,7 +85,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate and its measurements by round; `why` explains that there are none, or no more."""
+    """A candidate and its measurements by round. `why` explains that there are none, or no more."""
 
     candidate: Candidate
     why: str = ""
@@ -93,7 +93,7 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """Tokens per second, the median over rounds; 0 if there are none."""
+        """Tokens per second, the median over rounds; 0 without rounds."""
         return statistics.median([run.tokens_per_second for run in self.rounds.values()] or [0.0])
 
     @property
@@ -103,26 +103,26 @@ class Trial:
         return (max(speeds) - min(speeds)) / statistics.median(speeds) if len(speeds) > 1 else None
 
     def ratios(self, other: Trial) -> list[float]:
-        """How many times as fast as `other`, in each round that both have."""
+        """Return its speed relative to `other`, in each round that both have."""
         both = sorted(self.rounds.keys() & other.rounds.keys())
         return [self.rounds[at].tokens_per_second / other.rounds[at].tokens_per_second for at in both]
 
 
 Measure = Callable[[Candidate], RunFigures | Failure]
 WhyNot = Callable[[RunFigures], str]
-"""Why micro-batches twice as large as measured must not be tried ("": they may)."""
+"""Returns why micro-batches twice as large as measured must not be tried ("": they may)."""
 
 
 def search(
     configured: Candidate, measure: Measure, why_not: WhyNot, *, seconds: float, examples: int | None, pairs: bool
 ) -> list[Trial]:
-    """All trials, the configured one first, after training for about `seconds`; a step has at most `examples`.
+    """Return all trials after training for about `seconds`, the configured one first. A step has at most `examples`.
 
-    1. Micro-batches of the configured mode are doubled as long as that is faster; where it never is, halved.
-    2. The other modes (of pairs also with shared prompts and without) run once, at the best size; if one of them is faster, its
+    1. Micro-batches of the configured mode are doubled as long as that is faster; if it never is, halved.
+    2. The other modes (for pairs also with shared prompts and without) run once, at the best size. If one of them is faster, its
        size is tried, too.
-    3. The configured settings and all that come near the best run again in turn, on the same documents, so that other work on
-       the machine disturbs all of them alike, and its effect shows.
+    3. The configured settings and all near the best run again in turn, on the same documents: other work on
+       the machine then disturbs all of them alike, and its effect shows.
     """
     state = _Search(measure, why_not, seconds)
     first = state.attempt(configured)
@@ -138,7 +138,7 @@ def search(
 
 @dataclass(slots=True)
 class _Search:
-    """The trials so far, and the seconds that they have `spent` training."""
+    """Trials so far, and the seconds that they have `spent` training."""
 
     measure: Measure
     why_not: WhyNot
@@ -148,7 +148,7 @@ class _Search:
     began: float = field(default_factory=time.monotonic)
 
     def attempt(self, candidate: Candidate, number: int = 0) -> Trial:
-        """Makes a run for round `number` of a candidate's trial, which is returned."""
+        """Make a run for round `number` of a candidate's trial, and return the trial."""
         trial, outcome = self.trials.setdefault(candidate, Trial(candidate)), self.measure(candidate)
         if isinstance(outcome, Failure):
             trial.why = outcome.why
@@ -159,7 +159,7 @@ class _Search:
         return trial
 
     def best_size(self, first: Trial) -> Trial:
-        """The fastest of the sizes of a mode that are tried from `first` on."""
+        """Try sizes of a mode from `first` on, and return the fastest."""
         best = self._try_sizes(first, 2)
         return best if best is not first else self._try_sizes(first, 0.5)
 
@@ -183,7 +183,7 @@ class _Search:
         return best
 
     def compare(self, configured: Trial) -> None:
-        """Makes further rounds of what matters, as long as there is time."""
+        """Make further rounds of the relevant trials, as long as there is time."""
         fastest = max(trial.speed for trial in self.trials.values())
         near = [trial for trial in self.trials.values() if trial.rounds and trial.speed >= NEAR * fastest]
         compared = sorted(near, key=lambda trial: -trial.speed)[:MAX_COMPARED]
@@ -201,8 +201,8 @@ class _Search:
 
 
 def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tuple[PackingMode, bool | None]]:
-    """All modes but the configured one; of pairs, those of flat rows with share_prefix as configured and without it (or with it); of
-    documents that share, packed rows without it."""
+    """Return all modes but the configured one. For pairs, flat rows are tried with share_prefix as configured and without it (or with it);
+    for documents that share, packed rows without it."""
     other = configured.shared is False
     unshared = any(run.shared is False for run in first.rounds.values()) and not other  # sharing is not possible
     shares = [configured.shared] if unshared or not pairs else [configured.shared, other]
@@ -217,21 +217,21 @@ def other_modes(configured: Candidate, first: Trial, *, pairs: bool) -> list[tup
 
 
 def fastest_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest of those that were compared to the end; None if nothing was measured."""
+    """Return the fastest trial that was compared to the end; None if nothing was measured."""
     rounds = max(len(trial.rounds) for trial in trials)
     last = [trial for trial in trials if trial.rounds and len(trial.rounds) == rounds]
     return max(last, key=lambda trial: trial.speed, default=None)
 
 
 def is_clear(best: Trial, configured: Trial) -> bool:
-    """Whether the best was faster than the configured settings in each of MIN_ROUNDS or more: of two equal ones, that happens by
-    chance once in eight."""
+    """Return whether the best was faster than the configured settings in every round. There must be MIN_ROUNDS or more: between equal
+    settings, that happens by chance once in eight."""
     ratios = best.ratios(configured)
     return best is not configured and len(ratios) >= MIN_ROUNDS and min(ratios) > 1
 
 
 def trial_json(trial: Trial, configured: Trial) -> dict[str, Any]:
-    """A trial in plain values; the keys are a promise to users."""
+    """Return a trial in plain values. The keys are a promise to users."""
     runs, candidate, ratios = list(trial.rounds.values()), trial.candidate, trial.ratios(configured)
     last = runs[-1] if runs else None
     return {

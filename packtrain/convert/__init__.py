@@ -1,1 +1,1 @@
-"""Configs of other trainers become configs of packtrain: a table per trainer, one reader, one writer. Nothing else imports this."""
+"""Conversion of other trainers' configs: a table per trainer, one reader, one writer. Nothing else imports this."""

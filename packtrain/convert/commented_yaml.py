@@ -1,4 +1,4 @@
-"""A conversion as YAML: our config with the keys it was made of, and below it what became nothing."""
+"""A conversion as YAML: our config with its source keys, then keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = 118
 def write_conversion(
     path: Path, origin: OriginName | None, devices: int | None, output: Path | None, *, as_json: bool = False
 ) -> int:
-    """Converts the file at `path` and prints it, or writes it to `output`, and a chat template of its own beside that."""
+    """Convert the file at `path`; print the result or write it to `output`. A chat template goes into a file beside it."""
     done = convert_file(path, origin, devices)
     files = {output.with_suffix(".jinja"): done.template} if output and done.template else {}
     for beside in files:
@@ -40,7 +40,7 @@ def write_conversion(
 
 
 def commented_yaml(done: Conversion) -> str:
-    """The text of a file that `packtrain plan` takes."""
+    """Return the text of a file that `packtrain plan` takes."""
     lines = list[str]()
     told, own = done.told, done.of_kind("converted", "differs", "not needed", "no counterpart")
     lacks_template = bool(done.template) and "chat_template" not in done.config.get("data", {})
@@ -54,7 +54,7 @@ def commented_yaml(done: Conversion) -> str:
     head += f" {DIFFERS}marks what trains otherwise than there." if differs else ""
     for line in (head, f"packtrain plan THIS_FILE, then packtrain {done.verb} THIS_FILE", *remarks):
         lines += _comment(line)
-    left = list(done.notes)  # whose reason was not yet written
+    left = list(done.notes)  # notes with reasons not yet written
     for group, values in done.config.items():
         lines += ["", f"{group}:"]
         for name, value in values.items():
@@ -73,7 +73,7 @@ def commented_yaml(done: Conversion) -> str:
 
 
 def _key(path: str, value: Any, notes: Sequence[Note], left: list[Note]) -> list[str]:
-    """The lines of one key; the notes on it are taken out of `left`, and reasons are given once."""
+    """Return the lines of one key. Its notes are taken out of `left`, and reasons are given once."""
     group, name = path.split(".")
     parts = (path, group)
     of_key = [note for note in notes if any(at in parts or at.startswith(f"{path}.") for at in note.became.split(", "))]

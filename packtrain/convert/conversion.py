@@ -1,7 +1,7 @@
-"""A config of another trainer → ours, with a note for every key of theirs.
+"""Conversion of another trainer's config into ours, with a note for each of its keys.
 
-Rules turn keys into keys: those that a trainer's table (tables/*.yaml) names stand over those of all. What several keys make together is
-computed here: the size of a step. What our own rules refuse of the result is taken away, and said.
+Rules map keys to keys. The rules of a trainer's table (tables/*.yaml) override the common ones. The size of a step comes from several keys,
+so it is computed here. Settings that our own rules refuse are removed, and a note says so.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from packtrain.wording import counted
 
 OriginName = Literal["axolotl", "llamafactory", "ms-swift", "trl"]
 _KEPT = ("model.path", "data.train", "data.max_length", "batch.")
-"""Keys that are not taken away, whatever is wrong with them: without them there is no run."""
+"""Keys that are never removed, even with faults: without them there is no run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A key of theirs with its value: which of our keys it `became` ("" if none), and why. `own`: the file sets it; else it is a default."""
+    """A key of theirs with its value. It `became` a key of ours ("": none); `why` is the reason. `own`: the file sets it, else a default."""
 
     key: str
     value: Any
@@ -56,7 +56,7 @@ class Note:
 class Conversion:
     """Our `config` (group → key → value), and notes on each key of theirs.
 
-    `remarks` are on the whole; `template` is the text of a chat template, which has to become a file.
+    `remarks` are about the whole. `template` is the text of a chat template: it needs a file.
     """
 
     path: Path
@@ -68,16 +68,16 @@ class Conversion:
     template: str = ""
 
     def of_kind(self, *kinds: Kind) -> list[Note]:
-        """The notes on keys that the file itself sets to something."""
+        """Return the notes on keys that the file itself sets to something."""
         return [note for note in self.notes if note.own and note.value is not None and note.kind in kinds]
 
     @property
     def told(self) -> list[Note]:
-        """The notes on keys of the file, and on defaults that train otherwise than here."""
+        """Notes on keys of the file, and on defaults that train differently here."""
         return [note for note in self.notes if note.own or note.kind in ("differs", "no counterpart")]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain containers for --json."""
+        """Return plain containers for --json."""
         converted = len(self.of_kind("converted"))
         notes = [{**asdict(note), "became": note.became or None} for note in self.told]
         whole_of = {"origin": self.origin, "verb": self.verb, "config": self.config, "notes": notes}
@@ -87,7 +87,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The content of a file of tables/; common.yaml explains the words."""
+    """Content of a file of tables/; common.yaml explains the words."""
 
     marks: frozenset[str]
     defaults: Mapping[str, Any]
@@ -99,12 +99,12 @@ class Table:
     rules: Mapping[str, Rule]
 
     def rule(self, key: str) -> Rule:
-        """The rule of a key."""
+        """Return the rule of a key."""
         return next(rule for pattern, rule in self.rules.items() if re.fullmatch(pattern, key))
 
 
 def convert_file(path: Path, origin: OriginName | None = None, devices: int | None = None) -> Conversion:
-    """The conversion of a file. Raises UserError where it cannot be read, is of no known trainer, or trains what packtrain does not."""
+    """Convert a file. Raises UserError if it cannot be read, its trainer is unknown, or packtrain has no such training."""
     file = read_foreign(path)
     origin = origin or _recognise(file)
     verb, guessed = foreign_data.verb_of(origin, file)
@@ -121,7 +121,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
     if not {"model.path", "data.train"} & {*values}:
         what = f"it names neither a model nor data, as configs of {origin} do"
         raise UserError(what, where=str(path), fix="Name the file with the settings of the training.")
-    if theirs.get(*lengths) is None and "data.streaming" not in values:  # a stream has to have a longest row
+    if theirs.get(*lengths) is None and "data.streaming" not in values:  # a stream must have a longest row
         values["data.max_length"] = None
     step, how = _step(rules, theirs, said or 1)
     values |= {**step, **({} if verb == "sft" else {"objective.kind": verb})}
@@ -154,7 +154,7 @@ def convert_file(path: Path, origin: OriginName | None = None, devices: int | No
 
 
 def _recognise(file: Foreign) -> OriginName:
-    """Whose config it is, by its program, else by the keys that only one trainer has."""
+    """Recognise the trainer of a config by its program, or by its keys."""
     every: tuple[OriginName, ...] = get_args(OriginName)
     called = re.match(r"(?:.*/)?(trl|swift|megatron|llamafactory|axolotl)\b", file.program)
     marks = {origin: len(table(origin).marks & {*file.values}) for origin in every}
@@ -175,7 +175,7 @@ def _is_of_a_tracker(variable: str) -> bool:
 
 
 def _apply(rules: Table, theirs: Theirs, given: dict[str, Any]) -> tuple[list[Note], dict[str, Any]]:
-    """A note for each key, and what all of them set: later ones over earlier ones, the file's own over defaults."""
+    """Return a note for each key, and all values. Later values override earlier ones, the file's own override defaults."""
     notes, values, own = [], dict[str, Any](), set[str]()
     for key, value in theirs.values.items():
         outcome = _outcome(rules, key, value, theirs)
@@ -208,7 +208,7 @@ def _outcome(rules: Table, key: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def _step(rules: Table, theirs: Theirs, devices: int) -> tuple[dict[str, Any], str]:
-    """The size of a step, and how it is made. Packed rows there count by length, whatever they hold: so does batch.tokens_per_step."""
+    """Return the size of a step, and how it is made. A packed row counts by its length, like in batch.tokens_per_step."""
 
     def size(*names: str, otherwise: int = 1) -> int:
         return count(theirs.get(*names), otherwise)
@@ -238,7 +238,7 @@ def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _without_faults(config: dict[str, dict[str, Any]], notes: list[Note]) -> list[Note]:
-    """Takes away what our own rules refuse, one key at a time, and says so beside the keys that it was made of."""
+    """Remove values that our own rules refuse, one key at a time. Say so in the notes of their source keys."""
     while True:
         places = [(fault, fault.keys[0].split("[")[0].split(".")) for fault in faults_of(config)]
         for fault, (group, *path) in places:
@@ -266,7 +266,7 @@ def _taken_away(note: Note, path: str, what: str, kind: Kind) -> Note:
 
 @cache
 def table(name: OriginName) -> Table:
-    """The table of a trainer."""
+    """Read the table of a trainer."""
     folder = Path(__file__).with_name("tables")
     own, of_all = (yaml.safe_load((folder / f"{part}.yaml").read_text(encoding="utf-8")) for part in (name, "common"))
     rules = {**dict(_rules(own)), **{keys: rule for keys, rule in _rules(of_all) if keys not in dict(_rules(own))}}
@@ -275,7 +275,7 @@ def table(name: OriginName) -> Table:
 
 
 def _rules(content: Mapping[str, Any]) -> list[tuple[str, Rule]]:
-    """The rules of a table, by patterns of keys."""
+    """Return the rules of a table, by patterns of keys."""
     rows: dict[str, Callable[[str], dict[str, Any]]] = {
         "parts": lambda text: {"became": text.split()[0], "why": text.partition(" ")[2]},
         "not needed": lambda why: {"why": why, "kind": "not needed"},

@@ -1,6 +1,6 @@
-"""What becomes of a key of another trainer: the rules that the tables (tables/*.yaml) name.
+"""Rules for converting keys of other trainers; the tables (tables/*.yaml) name them.
 
-A rule takes the value and all their settings, and returns an `Outcome`. What it cannot understand raises ValueError or its kin.
+A rule takes the value and all their settings, and returns an `Outcome`. A value that it cannot understand raises ValueError or its kin.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from packtrain.errors import UserError
 
 Kind = Literal["converted", "differs", "not needed", "no counterpart"]
 DIFFERS = "≠ "
-"""Begins a reason: the key became something here, and the training is not quite the same."""
+"""Beginning of a reason: the key became something here, but the training is not quite the same."""
 GUESS = 100
-"""Steps between checkpoints or evaluations where theirs are counted in epochs."""
+"""Steps between checkpoints or evaluations, if theirs are counted in epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Theirs:
     templates: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, *names: str) -> Any:
-        """The first of these settings that is set."""
+        """Return the first of these settings that is set."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def holds(self, row: Mapping[str, Any], value: Any = None) -> bool:
-        """Whether all conditions of a row's `if` are so: NAME (is on), NAME=PATTERN, or !CONDITION. `value` and `verb` are names too."""
+        """Return whether a row's `if` holds: NAME (is on), NAME=PATTERN, or !CONDITION. `value` and `verb` are names too."""
         known = {**self.values, "verb": self.verb, "value": value}
         for word in row.get("if", "").split():
             name, sign, pattern = word.removeprefix("!").partition("=")
@@ -51,7 +51,7 @@ class Theirs:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Our `values` by key; where they are made of several settings, only the key that this `became` part of."""
+    """Our `values` by key. If a value is made of several settings, only the key that this one `became` part of."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
@@ -65,17 +65,17 @@ AS_HERE = Outcome(why="as without the key", kind="not needed")
 
 
 def number(value: Any) -> float:
-    """A number, also written as text ("1e-4")."""
+    """Read a number, also written as text ("1e-4")."""
     return float("" if isinstance(value, bool) else value)
 
 
 def whole(value: Any) -> int:
-    """A whole number, also written as text or with a point."""
+    """Read a whole number, also written as text or with a point."""
     return int("" if number(value) % 1 else number(value))
 
 
 def count(value: Any, otherwise: int) -> int:
-    """A whole number above 0, else another one."""
+    """Read a whole number above 0; else return `otherwise`."""
     try:
         return max(whole(value), 0) or otherwise
     except (ValueError, TypeError):
@@ -83,17 +83,17 @@ def count(value: Any, otherwise: int) -> int:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value leaves something out."""
+    """Return whether a value turns something off."""
     return value in (0, -1, "", [], {}) or str(value).lower() in ("no", "none", "false", "null", "disabled")
 
 
 def is_on(value: Any) -> bool:
-    """A switch. Raises LookupError for what is none."""
+    """Read a switch. Raises LookupError for other values."""
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
 
 
 def names(value: Any) -> list[Any]:
-    """Names in a list, or in a text with commas; numbers stay numbers."""
+    """Split names in a list, or in a text with commas. Numbers stay numbers."""
     items = value if isinstance(value, list) else [value]
     parts = [item.split(",") if isinstance(item, str) else [item] for item in items]
     plain = [item.strip() if isinstance(item, str) else item for part in parts for item in part]
@@ -101,13 +101,13 @@ def names(value: Any) -> list[Any]:
 
 
 def refuse(what: object, file: Foreign) -> Any:
-    """Raises UserError: packtrain does not train this."""
+    """Raise UserError: packtrain does not train this."""
     fix = "Keep that trainer for it: packtrain trains sft, dpo, kto and reward on text."
     raise UserError(f"it is for {what}, which packtrain does not train", where=str(file.path), fix=fix)
 
 
 def refused(what: str, value: Any, theirs: Theirs) -> Outcome:
-    """A key that makes it another training than packtrain has."""
+    """Refuse a key that asks for a training that packtrain does not have."""
     return AS_HERE if is_off(value) else refuse(what, theirs.file)
 
 
@@ -140,7 +140,7 @@ def case(rows: Sequence[Mapping[str, Any]], value: Any, theirs: Theirs) -> Outco
 
 
 def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
-    """A choice: names that are the same, others in place of which ours is taken, or none of ours."""
+    """Convert a choice. A name is the same here, or replaced by one of ours, or has no counterpart."""
     wanted = str(value).lower()
     if wanted in choice.get("here", "").split():
         return AS_HERE
@@ -154,7 +154,7 @@ def chosen(choice: Mapping[str, str], value: Any, theirs: Theirs) -> Outcome:
 
 
 def losses(value: Any, theirs: Theirs) -> Outcome:
-    """One loss or several, by TRL's names."""
+    """Convert one loss or several, by TRL's names."""
     found = [str(name).replace("chunked_nll", "nll") for name in names(value)]
     if not {*found} <= {*LOSSES[theirs.verb]}:
         return Outcome(why="packtrain has no such loss", kind="no counterpart")
@@ -162,7 +162,7 @@ def losses(value: Any, theirs: Theirs) -> Outcome:
 
 
 def warmup(value: Any, theirs: Theirs) -> Outcome:
-    """A share or a number of steps: below 1 both are a share here. Steps win there, where there are any."""
+    """Convert a warm-up: a share or a number of steps. Below 1 both are a share here. Steps win there, if there are any."""
     wins = next((key for key in ("warmup_steps", "warmup_ratio") if not is_off(theirs.get(key) or 0)), None)
     if wins and value != theirs.get(wins):
         return Outcome(why=f"{wins} wins over it", kind="not needed")
@@ -170,7 +170,7 @@ def warmup(value: Any, theirs: Theirs) -> Outcome:
 
 
 def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
-    """How often an epoch; here it is counted in steps, and the steps of an epoch depend on the data."""
+    """Convert a frequency per epoch. It is counted in steps here, and the steps of an epoch depend on the data."""
     epochs = number(theirs.get("num_train_epochs", "num_epochs") or 1)
     if is_off(value) or (number(value) * epochs <= 1 and not theirs.get("max_steps")):
         return AS_HERE if is_off(value) else Outcome(why="once, at the end: a run ends with it anyway", became=path)
@@ -179,7 +179,7 @@ def per_epoch(path: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
-    """Steps between events; below 1 a share of all steps."""
+    """Convert steps between events. Below 1 they are a share of all steps."""
     if (how := theirs.get(strategy)) not in (None, "steps", "best"):
         return Outcome(why=f"{strategy}={how} decides", kind="not needed")
     steps = max(number(theirs.get("max_steps") or 0), 0)
@@ -188,12 +188,12 @@ def every(path: str, strategy: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def when(path: str, value: Any, theirs: Theirs) -> Outcome:
-    """Whether something happens never, in steps, or per epoch."""
+    """Convert a strategy: never, by steps, or per epoch."""
     return per_epoch(path, 1, theirs) if str(value) == "epoch" else Outcome(became=path)
 
 
 def sharding(value: Any, theirs: Theirs) -> Outcome:
-    """DeepSpeed's config, or its name, or FSDP's words or settings, as the strategy of that effect."""
+    """Convert sharding to a strategy: DeepSpeed's config or its name, FSDP's words or settings."""
     settings = value if isinstance(value, dict) else theirs.file.settings_of(value)
     zero = settings.get("zero_optimization") or settings.get("deepspeed_config") or {}
     if "deepspeed_config_file" in zero:
@@ -216,12 +216,12 @@ def sharding(value: Any, theirs: Theirs) -> Outcome:
 
 
 def is_text_of_template(value: Any) -> bool:
-    """Whether it is a chat template itself, and no name of one."""
+    """Return whether it is a chat template's text, and not its name."""
     return "{%" in str(value) or "{{" in str(value)
 
 
 def template(value: Any, theirs: Theirs) -> Outcome:
-    """A chat template by its name, as a file, or as its text."""
+    """Convert a chat template given by name, as a file, or as text."""
     named, mark, why = theirs.templates.get(str(value), "").partition(DIFFERS)
     text = named.strip() or str(value)
     if is_off(theirs.values.get("use_chat_template", True)):
@@ -240,7 +240,7 @@ def template(value: Any, theirs: Theirs) -> Outcome:
 
 
 def trackers(value: Any, theirs: Theirs) -> Outcome:
-    """The trackers that packtrain has; others are named."""
+    """Convert the trackers that packtrain has; name the others."""
     asked = [{"comet_ml": "comet"}.get(name, name) for name in names(value) if name not in ("none", "all")]
     known = [name for name in asked if name in get_args(Tracker)]
     why = f"not to {', '.join(str(name) for name in asked if name not in known)}" if known != asked else ""
@@ -250,7 +250,7 @@ def trackers(value: Any, theirs: Theirs) -> Outcome:
 
 
 def adapters(value: Any, theirs: Theirs) -> Outcome:
-    """Which layers get adapters: all linear ones, names, or a pattern."""
+    """Convert the layers with adapters: all linear ones, names, or a pattern."""
     found = ["all"] if not is_off(theirs.get("lora_target_linear")) else [str(name).strip() for name in names(value)]
     if {"all", "all-linear", "all_linear"} & {*found}:
         more = ", ".join(name for name in found if not name.startswith("all"))
@@ -260,13 +260,13 @@ def adapters(value: Any, theirs: Theirs) -> Outcome:
 
 
 def unfrozen(value: Any, theirs: Theirs) -> Outcome:
-    """Patterns of the weights that are trained, from the beginning of their names on: all others are frozen."""
+    """Convert patterns of trained weights, which match the beginning of names. All other weights are frozen."""
     trained = [{"match": f"^(?:{str(pattern).split('[')[0]})"} for pattern in names(value)]
     return Outcome({"optim.groups": [*trained, {"match": ".", "lr_scale": 0}]})
 
 
 def share(value: Any, theirs: Theirs) -> Outcome:
-    """The part of the documents to hold out; a number of rows is none."""
+    """Convert the share of documents to hold out. A number of rows has no counterpart."""
     if theirs.get("val_dataset"):
         return Outcome(why="val_dataset is held out in its place", kind="not needed")
     if number(value) >= 1:

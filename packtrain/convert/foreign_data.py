@@ -1,4 +1,4 @@
-"""What trainers say each in a way of their own: data sets, the method, and defaults that depend on other settings."""
+"""Settings that each trainer words differently: data sets, method, computed defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from packtrain.convert.foreign_file import Foreign
 from packtrain.errors import UserError
 
 _LARGE = 2**26
-"""Bytes of a file whose rows are not counted."""
+"""Size in bytes: rows of files this large are not counted."""
 
 _PICTURES = re.compile(
     "coco|latex_ocr|rlaif-v|videochat|clevr|textcaps|garbage|-vl-|multimodal|captcha|tts|visual", re.IGNORECASE
@@ -46,7 +46,7 @@ _AS_HERE: dict[str, tuple[Any, ...]] = {
     "message_field_content": ("content", "value"),
     "message_property_mappings": ({"role": "role", "content": "content"}, {"role": "from", "content": "value"}),
 }
-"""Settings of them that change nothing with these values."""
+"""Settings of axolotl's data sets that change nothing with these values."""
 _SPEAKERS = {"system", "human", "user", "gpt", "assistant", "model", "bot", "tool"}
 _OWN_TEXTS = "has prompt texts of its own there (such as ### Instruction), here they are the chat template's: see packtrain inspect"
 _PLAIN_TYPE = re.compile(r"(bradley_terry\.)?chat_template(\.\w+)?|completion|pretrain|sharegpt|None")
@@ -79,13 +79,13 @@ def _sources(key: str, found: list[dict[str, Any]], theirs: Theirs, *remarks: st
 
 
 def _by_steps(theirs: Theirs) -> bool:
-    """Whether it is a run of so many steps of documents, which streams and shares need."""
+    """Return whether the run is a fixed number of steps of documents. Streams and shares need it."""
     packed = not is_off(theirs.get("packing", "sample_packing") or 0)
     return number(theirs.get("max_steps") or -1) > 0 and not packed and theirs.verb != "kto"
 
 
 def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """Sources with a type, which here is read off the columns, and names of fields."""
+    """Convert sources with field names. Their type is read off the columns here."""
     found, remarks = [], ["data.format=auto reads rows by their columns"]
     for item in value if isinstance(value, list) else [value]:
         item = item if isinstance(item, dict) else {"path": item}
@@ -97,11 +97,11 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         named["conversations" if role == "from" else "messages"] = item.get("field_messages")
         named["text"] = item.get("field", item.get("text_column"))
         if theirs.verb == "dpo" and re.fullmatch(r"chat_template(\.default)?", str(kind)):
-            named["prompt"] = named.pop("messages", None) or "messages"  # which the answers are no part of
+            named["prompt"] = named.pop("messages", None) or "messages"  # it does not contain the answers
         columns = {ours: name for ours, name in named.items() if name not in (None, ours, "conversations")}
         more = {"subset": item.get("name"), "split": item.get("split"), "weight": weight, "columns": columns}
         found += [{"path": str(path), **more} for path in names(item.get("data_files") or item["path"])]
-        plain = isinstance(kind, dict) and theirs.verb != "sft" and "format" not in str([*kind])  # texts as they are
+        plain = isinstance(kind, dict) and theirs.verb != "sft" and "format" not in str([*kind])  # texts unchanged
         as_they_are = isinstance(kind, dict) and theirs.verb != "sft" and "format" not in str([*kind])
         plain = as_they_are or _PLAIN_TYPE.fullmatch(str(kind))
         marked = [] if plain else [f"{'type' if isinstance(kind, dict) else kind} {_OWN_TEXTS}"]
@@ -117,14 +117,14 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def _means_the_same(name: str, value: Any) -> bool:
-    """Whether a setting of axolotl's data set is read, or changes nothing."""
+    """Return whether a setting of axolotl's data set is read, or changes nothing."""
     if name == "roles":
         return {str(said) for given in value.values() for said in given} <= _SPEAKERS
     return bool(_READ.fullmatch(name)) or value in _AS_HERE.get(name, ()) or is_off(value)
 
 
 def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """Names in dataset_info.json; of each at most max_samples rows."""
+    """Convert names in dataset_info.json, at most max_samples rows each."""
     folder = str(theirs.get("dataset_dir") or "data").removeprefix("REMOTE:")
     info, most = theirs.file.find(f"{folder}/dataset_info.json"), theirs.get("max_samples")
     known, found, remarks = theirs.file.settings_of(info), [], []
@@ -141,7 +141,7 @@ def llamafactory_data(key: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def at_most(value: Any, theirs: Theirs) -> Outcome:
-    """The first rows of each source, which has them all where they are fewer."""
+    """Convert a limit of rows: the first rows of each source. A source with fewer rows gives all."""
     sources = [
         llamafactory_data(key, theirs.get(key), theirs).values[key]
         for key in ("dataset", "eval_dataset")
@@ -153,7 +153,7 @@ def at_most(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _has_fewer(file: Path, rows: int) -> bool:
-    """Whether there is such a file or folder, and it has fewer rows."""
+    """Return whether such a file or folder exists and has fewer rows."""
     from packtrain.data.sources.locate import locate
 
     with suppress(UserError):
@@ -170,11 +170,11 @@ _SWIFT_NAMES = {
     "system_prompt": "system",
     "conversation": "conversations",
 }
-"""Names that --columns of ms-swift may give (its ResponsePreprocessor reads them), with our columns."""
+"""Names in ms-swift's --columns (its ResponsePreprocessor reads them), with our columns."""
 
 
 def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """ID:SUBSET#ROWS, looked up on another hub by default; so many rows by chance, all repeatedly where there are fewer."""
+    """Convert ID:SUBSET#ROWS, by default from another hub. The rows are drawn at random, repeatedly if there are fewer."""
     found, remarks = [], ["names are those of the Hugging Face hub"]
     named = {} if isinstance(value, list) else dict(theirs.get("columns") or {})
     columns = {_SWIFT_NAMES.get(ours, ours): name for name, ours in named.items()}
@@ -194,13 +194,13 @@ def swift_data(key: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def tokenised(key: str, value: Any, theirs: Theirs) -> Outcome:
-    """Documents that were tokenised before."""
+    """Convert documents that are tokenised already."""
     found = [{"path": str(path)} for path in names(value)]
     return _sources(key, found, theirs, "name the documents instead of what was made of them")
 
 
 def trl_data(value: Any, theirs: Theirs) -> Outcome:
-    """A hub data set and its splits."""
+    """Convert a hub data set and its splits."""
     source = {"path": str(value), "subset": theirs.get("dataset_config"), "split": theirs.get("dataset_train_split")}
     chosen = theirs.verb != "sft" or theirs.get("assistant_only_loss", "completion_only_loss") is not None
     train = _sources("data.train", [source], theirs, *([] if chosen else [_EVERY_TURN]))
@@ -211,7 +211,7 @@ def trl_data(value: Any, theirs: Theirs) -> Outcome:
 
 
 def mixture(value: Any, theirs: Theirs) -> Outcome:
-    """Several data sets with shares, as a list of settings or as name: share."""
+    """Convert several data sets with shares, from a list of settings or name: share."""
     settings = {"datasets": value} if isinstance(value, list) else dict(value)
     split = names(theirs.get("dataset_splits") or "train")[0]
     found, guess = [], list[str]()
@@ -230,7 +230,7 @@ def mixture(value: Any, theirs: Theirs) -> Outcome:
 
 
 def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
-    """Our verb, and how it was found if that is a guess. Raises UserError for a method that packtrain does not have."""
+    """Return our verb, and the way of guessing it if it is a guess. Raises UserError for a method that packtrain does not have."""
     values, how = file.values, ""
     if origin == "axolotl":
         method = "reward" if values.get("reward_model") else values.get("rl") or "sft"
@@ -257,7 +257,7 @@ def verb_of(origin: str, file: Foreign) -> tuple[ObjectiveKind, str]:
 
 
 def defaults_of(origin: str, file: Foreign, devices: int) -> dict[str, Any]:
-    """Defaults that are computed from other settings."""
+    """Return defaults that are computed from other settings."""
     values = file.values
     micro = count(values.get("per_device_train_batch_size"), 1)
     if origin == "axolotl":

@@ -1,6 +1,6 @@
-"""Reads what another trainer is started with: a YAML, a JSON, or a command line in a .sh or .md file.
+"""Reader of other trainers' input: YAML, JSON, or commands in .sh and .md files.
 
-A shell is not run. Of its language only what such files use is understood: comments, quotes, lines that go on after a backslash,
+No shell is run. Only the parts of its language that such files use are understood: comments, quotes, lines continued by a backslash,
 variables that the file sets itself, `${NAME:-default}`, and sums such as `$((16 / 2))` and `$(expr 16 / $n)`.
 """
 
@@ -32,7 +32,7 @@ _SUM = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*\\?[-+*/]\s*\d+)+)\s*\)?\)")
 _QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*\""
 _COMMENT = re.compile(rf"({_QUOTED})|^[ \t]*#[^\n]*\n?|(?<=\s)#[^\n]*", re.MULTILINE)
 _LINE = re.compile(rf"(?:{_QUOTED}|\\.|[^\n'\"\\])+", re.DOTALL)
-"""A command: a line, or several where a quoted text has several."""
+"""A command: one line, or several if a quoted text has several."""
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _SHELL = (".sh", ".bash", ".md", ".txt", ".slurm", ".sbatch")
 _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
@@ -40,8 +40,8 @@ _FORMS = "packtrain convert reads YAML, JSON, and commands in .sh or .md files."
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """The settings (`values`) of a file. Of a command also its `program` ("swift sft", or the path of a script), the options of its launcher,
-    its environment, and how many `more` training commands the file has."""
+    """Settings (`values`) of a file. A command also has its `program` ("swift sft", or the path of a script), the options of its launcher,
+    its environment, and the number of `more` training commands in the file."""
 
     path: Path
     values: Mapping[str, Any]
@@ -51,15 +51,15 @@ class Foreign:
     more: int = 0
 
     def find(self, name: object) -> Path | None:
-        """A file that the config names, from its own folder, one around it, or from here."""
+        """Find a file that the config names. Looks in the config's folder, the folders around it, and the working folder."""
         here, name = self.path.absolute().parent, str(name) if isinstance(name, (str, Path)) else ""
         paths = [at / name for at in (here, *here.parents, Path())] if name and "\0" not in name else []
         return next(
             (path for path in paths if os.path.isfile(path)), None
-        )  # which is no error for a name that is too long
+        )  # isfile returns False for a name that is too long
 
     def settings_of(self, name: object) -> dict[str, Any]:
-        """The mapping in a YAML or JSON file that the config names; {} where there is none."""
+        """Read the mapping in a YAML or JSON file that the config names, else {}."""
         found = self.find(name)
         try:
             return _parse(found) if found else {}
@@ -68,19 +68,19 @@ class Foreign:
 
     @property
     def devices(self) -> int | None:
-        """How many processes the launcher or the environment asks for; None if they do not say."""
+        """Number of processes asked for by launcher or environment; None if they do not say."""
         asked = {**self.values, **self.settings_of(self.launcher.get("config_file")), **self.launcher}
         each = whole(str(asked.get("nproc_per_node", self.environment.get("NPROC_PER_NODE"))))
         machines = whole(str(asked.get("nnodes", self.environment.get("NNODES")))) or 1
         visible = self.environment.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
-        if self.program.startswith("swift "):  # which spreads one model over them
+        if self.program.startswith("swift "):  # it spreads one model over them
             visible = 1
         together = whole(str(asked.get("num_processes"))) or machines * (each or visible)
         return together if together > 1 or each else None
 
 
 def read_foreign(path: Path) -> Foreign:
-    """What the file sets. Raises UserError where it cannot be read, or holds neither settings nor a command that trains."""
+    """Read the settings of a file. Raises UserError if it cannot be read, or has neither settings nor a training command."""
     if path.suffix.lower() not in _SHELL:
         return Foreign(path, _parse(path))
     text = _text(path)
@@ -129,7 +129,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _commands(text: str, empty: Foreign) -> Iterator[Foreign]:
-    """The training commands of a shell text, in order."""
+    """Yield the training commands of a shell text, in order."""
     variables: dict[str, str] = {}
     for words in _words(text, variables):
         own: dict[str, str] = {}
@@ -153,7 +153,7 @@ def _is_tool(words: list[str]) -> bool:
 
 
 def _words(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
-    """The words of each command; `variables` may grow while this goes on."""
+    """Yield the words of each command. `variables` may grow meanwhile."""
     bare = _COMMENT.sub(lambda match: match[1] or "", text.replace("\r\n", "\n"))
     for line in _LINE.findall(re.sub(r"[ \t]*\\\n", " ", bare)):
         lexer = shlex.shlex(_expanded(line, variables), posix=True, punctuation_chars=";&|<>")
@@ -177,11 +177,11 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
 
     named = re.sub(r"\$\(\([^)]*\)\)", lambda match: re.sub(r"(?<![$\w])([A-Za-z_]\w*)", r"$\1", match[0]), line)
     kept = _SUM.sub(total, _VARIABLE.sub(value, named))
-    return re.sub(r"\$\([^()]*\)", lambda match: re.sub(r"\s", "\u00a0", match[0]), kept)  # one word, as in a shell
+    return re.sub(r"\$\([^()]*\)", lambda match: re.sub(r"\s", "\u00a0", match[0]), kept)  # one word, like in a shell
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """`--key value …`, `--key=value`, `--flag` and `key=value` as a mapping; "" has the words that belong to no key."""
+    """Map `--key value …`, `--key=value`, `--flag` and `key=value`. "" has the words without a key."""
     found: dict[str, list[Any]] = {"": []}
     key = ""
     for word in words:
@@ -204,7 +204,7 @@ def _typed(word: str) -> Any:
 
 
 def _with_file(command: Foreign) -> Foreign:
-    """The command with the settings of the config file that it names; its own win."""
+    """Add the settings of the config file that the command names. The command's own settings win."""
     values = {key: value for key, value in command.values.items() if key not in ("", "config")}
     loose = [str(item) for item in command.values.get("", []) if str(item).endswith((".yaml", ".yml", ".json"))]
     name = command.values.get("config", *loose[:1]) if loose else command.values.get("config")

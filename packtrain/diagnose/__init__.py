@@ -1,1 +1,1 @@
-"""`packtrain env` and `packtrain doctor`: facts about a machine or a run, checks of them, and reports."""
+"""`packtrain env` and `packtrain doctor`: facts about a machine or a run, checks, and reports."""

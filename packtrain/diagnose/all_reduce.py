@@ -1,8 +1,8 @@
-"""All-reduces between the machines of a run, over the backend that it would use, and what their times show about the network.
+"""All-reduces between the machines of a run, timed over the run's backend.
 
-One process on each machine (`python -m packtrain.diagnose.all_reduce`) reduces in pairs, one pair after another, so that none
-disturbs another; at the end all reduce together, unless a pair has failed. Each pair is a process group of its own, so that its
-failure ends no other. Every result is printed at once, as a JSON line that replaces the one before: a process that hangs has reported.
+One process on each machine (`python -m packtrain.diagnose.all_reduce`) reduces in pairs, one pair after another, so that pairs do not
+disturb each other. At the end all reduce together, unless a pair has failed. Each pair is a process group of its own, so that its
+failure ends no other. Every result is printed at once, as a JSON line that replaces the earlier one: a process that hangs has reported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from packtrain.diagnose.facts import ask_python
 from packtrain.wording import first_line, listed
 
 TOGETHER_S = 40.0  # for all machines to import torch; a busy one takes half of them
-PAIRS_S = 30.0  # after which no further pair begins
-LATE_S = 20.0  # for both ends of a pair: gloo tries five times as long to connect as an operation may take
+PAIRS_S = 30.0  # after it no further pair begins
+LATE_S = 20.0  # for both ends of a pair: gloo's limit to connect is five times its limit for an operation
 PROCESS_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
 _PAIR_S, _ALL_S = 3.0, 10.0  # for one operation
 _MIB = 2**20
@@ -34,20 +34,20 @@ _FIX_SLOW = "Check its cable, port, MTU and interface (ethtool, ibstat), and wha
 
 
 def pairs_of(machines: int) -> list[tuple[int, int]]:
-    """The pairs that are tried, one after another: the neighbours in a ring."""
+    """Return the pairs to try, one after another: the neighbours in a ring."""
     return [(0, 1)] if machines == 2 else [(rank, (rank + 1) % machines) for rank in range(machines)]
 
 
 def untried(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The results of all pairs of these machines before they are tried."""
+    """Return the results of all pairs of these machines before they are tried."""
     unknown = {"latency_ms": None, "mib_per_s": None, "status": "not tried", "found": ""}
     return [{"from": names[first], "to": names[second], **unknown} for first, second in pairs_of(len(names))]
 
 
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """This machine's process, to its end: milliseconds by size (rank 0: the `pairs` before), or `error` where it could not.
+    """Run this machine's process to its end. Return milliseconds by size, or an `error`.
 
-    `order` has `backend`, its `rank`, the `names` of all machines, and `address` and `port` of rank 0's store.
+    Rank 0 also returns the `pairs`. `order` has `backend`, its `rank`, the `names` of all machines, and `address` and `port` of rank 0's store.
     """
     quiet = {
         "OMP_NUM_THREADS": "1",
@@ -61,9 +61,9 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
 
 
 def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The results of all machines, by name in the order of their ranks, as one: status, words, and the figures of each pair.
+    """Combine the results of all machines: status, words, and the figures of each pair.
 
-    A machine that did not take part has `skipped`, which is why, in place of a result.
+    Results are by name, in the order of ranks. A machine that did not take part has only `skipped`, the reason.
     """
     if skipped := [str(result["skipped"]) for result in results.values() if "skipped" in result]:
         return {"status": "skipped", "found": skipped[0], "backend": "", "nodes": None, "pairs": []}
@@ -88,13 +88,13 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_pair(pair: Mapping[str, Any]) -> str:
-    """ "n1 and n2: 0.2 ms, 900 MiB/s, ok"."""
+    """Describe a pair: "n1 and n2: 0.2 ms, 900 MiB/s, ok"."""
     figures = f"{pair['latency_ms']:.2g} ms, {pair['mib_per_s']:.0f} MiB/s, " if pair["mib_per_s"] else ""
     return f"{pair['from']} and {pair['to']}: {figures}{pair['status']}"
 
 
 def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The checks: a failed all-reduce, and slow pairs."""
+    """Return the checks: a failed all-reduce, and slow pairs."""
     ends: dict[str, list[str]] = {"dead": [], "slow": []}
     for pair in reduced["pairs"]:
         ends.get(pair["status"], []).extend((pair["from"], pair["to"]))
@@ -110,7 +110,7 @@ def check_all_reduce(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
-    """Reports the results. Raises torch's error if this machine cannot take part.
+    """Measure and report the results. Raises torch's error if this machine cannot take part.
 
     Rank 0 has the store, starts each pair, and collects the results of both ends.
     """
@@ -121,13 +121,13 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
     store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=limit)
 
     def begins(what: str, wanted: bool) -> bool:
-        """Rank 0's `wanted`, on all ranks, so that all of them begin the operation, or none."""
+        """Return rank 0's `wanted` on all ranks: either all begin the operation, or none."""
         if rank == 0:
             store.set(f"begin {what}", str(wanted))
         return store.get(f"begin {what}") == b"True"
 
     def result(what: str) -> dict[str, Any]:
-        """What a rank puts into the store within LATE_S."""
+        """Return a rank's result from the store, waiting at most LATE_S."""
         try:
             store.wait([what], late)
         except dist.DistError:
@@ -149,33 +149,33 @@ def _measure(order: Mapping[str, Any], report: Callable[..., None]) -> None:
         with _group(backend, dist.PrefixStore("all", store), rank, world, _ALL_S):
             report(kib_ms=_milliseconds(backend, 2**10, 10), mib_64_ms=_milliseconds(backend, 64 * _MIB, 3))
     store.set(f"end {rank}", "{}")
-    for other in range(world if rank == 0 else 0):  # the store is in this process, which ends last
+    for other in range(world if rank == 0 else 0):  # the store is in this process, so it ends last
         result(f"end {other}")
 
 
 def _measure_pair(store: Any, backend: str, pair: tuple[int, int], rank: int) -> dict[str, Any]:
-    """The figures of a pair, by this end of it; `found` is why there are none."""
+    """Measure a pair from this end; `found` is the reason if it fails."""
     import torch.distributed as dist
 
     size = _PAIR_MIB[backend]
     try:
         with _group(backend, dist.PrefixStore(f"{pair}", store), rank, 2, _PAIR_S):
             latency, taken = _milliseconds(backend, 2**10, 10), _milliseconds(backend, size * _MIB, 3)
-    except Exception as error:  # whatever torch or a backend raises is the answer
+    except Exception as error:  # the error of torch or a backend is the answer
         return {"found": first_line(error)}
     return {"latency_ms": latency, "mib_per_s": round(1e3 * size / taken, 1), "found": ""}
 
 
 @contextmanager
 def _group(backend: str, store: Any, rank: int, world: int, limit_s: float) -> Iterator[None]:
-    """torch's default process group inside the block; no operation in it takes longer than `limit_s`."""
+    """Open torch's default process group inside the block; no operation takes longer than `limit_s`."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=limit_s)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     except Exception:
-        # torch numbers groups in their keys, and counts one that fails until another one is destroyed
+        # torch numbers groups in their keys, and counts a failed one until another one is destroyed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
         raise
@@ -186,7 +186,7 @@ def _group(backend: str, store: Any, rank: int, world: int, limit_s: float) -> I
 
 
 def _milliseconds(backend: str, size: int, times: int) -> float:
-    """The time of an all-reduce of `size` bytes: the median of `times` without the first, which also connects."""
+    """Return the time of an all-reduce of `size` bytes. It is the median of `times` runs after the first, which also connects."""
     import torch
     import torch.distributed as dist
 
@@ -209,5 +209,5 @@ if __name__ == "__main__":
 
     try:
         _measure(json.loads(sys.argv[1]), report)
-    except Exception as error:  # whatever torch or a backend raises is the answer
+    except Exception as error:  # the error of torch or a backend is the answer
         report(error=first_line(error))

@@ -1,8 +1,8 @@
-"""`packtrain env CONFIG --cluster`: every machine makes its report, machine 0 compares them and shows the result.
+"""`packtrain env CONFIG --cluster`: compare the reports of all machines on machine 0.
 
-The machines meet as those of a run do (launch/rendezvous.py), but do without one that is missing. Each makes its report and
-takes part in the all-reduces, sends both to machine 0, and is answered with the exit code when all have, or the time is over.
-A difference is a `fail` in what must be the same (the run would stop, or train something else), and a `warn` in what should be.
+The machines meet like the machines of a run (launch/rendezvous.py), but go on without a missing one. Each makes its report and takes
+part in the all-reduces, then sends both to machine 0. Machine 0 answers with the exit code when all have sent, or time is over. A
+difference is a `fail` in facts that must be equal (the run would stop, or train something else), and a `warn` in facts that should be.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ GATHER_S = 20.0  # to wait for the machines; topology.join_timeout may shorten i
 REPORT_S = 15.0
 JOB = "packtrain env"
 _NOTHING = "nothing"
-_OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")  # variables of a machine alone
+_OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")  # variables that may differ by machine
 _FIXES: dict[Status, str] = {
     "fail": "Start every machine with the same config and arguments, from one image or lock file; check nvidia-smi there.",
     "warn": "Take machines that are alike, from one image, with the same limits and variables (topology.environment).",
 }
 
 Traits = Mapping[Status, Mapping[str, str]]
-"""The compared facts of a machine, by what a difference means: name → value in words, "" if it is not known."""
+"""Compared facts of a machine, by the meaning of a difference: name → value in words, "" if unknown."""
 
 
 def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
-    """Meets the other machines of the run whose config `load` returns; machine 0 prints. Returns the exit code of all.
+    """Meet the other machines of the run whose config `load` returns. Machine 0 prints; return the exit code of all.
 
-    In a Slurm job `packtrain env arguments…` is started on all of its machines. Raises UserError where the config is of
-    one machine; CheckFailed where this machine cannot be the one that it claims to be; PeerFailed where machine 0 is missing or ends.
+    In a Slurm job, start `packtrain env arguments…` on all of its machines. Raises UserError if the config is for
+    one machine, CheckFailed if this machine cannot be the one that it claims to be, PeerFailed if machine 0 is missing or ends.
     """
     config = load()
     if config is None:
@@ -77,12 +77,12 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
     limit_s = min(GATHER_S, config.topology.join_timeout)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
     place = MeetingPoint(address, port, limit_s, JOB, processes.hosts, least=1)
-    # only the number of machines has to be the same at the rendezvous: the rest is compared later
+    # only the number of machines has to be equal at the rendezvous: the rest is compared later
     me = Member(processes.node, processes.nodes, 1, 0, around.host, own_addresses(), {}, {})
     with meet(me, place) as group:
         try:
             made = report.result(REPORT_S)
-        except Exception as error:  # whatever is wrong with one machine must not cost the others
+        except Exception as error:  # a fault of one machine must not cost the others
             made = {"error": str(error) or f"no answer within {REPORT_S:.0f} s"}
         own: dict[str, Any] = {"node": processes.node, "report": made}
         own["result"] = _reduce(group, own, address, config.topology.variables)
@@ -105,7 +105,7 @@ def show_cluster(load: Load, arguments: Sequence[str], *, as_json: bool) -> int:
 
 
 def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """This machine's part of the all-reduces, with the network settings that the run's processes would have here."""
+    """Take part in the all-reduces, with the network settings of the run's processes here."""
     report, nodes, name = own["report"], sorted(group.names), group.names[own["node"]]
     torch = {} if "error" in report else report["facts"]["torch"]
     if "error" in report or torch["error"].startswith("torch cannot be imported"):
@@ -118,14 +118,14 @@ def _reduce(group: Group, own: Mapping[str, Any], address: str, variables: Mappi
 
 
 def _send(group: Group, own: Mapping[str, Any]) -> int:
-    """Machine 0's exit code. Raises PeerFailed if machine 0 ends first."""
+    """Send this machine's results and return machine 0's exit code. Raises PeerFailed if machine 0 ends first."""
     assert group.client is not None
     print(f"{group.names[0]} shows the comparison", file=sys.stderr, flush=True)
     while True:
         try:
             return int(group.client.call("report", {**own}, timeout_s=REPORT_S + 2 * REDUCE_S)["code"])
         except OSError as error:
-            if not (isinstance(error, Rejected) and error.unknown):  # else machine 0 registers this handler soon
+            if not (isinstance(error, Rejected) and error.unknown):  # otherwise machine 0 registers this handler soon
                 what = f"machine 0 ended before the comparison was done: {error}"
                 raise PeerFailed(what, where="--cluster", fix="Its terminal or log says why.") from error
             time.sleep(0.1)
@@ -134,7 +134,7 @@ def _send(group: Group, own: Mapping[str, Any]) -> int:
 def compare(
     sent: Mapping[int, Mapping[str, Any]], joined: Mapping[int, str], place: MeetingPoint, machines: int
 ) -> dict[str, Any]:
-    """The results as plain containers, of what the machines sent, by number; the keys are a promise to users."""
+    """Compare the machines' messages (by number) in plain containers. The keys are a promise to users."""
     names = {node: f"machine {node}" for node in range(machines)} | dict(enumerate(place.names)) | dict(joined)
     reports = {names[node]: message["report"] for node, message in sent.items() if "error" not in message["report"]}
     missing = {}
@@ -158,8 +158,8 @@ def compare(
 
 
 def own_report(facts: Facts, run: PlannedRun, config: Mapping[str, Any]) -> dict[str, Any]:
-    """This machine's report as `env --json` has it, with what is compared, and the settings of NCCL and gloo, under `own`;
-    `config` as plain containers."""
+    """Make this machine's report, like `env --json`. `own` adds the compared facts and the settings of NCCL and gloo.
+    `config` is in plain containers."""
     redactor = Redactor(os.environ, run.config.topology.variables)
     same = redactor.plain({**shared_versions(environment()), **shared_values(config)})
     variables = redactor.plain(reported_variables(os.environ))
@@ -169,7 +169,7 @@ def own_report(facts: Facts, run: PlannedRun, config: Mapping[str, Any]) -> dict
 
 
 def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str]) -> Traits:
-    """The compared facts of a machine; `same` are versions and config values, which a run compares, too."""
+    """Return the compared facts of a machine. `same` are versions and config values: a run compares them, too."""
     torch, cards, host = facts.torch, facts.driver.gpus, facts.host
     # a torch that does not answer has a check of its own
     builds = {"cuda of torch": torch.cuda, "nccl of torch": torch.nccl} if torch.version else {}
@@ -190,7 +190,8 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
 
 
 def find_differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
-    """The facts that differ between machines, those that must not first, with the machines of each value, the most common first."""
+    """Find facts that differ between machines, with the machines of each value. Facts that must not differ come first, then the most
+    common values."""
     result = []
     for status, fix in _FIXES.items():
         for what in dict.fromkeys(what for trait in traits.values() for what in trait[status]):
@@ -204,7 +205,7 @@ def find_differences(traits: Mapping[str, Traits]) -> list[dict[str, Any]]:
 
 
 def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The checks that failed or warned, each once with all machines (`nodes`) that report the same, failed ones first."""
+    """Group checks that failed or warned, failed ones first. Equal checks are one, with all their machines (`nodes`)."""
     checks: dict[str, dict[str, Any]] = {}
     for name, report in reports.items():
         for check in report["checks"]:
@@ -214,18 +215,18 @@ def group_checks(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def exit_code_for(document: Mapping[str, Any]) -> int:
-    """4 if a machine is missing, 3 if a check failed or facts differ that must not, else 0."""
+    """Return 4 for a missing machine, 3 for a failed check or difference, else 0."""
     failed = any(item["status"] == "fail" for item in (*document["differences"], *document["checks"]))
     return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
 
 
 def _counted(texts: Iterable[str]) -> str:
-    """ "8 × H100, 1 × A100"."""
+    """Count equal texts: "8 × H100, 1 × A100"."""
     return ", ".join(f"{number} × {text}" for text, number in sorted(Counter(texts).items())) or _NOTHING
 
 
 def print_comparison(document: Mapping[str, Any], machines: int) -> None:
-    """The comparison of so many machines on stdout, in colour on a terminal."""
+    """Print the comparison of `machines` machines to stdout, in colour on a terminal."""
     console, reduced = Console(highlight=False, soft_wrap=True), document["all_reduce"]
     differ, checks = document["differences"], document["checks"]
     console.print(escape(f"\n{len(document['nodes'])} of {machines} machines: {listed(list(document['nodes']))}"))

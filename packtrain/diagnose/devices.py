@@ -1,7 +1,7 @@
-"""What only the GPU driver and torch know, and checks of it.
+"""Facts from the GPU driver and torch, and checks of them.
 
-The driver is asked by nvidia-smi, torch by `python -m packtrain.diagnose.devices DTYPE`: importing torch may crash, and the first call
-of CUDA may hang. A report is needed most in those cases, so each fact is a line of JSON on stdout as soon as it is known.
+nvidia-smi asks the driver; `python -m packtrain.diagnose.devices DTYPE` asks torch: importing torch may crash, and the first call
+of CUDA may hang. A report is needed most in those cases, so each fact is printed on stdout at once, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUSY_MEMORY = GIB
 
 
 def ask_driver(limit_s: float) -> Driver:
-    """The machine's GPUs; a driver that does not answer is the `error`."""
+    """Ask the driver for the machine's GPUs. If it does not answer, return the `error`."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return Driver("there is no nvidia-smi" if Path("/proc/driver/nvidia").exists() else "")
@@ -52,24 +52,24 @@ def _gpu(row: list[str]) -> Gpu:
 
 
 def ask_torch(limit_s: float, dtype: str, env: Mapping[str, str]) -> Torch:
-    """torch's answers up to the time limit, where a run has the variables `env`; its flash kernels are tried on a usual layer that
-    computes in `dtype`."""
+    """Ask torch within the time limit, under a run's variables `env`. Its flash kernels are tried on a usual layer that computes in
+    `dtype`."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     return read_torch(*ask_python(__name__, dtype, limit_s=limit_s, env={**quiet, **env}))
 
 
 def read_torch(output: str, error: str = "") -> Torch:
-    """The facts in the output of torch's process; `error` is why it is incomplete."""
+    """Read the facts in the output of torch's process; `error` is why it is incomplete."""
     facts: dict[str, Any] = {"error": error}
     for line in output.splitlines():
-        with suppress(ValueError):  # the last line may be half a line
+        with suppress(ValueError):  # the last line may be incomplete
             facts |= json.loads(line)
     return Torch(**facts)
 
 
 def _print_torch(dtype: str) -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed goes to stderr
+    os.dup2(2, 1)  # all other output goes to stderr
 
     def report(**facts: Any) -> None:
         print(json.dumps(facts, default=str), file=out, flush=True)
@@ -108,7 +108,7 @@ def accelerators(gpus: list[str]) -> list[str]:
 def accelerate_config() -> dict[str, Any] | None:
     """Config that `accelerate config` has written, as `trl env` prints it.
 
-    Imports accelerate only where there is one.
+    accelerate is imported only if there is such a config.
     """
     if not os.path.isfile(os.path.join(constants.HF_HOME, "accelerate", "default_config.yaml")):
         return None
@@ -121,7 +121,7 @@ def accelerate_config() -> dict[str, Any] | None:
 
 
 def _try_kernels(dtype: str) -> dict[str, str]:
-    """The flash kernels in their order down to the first that is right, each with what it lacks."""
+    """Try the flash kernels in order, down to the first right one. Return each with its lack ("" for the right one)."""
     import torch
 
     try:
@@ -135,7 +135,7 @@ def _try_kernels(dtype: str) -> dict[str, str]:
 
 
 def check_driver(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Whether the driver answers."""
+    """Check that the driver answers."""
     driver, name = facts.driver, "gpu-driver"
     if driver.gpus:
         yield Check(name, "ok", driver.version or "version not known")
@@ -147,7 +147,7 @@ def check_driver(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Whether torch works, and can use the GPUs that the machine has."""
+    """Check that torch works, and can use the GPUs of the machine."""
     torch, gpus = facts.torch, facts.driver.gpus
     built = f"torch {torch.version}" + (f" for CUDA {torch.cuda}" if torch.cuda else "")
     if torch.available is None and (error := torch.error or "torch was not asked"):
@@ -165,7 +165,7 @@ def check_torch(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """GPUs against the processes of the run: their number, health and memory, and memory that other programs hold."""
+    """Check GPUs against the run's processes: number, health, memory, and memory held by other programs."""
     gpus = select_gpus(facts, run)
     if not facts.driver.gpus:
         return
@@ -187,7 +187,7 @@ def check_gpus(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES shows the run; all where it is not set."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows the run; all if it is not set."""
     wanted, gpus = run.variables(facts).get(VISIBLE), facts.driver.gpus
     if wanted is None:
         return gpus
@@ -196,7 +196,7 @@ def select_gpus(facts: Facts, run: PlannedRun) -> tuple[Gpu, ...]:
 
 
 def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """The backend that model.attention selects for most models, and why; the loaded model decides."""
+    """Check the backend that model.attention selects for most models. The loaded model decides."""
     kernel, why = flash_kernel(facts, run)
     asked, mode = run.config.model.attention, run.config.packing.mode
     if mode == "padding" or asked not in ("auto", "flash"):
@@ -212,7 +212,7 @@ def check_attention(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def flash_kernel(facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
-    """The flash kernel that serves the run's layers and what better ones lack, or None and why there is none."""
+    """Return the flash kernel for the run's layers, with the lacks of better ones. Without a kernel return None and the reason."""
     torch, kernels = facts.torch, facts.torch.kernels or {}
     if torch.available is False:
         return None, "the device is no GPU of CUDA"
@@ -225,7 +225,7 @@ def flash_kernel(facts: Facts, run: PlannedRun) -> tuple[str | None, str]:
 
 
 def attention_json(facts: Facts, run: PlannedRun) -> dict[str, dict[str, object]]:
-    """Each backend with whether it can serve packed rows here, and why."""
+    """Return for each backend whether it can serve packed rows here, and why."""
     kernel, why = flash_kernel(facts, run)
     flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}
     others = ("segmented", "per_document", "sdpa_mask")

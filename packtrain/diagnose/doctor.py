@@ -1,7 +1,7 @@
-"""`packtrain doctor RUN_DIR`: where the ranks of a run are, and why it stands still or has failed, during or after it.
+"""`packtrain doctor RUN_DIR`: state of the ranks, and why a run stands still or has failed.
 
-While a run goes on, logs/channel.json has the address of its control channel, and the watchdog there answers for all machines; it
-reports a stall sooner than on the terminal. Afterwards logs/ has the diagnosis and the last states of the ranks.
+It works during and after the run. While a run goes on, logs/channel.json has the address of its control channel, and the watchdog there
+answers for all machines. It reports a stall sooner than the terminal does. Afterwards logs/ has the diagnosis and the ranks' last states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _START = "a run is about to start here, or has just ended"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`status`: running, stalled, done, stopped or failed; `lines` are the text for the terminal.
+    """State of a run. `status`: running, stalled, done, stopped or failed; `lines`: the text for the terminal.
 
     `ranks` are the known states, `silent` the machines (host, ranks) whose launchers do not report.
     """
@@ -46,17 +46,17 @@ class Finding:
 
     @property
     def exit_code(self) -> int:
-        """4 for a run that stands still or has failed."""
+        """4 for a run that stands still or has failed, else 0."""
         return PeerFailed.exit_code if self.status in ("stalled", "failed") else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The document of --json."""
+        """Return the document of --json."""
         diagnosis = self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")}
         return {**asdict(self), "diagnosis": diagnosis}
 
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
-    """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
+    """Print the state of the run in the folder `place`; return the exit code. `ask`: request stacks of its live ranks."""
     finding = examine(RunFolder(Path(os.path.expanduser(place))), ask=ask)
     document = Redactor(os.environ).plain(finding.to_json())
     print(json.dumps(document, indent=2) if as_json else "\n".join(document["lines"]))
@@ -64,8 +64,8 @@ def show_run(place: str, *, ask: bool, as_json: bool) -> int:
 
 
 def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Finding:
-    """What this machine can know of a run; `over`: its own process, which still has the lock, says that it has
-    ended. Raises UserError where there is no run."""
+    """Examine a run from this machine. `over`: its own process, which still has the lock, says that it has ended. Raises
+    UserError if there is no run."""
     channel = folder.logs / PUBLISHED
     logs = [folder.logs / name for name in (RANKS, DIAGNOSIS, PUBLISHED)]
     begun = [folder.summary, folder.config, folder.attempt.config, *logs]
@@ -78,7 +78,7 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
 
 
 def _examine_live(folder: RunFolder, channel: Channel, ask: bool) -> Finding:
-    """The finding from the watchdog's answer, or from its silence."""
+    """Return the finding from the watchdog's answer, or from its silence."""
     here, pid = channel.host == platform.node(), channel.pid
     address = channel.address if here or channel.address != LOOPBACK else channel.host
     try:
@@ -124,7 +124,7 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> Iterator[str]:
 
 
 def _examine_ended(folder: RunFolder) -> Finding:
-    """The finding for a run that has ended: from its diagnosis, else from its ranks' exit codes, else from its status."""
+    """Return the finding for an ended run, from its diagnosis, exit codes or status."""
     file, report, attempt = folder.logs / RANKS, folder.logs / DIAGNOSIS, folder.attempt.config
     ranks: Sequence[RankState] = read_as(file, object_of(file).get("ranks", []), tuple[RankState, ...])
     if attempt.exists() and (not file.exists() or attempt.stat().st_mtime > file.stat().st_mtime):

@@ -1,6 +1,6 @@
-"""`packtrain env [CONFIG]`: what this machine is and has, as a list to paste into a bug report, and whether that will do.
+"""`packtrain env [CONFIG]`: facts of this machine for a bug report, and whether they suffice.
 
-All questions are asked at once, and answered within ten seconds; what does not answer is a line of the report. No process stays
+All questions are asked at once, and answered within ten seconds; a missing answer is a line of the report. No process stays
 behind, and nothing secret is shown (packtrain/redact.py).
 """
 
@@ -42,7 +42,7 @@ _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def show_environment(load: Load, *, as_json: bool) -> int:
-    """Prints the report of this machine, for the run whose config `load` returns; returns the exit code."""
+    """Print the report of this machine for the run whose config `load` returns. Return the exit code."""
     facts, run = gather(load)
     checks = check_all(facts, run)
     redactor = Redactor(os.environ, run.config.topology.variables)
@@ -54,15 +54,15 @@ def show_environment(load: Load, *, as_json: bool) -> int:
 
 
 def check_all(facts: Facts, run: PlannedRun) -> list[Check]:
-    """The results of all checks of a machine and a run."""
+    """Return the results of all checks of a machine and a run."""
     results = [result for check in (*host.CHECKS, *devices.CHECKS) for result in check(facts, run)]
     return [replace(result, fix="") if result.status == "ok" else result for result in results]
 
 
 def gather(load: Load) -> tuple[Facts, PlannedRun]:
-    """The facts of this machine and the run whose config `load` returns, as it would be here.
+    """Gather the facts of this machine, and plan the run whose config `load` returns.
 
-    Takes ten seconds at most. Raises what `load` raises.
+    Takes ten seconds at most. Raises the errors of `load`.
     """
     config = load()
     run = PlannedRun(config is not None, config or RunConfig())
@@ -78,7 +78,7 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
     def answer(future: Future[Any], limit_s: float, otherwise: Callable[[str], Any]) -> Any:
         try:
             return future.result(max(0.0, begun + limit_s - time.monotonic()))
-        except (OSError, RuntimeError) as error:  # TimeoutError, too; a home of nobody
+        except (OSError, RuntimeError) as error:  # TimeoutError, too; or no home folder
             return otherwise(str(error) or f"no answer within {limit_s:.0f} s")
 
     machine = host.read_host()
@@ -94,7 +94,7 @@ def gather(load: Load) -> tuple[Facts, PlannedRun]:
 
 
 def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
-    """The run of a config on a machine with these surroundings."""
+    """Plan the run of a config on a machine with these surroundings."""
     topology = config.topology
     per_node = topology.gpus_per_node or max(surroundings.gpus, 1)
     try:
@@ -105,7 +105,7 @@ def plan_run(config: RunConfig, surroundings: Surroundings) -> PlannedRun:
 
 
 def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
-    """The whole report as plain containers; the keys up to `checks` are a promise to users."""
+    """Return the whole report as plain containers. The keys up to `checks` are a promise to users."""
     torch, machine, driver = facts.torch, facts.host, facts.driver
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": driver.version}
     gpus = [asdict(gpu) for gpu in driver.gpus]
@@ -120,7 +120,7 @@ def report_json(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor
 
 
 def trl_block(facts: Facts) -> str:
-    """Lines of `trl env`, without the seconds in which it imports its libraries."""
+    """Return the lines of `trl env` without importing its libraries, which takes seconds."""
     torch, host = facts.torch, facts.host
     lines = [f"- Platform: {host.platform}", f"- Python version: {host.python}"]
     lines += [f"- {name} version: {host.packages[package] or 'not installed'}" for name, package in _TRL_BLOCK]
@@ -132,7 +132,7 @@ def trl_block(facts: Facts) -> str:
 
 
 def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redactor: Redactor) -> None:
-    """The three blocks on stdout, in colour on a terminal."""
+    """Print the three blocks to stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
     console.print(f"{escape(redactor.text(trl_block(facts)))}\n", emoji=False)
@@ -150,14 +150,14 @@ def _print_report(facts: Facts, run: PlannedRun, checks: Sequence[Check], redact
 
 
 def print_check(console: Console, status: Status, name: str, result: str, fix: str) -> None:
-    """A check in one line, and its fix in another."""
+    """Print a check in one line, and its fix in another."""
     console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {result}')}", emoji=False)
     if status != "ok" and fix:
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
 def _drop_unknown(value: Any) -> Any:
-    """Plain containers without what is not known, and large numbers as sizes."""
+    """Drop unknown values from plain containers, and write large numbers as sizes."""
     if isinstance(value, dict):
         known = {name: _drop_unknown(inner) for name, inner in value.items()}
         return {name: inner for name, inner in known.items() if inner not in (None, "", [], {})}

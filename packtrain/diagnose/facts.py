@@ -1,4 +1,4 @@
-"""What is known of a machine and of a run on it, the form of a check that compares the two, and questions with a time limit.
+"""Facts of a machine and a run on it, the form of checks, time-limited questions.
 
 Every fact has a default that means "not known". Sizes are in bytes.
 """
@@ -22,12 +22,12 @@ from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30
-Load = Callable[[], RunConfig | None]  # returns the config of the run that was named, if one was
+Load = Callable[[], RunConfig | None]  # returns the config of the named run, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """torch's answers; `error` is why it could not be asked, `warning` what it printed while it searched for GPUs."""
+    """torch's answers. `error`: why it could not be asked; `warning`: its output while it searched for GPUs."""
 
     error: str = ""
     version: str | None = None
@@ -35,15 +35,15 @@ class Torch:
     nccl: str | None = None
     available: bool | None = None
     devices: Sequence[str] = ()  # names of GPUs
-    accelerators: Sequence[str] = ()  # names as `trl env` prints them, of other makers' devices, too
-    accelerate: Mapping[str, Any] | None = None  # what `accelerate config` has written
+    accelerators: Sequence[str] = ()  # names as `trl env` prints them, also of other makers' devices
+    accelerate: Mapping[str, Any] | None = None  # written by `accelerate config`
     warning: str = ""
-    kernels: Mapping[str, str] | None = None  # flash kernels that were tried, and what each lacks ("": it is right)
+    kernels: Mapping[str, str] | None = None  # tried flash kernels, each with its lack ("": it is right)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver sees it; `trouble` is in words."""
+    """A GPU, seen by the driver. `trouble` is in words."""
 
     index: int
     name: str = "?"
@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's driver and its GPUs; `error`: why it shows none, although it is there."""
+    """NVIDIA's driver and its GPUs. `error`: why an installed driver shows none."""
 
     error: str = ""
     version: str | None = None
@@ -64,7 +64,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that a run writes to, by the key that names it, or its parent; `lack` is why it cannot be written to."""
+    """A folder that a run writes to, or its parent, with its key. `lack`: why it cannot be written to."""
 
     setting: str
     path: str
@@ -75,8 +75,8 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network. `packages` are versions (None: not installed), `conflicts` are (required, installed),
-    as in ("torch>=2.10", "none"); `memory_free` is what the cgroup allows; -1 is no limit of `nofile`."""
+    """The machine beside GPUs and network. `packages`: versions (None: not installed). `conflicts`: (required, installed),
+    such as ("torch>=2.10", "none"). `memory_free`: limited by the cgroup. A `nofile` of -1 is no limit."""
 
     platform: str = ""
     python: str = ""
@@ -88,13 +88,13 @@ class Host:
     memory_free: int | None = None
     cpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    uncompiled: str = ""  # what Triton lacks to compile its kernels
+    uncompiled: str = ""  # reason if Triton cannot compile its kernels
     silence: str = ""  # the message of a silent name server
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine."""
+    """All facts of one machine."""
 
     host: Host = field(default_factory=Host)
     torch: Torch = Torch()
@@ -105,9 +105,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
+    """A run, seen by this machine: `per_node` processes on each of `nodes` machines. `configured`: a config was named.
 
-    `problems` are why it cannot start here, `obstacles` why it cannot be started in this way.
+    `problems`: why it cannot start here. `obstacles`: why it cannot start in this way.
     """
 
     configured: bool = False
@@ -120,18 +120,18 @@ class PlannedRun:
 
     @property
     def dtype(self) -> str:
-        """What the attention layers compute in on a GPU, by torch's name."""
+        """Compute dtype of the attention layers on a GPU, by torch's name."""
         dtype = self.config.model.dtype
         return "bfloat16" if dtype == "auto" or plan_precision(self.config, dtype, gpu=True)[0] != "no" else dtype
 
     def variables(self, facts: Facts) -> dict[str, str]:
-        """The environment variables that change how training runs, as its processes will have them."""
+        """Return the environment variables of the run's processes that change how training runs."""
         return {**facts.host.environment, **self.config.topology.variables}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` in words; `fix` is a command or a config key (`check_all` drops it where all is well)."""
+    """Result of a check. `found` is in words; `fix` is a command or a config key (`check_all` drops it if all is well)."""
 
     name: str
     status: Status
@@ -140,8 +140,8 @@ class Check:
 
 
 def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What `python -m module arguments…` prints on stdout, and why it failed ("" if it did not). After `limit_s` seconds it is
-    killed with all that it started, and its output so far counts."""
+    """Run `python -m module arguments…`. Return its stdout, and why it failed ("" if it did not). After `limit_s` seconds it is killed with
+    all its children, and its output so far counts."""
     command = [sys.executable, "-m", module, *arguments]
     # files, not pipes: a grandchild that inherits one blocks nothing
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -156,7 +156,7 @@ def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, s
         finally:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # what hangs in the kernel cannot be killed
+            with suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel cannot be killed
                 process.wait(0.2)
         for file in (output, errors):
             file.seek(0)

@@ -1,4 +1,4 @@
-"""The machine beside its GPUs: packages, limits, memory, cores, folders and network, and checks of them."""
+"""The machine beside its GPUs: packages, limits, memory, cores, folders, network; and checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REPORTED = (
 
 
 def read_host() -> Host:
-    """Packages, limits, memory and cores. Imports nothing; takes two seconds where a name server is silent."""
+    """Read packages, limits, memory and cores. Imports nothing; takes two seconds if a name server is silent."""
     shm, files = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Host(
         platform=platform.platform(),
@@ -55,7 +55,7 @@ def read_host() -> Host:
 
 
 def conflicts() -> Iterator[tuple[str, str]]:
-    """Requirements of packtrain that are not installed in a suitable version, with the installed version."""
+    """Yield packtrain's requirements without a suitable installed version, with the installed version."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, metadata.requires("packtrain") or []):
@@ -66,18 +66,18 @@ def conflicts() -> Iterator[tuple[str, str]]:
 
 
 def reported_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change how training runs, by name."""
+    """Return the environment variables that change how training runs, by name."""
     proxies = ("http_proxy", "https_proxy", "no_proxy")
     names = sorted(name for name in env if name.startswith(_REPORTED) or name.lower() in proxies)
     return {name: env[name] for name in names}
 
 
 def read_folder(setting: str, path: str) -> Folder:
-    """The facts of the folder `path`; blocks as long as its disk does."""
+    """Read the facts of the folder `path`. Blocks as long as its disk does."""
     wanted = Path(path).expanduser().absolute()
     parent = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
     usage, lack = psutil.disk_usage(str(parent)), ""
-    try:  # permissions say little of network disks and of root
+    try:  # permissions say little about network disks and root
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         lack = f"cannot be written to: {error.strerror}"
@@ -85,7 +85,7 @@ def read_folder(setting: str, path: str) -> Folder:
 
 
 def check_run(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Whether the run can start here as it is configured."""
+    """Check that the run can start here with its config."""
     for problem in (*run.problems, *run.obstacles):
         what = f"{problem.where}: {problem.what}" if problem.where else problem.what
         yield Check("run", "fail" if problem in run.problems else "warn", what, problem.fix)
@@ -95,7 +95,7 @@ def check_run(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Whether packtrain's own requirements are met, and DeepSpeed is there where the run asks for it."""
+    """Check that packtrain's requirements are met, and DeepSpeed is there if needed."""
     host, deepspeed, strategy = facts.host, facts.host.packages.get("deepspeed"), run.config.strategy.name
     words = "; ".join(f"packtrain needs {wanted}, found {version}" for wanted, version in host.conflicts)
     fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in host.conflicts)
@@ -106,7 +106,7 @@ def check_packages(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """/dev/shm, through which NCCL and data workers pass their data, open files and sockets, memory, and a compiler."""
+    """Check /dev/shm, open files, memory and a compiler. NCCL and data workers pass their data through /dev/shm; sockets are files, too."""
     host = facts.host
     fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     what = f"{size(host.shm)} in /dev/shm, where the processes of a machine pass their data"
@@ -125,7 +125,7 @@ def check_limits(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_folders(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """Where the run writes: without the output folder there is no run."""
+    """Check the folders that the run writes to. Without the output folder there is no run."""
     for folder in facts.folders:
         name, elsewhere = _FOLDERS[folder.setting], f"{folder.setting} on another disk"
         if folder.lack:
@@ -139,7 +139,7 @@ def check_folders(facts: Facts, run: PlannedRun) -> Iterator[Check]:
 
 
 def check_network(facts: Facts, run: PlannedRun) -> Iterator[Check]:
-    """What stops runs on several machines or slows them: RDMA ports that are down, a silent name server."""
+    """Check the network for runs on several machines: RDMA ports, a silent name server."""
     ports, silence = facts.network.ports, facts.host.silence
     words = "; ".join(
         f"{port.device}:{port.number} ({port.layer}, {'ACTIVE' if port.active else 'DOWN'}, {port.rate or '?'} Gb/s)"

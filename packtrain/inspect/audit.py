@@ -1,7 +1,7 @@
-"""What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
+"""Audit of the data: each finding has a count, the first places, and a fix.
 
-Nothing here reads texts: the fates of rows record what was odd when they were tokenised (data/tokens/cache.py), and tokens show
-the rest (scan.py). A finding that makes training pointless is `bad`, a likely fault `warn`, what may be intended `note`.
+Nothing here reads texts. The fates of rows record oddities of tokenising (data/tokens/cache.py), and tokens show
+the rest (scan.py). `bad` findings make training pointless, `warn` are likely faults, `note` may be intended.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from packtrain.wording import visible
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
 POINTLESS = 0.5
-"""Share of rows from which a fault makes the training pointless."""
+"""A fault of this share of rows or more makes the training pointless."""
 _SAMPLE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class AuditFinding:
-    """A fault of `rows` int[n], out of `total` of the `unit`: `what` is wrong, how to `fix` it; `twins` are the rows that these repeat."""
+    """A fault of `rows` int[n], out of `total` of the `unit`. `twins`: earlier rows that these repeat."""
 
     name: str
     rows: np.ndarray
@@ -45,7 +45,7 @@ class AuditFinding:
 
 
 def audit(corpus: Corpus, scanned: TokenScan) -> list[AuditFinding]:
-    """All findings, the worst first; `rows_named` says which rows need a place before `audit_json`."""
+    """Return all findings, the worst first. Call `rows_named` for the rows whose places `audit_json` needs."""
     order: list[Severity] = ["bad", "warn", "note"]
     looked_for = (*_find_faults(corpus, scanned), *_find_repeats(corpus, scanned))
     found = [finding for finding in looked_for if len(finding.rows)]
@@ -53,12 +53,12 @@ def audit(corpus: Corpus, scanned: TokenScan) -> list[AuditFinding]:
 
 
 def rows_named(findings: Sequence[AuditFinding]) -> set[int]:
-    """The rows that are shown as examples."""
+    """Return the rows that are shown as examples."""
     return {int(row) for finding in findings for row in (*finding.rows[:EXAMPLES], *finding.twins[:EXAMPLES])}
 
 
 def audit_json(findings: Sequence[AuditFinding], places: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The findings as plain containers, with the places of their first rows."""
+    """Return the findings as plain containers, with the places of their first rows."""
     lines = []
     for finding in findings:
         where = [visible(places[int(row)]) for row in finding.rows[:EXAMPLES]]
@@ -107,7 +107,7 @@ FAULTS = {
         "Use the model's own tokenizer, or one that knows these characters.",
     ),
 }
-"""The faults of rows: what is wrong, and what to do."""
+"""Faults of rows: problem and fix."""
 REPEATS = {
     "exact_duplicates": (
         "the same tokens as an earlier example, so it counts twice",
@@ -118,13 +118,13 @@ REPEATS = {
         "Remove one copy: memorised examples make the eval loss too low.",
     ),
 }
-"""Repeated examples, likewise: those that are trained, then those that are held out."""
+"""Repeated examples: problem and fix, for trained and then for held-out examples."""
 FATAL = ("no_trained_token", "end_never_trained")
-"""Faults that make training pointless where many rows have them."""
+"""Faults that make training pointless if many rows have them."""
 
 
 def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
-    """Faults of rows of data.train, from what became of them and from their tokens."""
+    """Find faults of rows of data.train, from their fates and their tokens."""
     fates = corpus.fates
     cut, split = fates["truncated"][corpus.row_of], fates["split"][corpus.row_of]
     by_row = {
@@ -151,7 +151,7 @@ def _find_faults(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
 
 
 def _find_repeats(corpus: Corpus, scanned: TokenScan) -> Iterator[AuditFinding]:
-    """Examples that are there more than once, and held-out ones that are trained."""
+    """Find repeated examples, and held-out examples that are trained."""
     together, unit = corpus.traits.documents, corpus.traits.unit
     trained, held_out = (np.flatnonzero(chosen)[::together] for chosen in (corpus.in_train, corpus.in_eval))
     examples = np.concatenate([trained, held_out])  # each by its first document
@@ -171,7 +171,7 @@ def sample_answers(
     """Return remarks on pointless training, and the control tokens that end trained answers.
 
     A sample of the documents takes a few milliseconds. `tokenizer` is transformers' own. A token that also stands within an answer
-    (gpt-oss: <|end|> after its thoughts) ends one only where it is a document's last.
+    (gpt-oss: <|end|> after its thoughts) ends one only if it is a document's last token.
     """
     documents = data.documents if isinstance(data, PairDataset) else data
     report, warnings = documents.report, list[str]()

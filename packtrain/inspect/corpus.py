@@ -1,4 +1,4 @@
-"""What is inspected: the tokenised data of a config, each document numbered once however often it is trained on."""
+"""Tokenised data of a config. Each document has one number, even if it is trained on several times."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from packtrain.packing.prefix_index import PrefixIndex, index_prefixes
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of `train` and `eval`, those of `pairs` one after the other (chosen, rejected).
+    """Documents of `train` and `eval`. Documents of `pairs` follow each other (chosen, rejected).
 
-    A document has one number, counted through the `stores`; a row of a source likewise through all rows of the stores.
-    `end_ids` are the tokens that end an answer, `unknown_id` the one for text that the tokenizer does not know.
+    A document has one number, counted through the `stores`; a row of a source has one, counted through all rows of the stores.
+    `end_ids` are the tokens that end an answer. `unknown_id` is the token for text that the tokenizer does not know.
     """
 
     config: RunConfig
@@ -42,17 +42,17 @@ class Corpus:
 
     @property
     def traits(self) -> Traits:
-        """What the objective trains on."""
+        """Traits of the objective."""
         return self.config.objective.traits
 
     @cached_property
     def prefixes(self) -> PrefixIndex | None:
-        """What documents of train begin with alike; None where that does not matter."""
+        """Index of common beginnings in train; None if they do not matter."""
         return index_prefixes(self.train) if self.config.compares_prefixes else None
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
-        """The stores of train, then those of eval that are others."""
+        """Stores of train, then the stores that only eval has."""
         if self.eval is None or self._shares_stores:
             return self.train.stores
         return (*self.train.stores, *self.eval.stores)
@@ -63,50 +63,50 @@ class Corpus:
         return isinstance(self.config.data.eval, (int, float))
 
     def source(self, store: int) -> Source:
-        """Where the rows of a store come from."""
+        """Return the source of a store's rows."""
         config, split_names = self.config, get_args(Split)
         splits = [(source, role) for role in split_names for source in sources(getattr(config.data, role), role)]
         return locate(*splits[store], config.trainer.seed, config.objective.kind, config.data.split_text)
 
     @cached_property
     def first_documents(self) -> np.ndarray:
-        """int64[stores + 1]: the number of each store's first document."""
+        """Number of each store's first document, int64[stores + 1]."""
         return np.concatenate([[0], np.cumsum([len(store) for store in self.stores])]).astype(np.int64)
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """int64[stores + 1]: the number of each store's first row."""
+        """Number of each store's first row, int64[stores + 1]."""
         return np.concatenate([[0], np.cumsum([len(store.fates) for store in self.stores])]).astype(np.int64)
 
     @cached_property
     def fates(self) -> np.ndarray:
-        """FATES[rows] of all rows."""
+        """Fates of all rows, FATES[rows]."""
         return self.stores[0].fates if len(self.stores) == 1 else np.concatenate([store.fates for store in self.stores])
 
     @cached_property
     def row_of(self) -> np.ndarray:
-        """int64[documents]: the row that each document comes from."""
+        """Row of each document, int64[documents]."""
         return np.repeat(np.arange(len(self.fates)), self.fates["documents"])
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int32[documents]: tokens."""
+        """Tokens of each document, int32[documents]."""
         return np.concatenate([store.lengths for store in self.stores])
 
     @cached_property
     def labels(self) -> np.ndarray | None:
-        """bool[documents]: whether each is a desirable answer; None for objectives without labels."""
+        """Whether each document is a desirable answer, bool[documents]. None for objectives without labels."""
         kto = self.config.objective.kind == "kto"
         return np.concatenate([store.labels() for store in self.stores]) if kto else None
 
     @cached_property
     def in_train(self) -> np.ndarray:
-        """bool[documents]: those that are trained on."""
+        """Whether each document is trained on, bool[documents]."""
         return np.bincount(self.train.rows, minlength=len(self.lengths)) > 0
 
     @cached_property
     def in_eval(self) -> np.ndarray:
-        """bool[documents]: those that are held out."""
+        """Whether each document is held out, bool[documents]."""
         inside = np.zeros(len(self.lengths), bool)
         if self.eval is not None:
             inside[self.eval.rows + (0 if self._shares_stores else self.first_documents[len(self.train.stores)])] = True
@@ -114,24 +114,24 @@ class Corpus:
 
     @cached_property
     def rows_of_train(self) -> np.ndarray:
-        """bool[rows]: those of data.train that are not held out; also those that were dropped."""
+        """Rows of data.train that are not held out, bool[rows]. Dropped rows are included."""
         inside = np.arange(len(self.fates)) < self.first_rows[len(self.train.stores)]
         inside[self.row_of[self.in_eval]] = False
         return inside
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32[T] and loss mask bool[T] of a document, read and not mapped."""
+        """Read ids int32[T] and loss mask bool[T] of a document. They are not mapped."""
         store = int(np.searchsorted(self.first_documents, number, side="right")) - 1
         at = int(number - self.first_documents[store])
         return self.stores[store].read(at, at + 1)
 
     def bad_rows(self) -> dict[int, str]:
-        """The rows that data.bad_rows=skip has skipped, each with the reason."""
+        """Return the rows skipped by data.bad_rows=skip, each with the reason."""
         reasons = {reason for store in self.stores for reason in store.reasons[1:]} - {*UNUSABLE}
         return dict(sorted((int(row), why) for why in reasons for row in np.flatnonzero(self.dropped_for(why))))
 
     def dropped_for(self, reason: str) -> np.ndarray:
-        """bool[rows]: those that were dropped for this reason."""
+        """Return the rows dropped for this reason: bool[rows]."""
         numbers = [store.reasons.index(reason) if reason in store.reasons else -1 for store in self.stores]
         return np.concatenate([store.fates["dropped"] == own for store, own in zip(self.stores, numbers, strict=True)])
 
@@ -139,7 +139,7 @@ class Corpus:
 def open_corpus(
     config: RunConfig, *, tokenizer: Any = None, prepared: PreparedData | None = None, progress: bool = False
 ) -> Corpus:
-    """The data of `config`: tokenised now, or taken from the cache, unless a run has `prepared` it with its `tokenizer`."""
+    """Open the data of `config`. A run passes its `prepared` data and `tokenizer`; else it is tokenised, or read from the cache."""
     kind, seed = config.objective.kind, config.trainer.seed
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
@@ -167,7 +167,7 @@ def open_corpus(
 
 
 def find_places(corpus: Corpus, rows: Collection[int]) -> dict[int, str]:
-    """Where these rows of a corpus are (file:line), by reading their sources again."""
+    """Find the places of these rows (file:line), by reading their sources again."""
     places: dict[int, str] = {}
     for store, start in enumerate(corpus.first_rows[:-1].tolist()):
         wanted = {row for row in rows if start <= row < corpus.first_rows[store + 1]}

@@ -66,7 +66,7 @@ def _find_row(corpus: Corpus, place: str) -> int:
 
 
 def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = None) -> dict[str, Any]:
-    """Show each rank's micro-batches in `step` (from 1), with the places of examples in the row.
+    """Show each rank's micro-batches in `step` (from 1), with examples and places.
 
     `most` limits the examples of a micro-batch. Raises UserError if the run has no such step.
     """
@@ -81,7 +81,7 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
     places = find_places(corpus, {int(corpus.row_of[firsts[number]]) for number in numbers})
 
     def show(part: np.ndarray) -> dict[str, Any]:
-        """Show a forward pass: its examples, with the place of each part's first token in the row (0 for padded rows)."""
+        """Show one forward pass. Each part of an example has its first token in the row (0 in each padded row)."""
         padded = packing.mode == "padding"
         examples = [show_example(corpus, number, places) for number in firsts[part[:most]].tolist()]
         at = 0
@@ -108,9 +108,9 @@ def lay_out_step(corpus: Corpus, processes: int, step: int, most: int | None = N
 
 
 def show_example(corpus: Corpus, number: int, places: Mapping[int, str]) -> dict[str, Any]:
-    """Show the example that begins with document `number`: its row's place, its parts, their spans of text.
+    """Show the example that begins with document `number`: its row's place, and parts of text.
 
-    The prompt of a pair is a part of its own if it is laid out once. Training does that only if the attention proves exact with it.
+    The prompt of a pair is a part of its own if it is laid out once, assuming that the attention proves exact.
     """
     together, packing = corpus.traits.documents, corpus.config.packing
     row = int(corpus.row_of[number])

@@ -1,4 +1,4 @@
-"""The cost of each packing mode at a config: rows, slots and micro-batches of its steps."""
+"""Cost of each packing mode for a config: rows, slots and micro-batches of planned steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLED_STEPS = 48
 
 
 def estimate_attention_cost(corpus: Corpus) -> float | None:
-    """Estimate the attention cost as training does (packing/balance.py), from weight shapes; None if they are unknown."""
+    """Compute training's attention cost (packing/balance.py) from the shapes of the model's weights. None if unknown."""
     config, model = corpus.config, corpus.config.model
     if config.packing.attention_cost is not None:
         return config.packing.attention_cost
@@ -76,10 +76,11 @@ def schedule_of(corpus: Corpus, packing: Packing, processes: int, cost: float) -
 
 
 def mode_costs(corpus: Corpus, processes: int, cost: float) -> dict[str, dict[str, Any]]:
-    """Return by mode the rows and slots of an epoch, `efficiency`, and figures of a step.
+    """Return each mode's costs: rows and slots of an epoch, `efficiency`, figures of a step.
 
-    `efficiency` is tokens / slots. A mode that is impossible has `why` instead. A packed row is as long as its documents: `fill` is its
-    share of batch.tokens_per_device."""
+    `efficiency` is tokens / slots. A mode that is not possible has the reason. A packed row is as long as its documents: `fill` is its
+    share of batch.tokens_per_device.
+    """
     costs: dict[str, dict[str, Any]] = {}
     for mode in get_args(PackingMode):
         packing = replace(corpus.config.packing, mode=mode)
@@ -106,7 +107,7 @@ def _count_costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes
             used += int(tokens[part].sum(dtype=np.int64))
             rows += (
                 1 if mode != "packed" else math.ceil(own / schedule.limits.tokens)
-            )  # one that ranks split is several
+            )  # a row that ranks split counts as several
         batches.append(len(layout[0]))
         uneven.append(schedule.imbalance(layout))
     whole = int(tokens.sum(dtype=np.int64))

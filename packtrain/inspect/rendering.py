@@ -1,7 +1,7 @@
-"""The data on a terminal (by rich) and as HTML (by jinja2): coloured examples, tables of the summary.
+"""Rendering of data on a terminal (rich) and as HTML (jinja2): examples and summary.
 
-Texts of the data become rich's `Text`, never markup, and are escaped in HTML; control characters are already symbols
-(examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
+Examples are coloured text, the summary is in tables. Texts of the data become rich's `Text`, never markup, and are escaped in HTML;
+control characters are symbols already (examples.py). On a terminal without colours, trained text stands in ⟦ ⟧. The HTML has no script.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def percent(share: float | None) -> str:
 
 
 def tabulate(data: dict[str, Any]) -> list[DataTable]:
-    """Make the tables of a summary: cuts by limits on length, and costs of the modes."""
+    """Make the tables of a summary: cuts by length limits, and costs of each mode."""
     cuts = [[f"{cut['max_length']:,}", f"{cut['documents']:,}", percent(cut["share"])] for cut in data["cuts"]]
     for row, cut in zip(cuts, data["cuts"], strict=True):
         row += ["–" if cut["tokens"] is None else f"{cut['tokens']:,}", percent(cut["tokens_share"])]
@@ -159,7 +159,7 @@ class DataTerminal:
                     self.say(f"… and {counted(more, unit)} more")
 
     def summary(self, data: dict[str, Any]) -> None:
-        """Print statistics, the costs of the modes, and last the audit, where a reader sees it first."""
+        """Print statistics, costs of the modes, and the audit. The audit is last, so the reader sees it first."""
         self._facts(data)
         self._lengths(data)
         for table in tabulate(data):
@@ -234,7 +234,7 @@ class DataTerminal:
             self.console.print(Padding(self._style(part["spans"]), (0, 0, 0, 3)))
 
     def _style(self, spans: Sequence[dict[str, Any]]) -> Text:
-        """Style spans as coloured text, or put trained text in brackets that close before a line end."""
+        """Render spans as coloured text. Without colours, trained text is in brackets, which close before a line end."""
         text = Text(overflow="fold")
         for trained, group in groupby(spans, key=lambda span: span["trained"]):
             if self.coloured:

@@ -1,6 +1,6 @@
-"""One pass over the tokens of all stores, in blocks of documents, by arrays: what the audit needs of them.
+"""Scan of all tokens for the audit: one pass over arrays, in blocks of documents.
 
-Blocks are read, not mapped, and in a few threads, so memory stays small however large the data is.
+Blocks are read, not mapped, in a few threads. Memory stays small for any size of data.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from packtrain.data.tokens.cache import Store
 from packtrain.inspect.corpus import Corpus
 
 BLOCK = 1 << 19
-"""Tokens that are read together."""
+"""Tokens read together."""
 THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenScan:
-    """What the tokens of each document show, by its number (corpus.py).
+    """Properties of each document's tokens, by its number (corpus.py).
 
-    `hashes` uint64 of all tokens, and bool: whether it trains the end of an answer (`ends`), two ends in a row (`ends_twice`),
-    begins with two BOS (`two_bos`), has a token for what the tokenizer does not know (`unknown`), or ends inside a trained answer
-    (`open`).
+    `hashes`: uint64 of all tokens. The others are bool. The document trains the end of an answer (`ends`) or two ends in a row
+    (`ends_twice`), begins with two BOS (`two_bos`), has a token for text that the tokenizer does not know (`unknown`), or ends inside a
+    trained answer (`open`).
     """
 
     hashes: np.ndarray
@@ -38,7 +38,7 @@ class TokenScan:
 
 
 def scan(corpus: Corpus) -> TokenScan:
-    """Reads every token of the corpus's stores."""
+    """Read every token of the corpus's stores."""
     total = len(corpus.lengths)
     scanned = TokenScan(np.empty(total, np.uint64), *(np.zeros(total, bool) for _ in range(5)))
 
@@ -57,7 +57,7 @@ def scan(corpus: Corpus) -> TokenScan:
 
 
 def _cut_blocks(stores: tuple[Store, ...]) -> Iterator[tuple[int, int, int]]:
-    """(store, first document, end) of blocks of about BLOCK tokens."""
+    """Yield (store, first document, end) of blocks of about BLOCK tokens."""
     for number, store in enumerate(stores):
         ends = np.cumsum(store.lengths, dtype=np.int64)
         first = 0
@@ -71,14 +71,14 @@ def _cut_blocks(stores: tuple[Store, ...]) -> Iterator[tuple[int, int, int]]:
 def _set_flags(
     scanned: TokenScan, inside: slice, corpus: Corpus, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray
 ) -> None:
-    """Sets the flags of the documents `inside`, a block of `ids` int32[T] and `mask` bool[T]."""
+    """Set the flags of the documents `inside`, a block of `ids` int32[T] and `mask` bool[T]."""
     starts = np.cumsum(lengths) - lengths
     last = starts + lengths - 1
     is_end = np.isin(ids, corpus.end_ids)
     trained = np.flatnonzero(is_end & mask)
     document = np.searchsorted(starts, trained, side="right") - 1
     scanned.ends[inside][document] = True
-    # with at most one token between them, such as a line end: a header of another turn has more
+    # with at most one token between them, such as a line end: the header of another turn has more
     scanned.ends_twice[inside][document[1:][(np.diff(document) == 0) & (np.diff(trained) <= 2)]] = True
     if (bos := corpus.tokenizer.bos_id) is not None:
         second = ids[np.minimum(starts + 1, len(ids) - 1)]
@@ -89,7 +89,7 @@ def _set_flags(
 
 
 def hash_documents(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64[documents]: of documents end to end, a hash of the tokens and their places, Σ hash of the token · (2 · place + 1)."""
+    """Hash documents lying end to end: uint64[documents]. A hash covers tokens and places: Σ hash of the token · (2 · place + 1)."""
     starts = np.cumsum(lengths) - lengths
     values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -99,6 +99,6 @@ def hash_documents(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def find_equal(hashes: np.ndarray) -> np.ndarray:
-    """int64[n]: for each of the values the place of the first one that is equal, -1 for itself."""
+    """Return the place of the first equal value: int64[n]. The first itself has -1."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return np.where(first[inverse] == np.arange(len(hashes)), -1, first[inverse])

@@ -70,7 +70,7 @@ def show_data(
 
 
 def _check_page(file: Path) -> None:
-    """Raise UserError if the page's folder is missing, or its name may be a config's or a data file's."""
+    """Raise UserError if the page's folder is missing. Also if its name may belong to a config or data."""
     where = f"--html {shown(file)}"
     if not file.parent.is_dir():
         raise UserError("there is no such folder", where=where, fix="Make it first.")

@@ -16,7 +16,7 @@ from packtrain.wording import visible
 
 SHOWN = 3
 _CANDIDATES = 200
-"""Number of examples at the start of the data from which the shown ones are chosen."""
+"""Number of examples from the start of the data to choose the shown ones from."""
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 BINS = 24
 LIMITS = tuple(512 * 2**power for power in range(12))
@@ -88,8 +88,8 @@ def _make_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _count_cuts(corpus: Corpus) -> list[dict[str, Any]]:
-    """Count the cuts of data.max_length for lengths from 512 tokens up to the first that cuts nothing, or to the current one.
-    Beyond the current length nothing is known of cut documents. Dropped documents have no known number of tokens."""
+    """Count the cuts of data.max_length. Limits run from 512 tokens to the first that cuts nothing, or to the current limit: beyond it
+    nothing is known of longer documents. For dropped documents not even the number of tokens is known."""
     lengths, current, report = corpus.train.lengths, corpus.config.data.max_length, corpus.train.report
     dropped = report.dropped.get(TOO_LONG, 0) * corpus.traits.documents
     limits = {limit for limit in LIMITS if limit < 2 * int(lengths.max())} or {LIMITS[0]}

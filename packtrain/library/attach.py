@@ -56,10 +56,10 @@ _ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
 
 @dataclass(slots=True)
 class Stats:
-    """What has run packed since `attach`, in all attached models.
+    """Counts of packed calls since `attach`, over all attached models.
 
-    `padded_slots` are B · L of the packed calls, `real_tokens` those that are not padding, `row_slots` the tokens that the model
-    ran on. `unchanged` counts the calls that ran as they came, by reason; `unrolled` says why prompts cannot be shared.
+    `padded_slots` is Σ B · L of the packed calls, `real_tokens` the slots without padding, `row_slots` the tokens that the model
+    ran on. `unchanged` counts the calls that ran unpacked, by reason. `unrolled`: why prompts cannot be shared.
     """
 
     calls: int = 0
@@ -202,8 +202,8 @@ class _PackedModel:
         self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
-        """Choose the attention by its proof, the same on all processes, and pack from now on.
-        `engine` is DeepSpeed's. Raises CheckFailed if none is exact, or if processes would gather weights a different number of times."""
+        """Choose the attention by its proof, and pack from now on. All processes choose the same. `engine` is DeepSpeed's. Raises
+        CheckFailed if none is exact, or if processes would have to gather weights a different number of times."""
         choice = self._agreed()
         sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.model.parameters())
         if sharded and (self.tokens_per_row is not None or choice.backend.name == PER_DOCUMENT):
@@ -268,7 +268,7 @@ class _PackedModel:
         return difference(behind, alone) <= tolerance_of(dtype()).outputs
 
     def _packs(self) -> bool:
-        """Return whether to pack calls now: the model is not detached, and no unpacked call is running."""
+        """Return whether to pack calls now: attached, and not inside a call that runs unpacked."""
         return bool(self.backend) and not self._passing
 
     def _forward_of_backbone(self) -> Callable[..., Any]:
@@ -370,7 +370,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
 
 
 def _row_of(call: Mapping[str, Any]) -> Segments | None:
-    """Return the segments of a call that is already a packed row; None for a padded call."""
+    """Return the segments of a call that is a packed row already, else None."""
     return call.get("segments") or row_of_positions(call)
 
 

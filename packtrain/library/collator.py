@@ -121,7 +121,7 @@ def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.nda
 
 
 def _labels_of(feature: Feature, ids: np.ndarray) -> np.ndarray:
-    """Return the feature's labels, or its token ids where its masks are 1, as an int64 [length] copy."""
+    """Return a feature's labels, int64 [length], as a copy. Without labels: its token ids where its masks are 1."""
     if (given := feature.get("labels")) is not None:
         return _numbers(given, like=ids, name="labels").copy()
     labels = ids.copy()

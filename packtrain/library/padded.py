@@ -1,7 +1,7 @@
-"""A padded call [B, L] as rows without padding, and its outputs back at padded places.
+"""Convert padded calls [B, L] to rows without padding, and per-token outputs back.
 
-The layout depends only on the call's token ids, attention mask, positions and labels. Common beginnings of documents (the prompt of
-a group or pair, the turns of a chat) are found from the ids (packing/prefixes.py); a row holds each of them once.
+Only the call's arguments are read: token ids, attention mask, positions and labels. Common beginnings of documents (the prompt
+of a group or a pair, turns of a chat) are found from the ids (packing/prefixes.py), and are in a row once.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def check_call(call: Mapping[str, Any]) -> None:
 
 
 def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
-    """Return the row of a call whose positions restart with each of several documents; None for other calls.
-    Padding-free collators of other libraries write these positions. Reads them on the CPU, so it waits for their device."""
+    """Return the row of a call whose positions restart with each document, else None. Padding-free collators of other libraries write
+    these positions. Reads the positions on the CPU, so it waits for their device."""
     ids, positions = call.get("input_ids"), call.get("position_ids")
     if any(call.get(name) is not None for name in ("past_key_values", "attention_mask")):
         return None
@@ -125,8 +125,8 @@ def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
 
 
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
-    """Return the places [n], int64, whose next token has a label, counted through [B, L - 1].
-    Raises NotPacked if there is no label for each token, or a place is padding: its outputs depend on how the model treats padding."""
+    """Return the places whose next token has a label. They are int64 [n], counted through [B, L - 1]. Raises NotPacked unless there is a
+    label for each token, or if such a place is padding: a model's output there depends on how it treats padding."""
     if labels.shape != layout.shape:
         raise NotPacked("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE

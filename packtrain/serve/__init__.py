@@ -1,1 +1,1 @@
-"""After the training: adapters merged, models exported, measured on held-out documents, and talked to."""
+"""After training: merge adapters, export models, measure them on held-out documents, chat."""

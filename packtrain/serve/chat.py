@@ -1,4 +1,4 @@
-"""`packtrain chat`: a conversation with a model in the terminal, or with two in turn; lines of a pipe are questions of their own."""
+"""`packtrain chat`: talk to one model in the terminal, or to two in turn. Each line of a pipe is a new conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMMANDS = "/undo, /retry, /system TEXT, /base (adapters off and on), /quit; Ct
 
 @dataclass(slots=True)
 class Speaker:
-    """A model that answers; `adapts`: whether its adapters are on, None where it has none."""
+    """A model that answers. `adapts`: whether its adapters are on, None if it has none."""
 
     name: str
     model: Any
@@ -28,7 +28,7 @@ class Speaker:
     adapts: bool | None
 
     def answer(self, messages: list[dict[str, str]], temperature: float, tokens: int) -> str:
-        """The answer, which is printed as it is made. Raises UserError where the chat template refuses the conversation."""
+        """Answer, printing the text as it grows. Raises UserError if the chat template refuses the conversation."""
         from transformers import TextStreamer
 
         text, chats, pieces = messages[-1]["content"], bool(self.tokenizer.chat_template), list[str]()
@@ -66,7 +66,7 @@ class Chat:
     turns: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """Has every speaker answer."""
+        """Let every speaker answer."""
         answers = []
         for number, speaker in enumerate(self.speakers):
             said = [("system", self.system)] if self.system else []
@@ -78,7 +78,7 @@ class Chat:
         self.turns.append((question, answers))
 
     def obey(self, line: str) -> bool:
-        """Carries out a line, a question or a command; returns whether the conversation goes on."""
+        """Carry out a question or a command. Return whether the conversation goes on."""
         command, _, rest = line.strip().partition(" ")
         adapted = [speaker for speaker in self.speakers if speaker.adapts is not None]
         if command and not command.startswith("/"):
@@ -101,7 +101,7 @@ class Chat:
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """On a terminal, Ctrl-C ends the block, which is an answer, and not the conversation."""
+    """Let Ctrl-C on a terminal end the block (an answer), and not the conversation."""
     if not sys.stdin.isatty():
         yield
         return
@@ -117,7 +117,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def load_speaker(name: str) -> Speaker:
-    """The model of that name, on a GPU where there is one. Raises UserError for one that cannot answer."""
+    """Load the model of that name, on a GPU if there is one. Raises UserError for a model that cannot answer."""
     if (trained := find_trained(name)).scores:
         raise UserError("a reward model scores answers, and gives none", where=name, fix="Name another model.")
     model, tokenizer = load_trained(trained, on_gpu=True)
@@ -127,7 +127,7 @@ def load_speaker(name: str) -> Speaker:
 
 
 def converse(speakers: list[Speaker], system: str, temperature: float, tokens: int) -> int:
-    """Talks until /quit or the end of the input; returns the exit code."""
+    """Talk until /quit or the end of the input; return the exit code."""
     chat, asks = Chat(speakers, system, temperature, tokens), sys.stdin.isatty()
     if asks:
         with suppress(ImportError):

@@ -1,8 +1,8 @@
-"""`packtrain eval`: what a training's evaluation of data.eval would find of any model, by the objective of a config.
+"""`packtrain eval`: evaluate any model on data.eval like a training, by the objective of a config.
 
-The model is prepared as a training prepares it, in a temporary run folder, and evaluated by the same call; there is no step. What a model
-is held to (dpo, kto) stays what the config started from. Answers are made greedily to what stands before the last trained part of each
-document, in its own tokens: it is asked as it was trained, whatever the format of the rows.
+The model is prepared like in training, in a temporary run folder, and evaluated by the same call, without a step. The reference (dpo, kto)
+stays the start of the config. Generated answers are greedy. A document's prompt is everything before its last trained part,
+in its own tokens: the model gets the prompts of its training, for any format of rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from packtrain.train.verify.command import finite, on_this_machine, stdout_on_st
 from packtrain.wording import counted, shortened, visible
 
 Score = Callable[[str, str, str], float]
-"""From the answer, the held-out answer and the prompt to 0 (wrong) to 1 (right)."""
+"""Score from 0 (wrong) to 1 (right), given the answer, the held-out answer and the prompt."""
 _SHOWN = 3
-"""Answers that are printed."""
+"""Number of printed answers."""
 
 
 def evaluate(
@@ -48,8 +48,8 @@ def evaluate(
     tasks: list[str],
     as_json: bool,
 ) -> int:
-    """Measures by `config`, which was `given` as a file and changes to it, and prints what was found; returns the exit code. Beside the
-    held-out figures: `rows` of data.eval are answered in up to `tokens` tokens each, and `tasks` of lm_eval are run."""
+    """Measure the model of `config` and print the figures; return the exit code. `given`: the config's file and the changes to it. Beside
+    held-out figures: answer `rows` documents of data.eval in up to `tokens` tokens each, and run `tasks` of lm_eval."""
     if not config.data.eval:
         raise UserError("there is nothing to evaluate", where="data.eval", fix="Name held-out documents.")
     run = of_model(config, *given)
@@ -97,10 +97,10 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConfig:
-    """The config that evaluates the model of `config`, made of the file `path` by the `changes` of the command line.
+    """Return a config that evaluates the model of `config` on data.eval.
 
-    A model.path among these stands for itself: with its own tokenizer and adapters, unless they are given. Raises UserError where the
-    reference is not known.
+    `config` was made from the file `path` with the command line's `changes`. A model.path in the changes brings its own tokenizer
+    and adapters, unless they are given. Raises UserError if the reference is not known.
     """
     model, objective, peft = config.model, config.objective, config.peft
     keys = [change.partition("=")[0] for change in changes]
@@ -130,13 +130,13 @@ def of_model(config: RunConfig, path: str | None, changes: list[str]) -> RunConf
     trainer = replace(config.trainer, max_steps=1, resume="never", samples=[], restarts=0, **nothing)
     optim = replace(config.optim, dither="no")
     if config.strategy.name in ("ddp", "fsdp2"):
-        optim = replace(optim, name="sgd")  # which has no states; there is no step
+        optim = replace(optim, name="sgd")  # it has no states; there is no step
     of_them: Any = {"model": model, "objective": objective, "peft": peft, "data": data, "trainer": trainer}
     return replace(config, **of_them, optim=optim, tracking=Tracking())
 
 
 def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int]) -> tuple[int, dict[str, Any]]:
-    """(exit code, the figures of data.eval by name), in as many processes as the config trains in on this machine."""
+    """Return (exit code, figures of data.eval by name). Runs in as many processes as training on this machine."""
     folder = tempfile.mkdtemp(prefix="packtrain-eval-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
     try:
@@ -149,7 +149,7 @@ def held_out_figures(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
 
 
 def score_of(spec: str) -> Score:
-    """The score that --score names. Raises UserError where it names none."""
+    """Return the score that --score names. Raises UserError if it names none."""
     kind, _, pattern = spec.partition(":")
     if spec == "exact":
         return lambda answer, wanted, prompt: float(answer.strip() == wanted.strip())
@@ -168,7 +168,7 @@ def score_of(spec: str) -> Score:
 
 
 def _found(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match: its first group, or all of it."""
+    """Return the last match: its first group, or all of it."""
     matches = [*pattern.finditer(text)]
     return matches[-1][1 if pattern.groups else 0] if matches else None
 
@@ -176,7 +176,7 @@ def _found(pattern: re.Pattern[str], text: str) -> str | None:
 def answer_held_out(
     model: Any, tokenizer: Any, run: RunConfig, judge: Score, *, rows: int, tokens: int
 ) -> dict[str, Any]:
-    """Answers the first `rows` documents of data.eval in up to `tokens` tokens each; returns the share that is right, and the answers."""
+    """Answer the first `rows` documents of data.eval, in up to `tokens` tokens each. Return the share of right answers, and the answers."""
     import torch
 
     from packtrain.data.prepare import prepare
@@ -205,11 +205,11 @@ def answer_held_out(
 
 
 def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids of the prompt and of the answer of the first documents, of pairs the chosen ones, of labelled answers the good ones."""
+    """Yield prompt and answer ids of the first documents. Pairs give the chosen answer, labelled answers only the desirable ones."""
     labels = getattr(documents, "labels", None)
     for index in range(len(documents)):
         if rows == 0 or not (labels is None or labels[index]):
-            continue  # no more are asked for, or it is a bad answer
+            continue  # enough rows, or a bad answer
         document = getattr(documents[index], "chosen", documents[index])
         last = int(np.flatnonzero(document.loss_mask)[-1]) + 1
         if begin := last - int(np.argmin([*document.loss_mask[:last][::-1], False])):
@@ -218,7 +218,7 @@ def _questions(documents: Any, rows: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 
 def run_tasks(tasks: list[str], model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The results of tasks of lm-evaluation-harness, by their names. Raises UserError where it fails, or knows no such task."""
+    """Run tasks of lm-evaluation-harness; return results by name. Raises UserError if it fails, or knows no such task."""
     with boundary("lm_eval failed", "--tasks", "lm-eval ls tasks shows those that there are."):
         from lm_eval import simple_evaluate  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]

@@ -1,5 +1,6 @@
-"""`packtrain merge` and `packtrain export`: adapters become a whole model, by the code that writes final-merged/; and a model goes to the
-hub, llama.cpp (GGUF) or Ollama, each by the tool made for it."""
+"""`packtrain merge` and `packtrain export`: write merged models, and send models to the hub, llama.cpp or Ollama.
+
+Adapters are merged by the code that writes final-merged/. Each target (hub, GGUF, Ollama) has the tool made for it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def export(
     converter: str | None,
     dtype: str | None,
 ) -> list[str]:
-    """Exports the model that `named` stands for; returns lines that say what is where, and what to do next."""
+    """Export the model that `named` stands for. Return lines about the results and the next steps."""
     if to == "merged":
         return [str(merge(named, output, dtype))]
     trained = find_trained(named)
@@ -54,13 +55,13 @@ def export(
 
 
 def _holds(file: Path, folder: Path) -> bool:
-    """Whether the file of an earlier export is newer than the model in the folder."""
+    """Return whether an earlier export is newer than the model in the folder."""
     return file.is_file() and file.stat().st_mtime >= max(inner.stat().st_mtime for inner in folder.iterdir())
 
 
 def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
-    """Merges the adapters of a folder, or of a run, into `output` (beside them if None), in the format of their base model unless `dtype`
-    names another. Raises UserError for what has no adapters, and where `output` is not empty."""
+    """Merge the adapters of a folder or a run into `output` (None: beside them). The format is the base model's unless `dtype`
+    names another. Raises UserError if there are no adapters, or `output` is not empty."""
     trained = find_trained(adapters)
     if trained.base is None:
         fix = "from_pretrained loads it as it is; name a folder with an adapter_config.json, or the run that made it."
@@ -72,13 +73,13 @@ def merge(adapters: str, output: Path | None, dtype: str | None) -> Path:
 
 
 def beside(trained: Trained, ending: str) -> Path:
-    """The folder for what is made of a model: RUN_DIR/final-merged of RUN_DIR/final."""
+    """Return the folder for a product of a model, such as RUN_DIR/final-merged for RUN_DIR/final."""
     folder = trained.folder.absolute()
     return folder.with_name(f"{folder.name}-{ending}")
 
 
 def check_free_place(place: Path) -> None:
-    """Raises UserError where something would be overwritten, or nothing can be written."""
+    """Raise UserError if something would be overwritten, or nothing can be written."""
     with boundary("cannot be made", str(place), "Name another folder: --output DIR."):
         place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
@@ -86,7 +87,7 @@ def check_free_place(place: Path) -> None:
 
 
 def write_merged(trained: Trained, target: Path, dtype: str | None) -> None:
-    """Writes the merged model and its tokenizer, whole or not at all."""
+    """Write the merged model and its tokenizer, whole or not at all."""
     model, tokenizer = load_trained(trained, "float32" if dtype == "float32" else "auto")
     import torch
     from peft.utils.save_and_load import load_peft_weights

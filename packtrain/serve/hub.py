@@ -1,5 +1,6 @@
-"""A model on the Hugging Face hub, in one commit and private unless it is to be public, with its model card: what it is made of, its
-held-out figures, its config; no secret and no local path."""
+"""Upload of a model to the Hugging Face hub, with its model card.
+
+It is one commit, private unless made public. The card has the model's origin, held-out figures and config; no secret, no local path."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from packtrain.run_folder import object_of
 from packtrain.serve.trained import Trained
 
 _NAMED = ("_name_or_path", "name_or_path", "base_model_name_or_path")
-"""Keys in which libraries write where a model was loaded from."""
+"""Keys of libraries for the place that a model was loaded from."""
 _LOCAL = "(local)"
 _OF_A_PLACE = ("topology", "tracking")
-"""Groups of the config that say where it ran."""
+"""Groups of the config about the place of the run."""
 _FOLDERS = ("output_dir", "cache_dir")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _ROOTED = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:")
@@ -45,7 +46,7 @@ _FIGURES = {
 
 
 def push(trained: Trained, name: str | None, *, public: bool) -> str:
-    """Uploads the folder of a model; returns the address. Raises UserError for what others could not load, and what the hub refuses."""
+    """Upload a model's folder; return the address. Raises UserError if others could not load it, or the hub refuses."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not name:
@@ -75,7 +76,7 @@ def push(trained: Trained, name: str | None, *, public: bool) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
-    """What belongs to a model, by its path; configs without local paths."""
+    """Yield the files of a model by path. Configs come without local paths."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         path = file.relative_to(folder)
         if any(part.startswith(".") for part in path.parts) or file.name in ("training_args.bin", "optimizer.pt"):
@@ -88,14 +89,14 @@ def _files(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
 
 
 def is_public_name(path: str | None) -> bool:
-    """Whether it is a name on the hub, and nothing on this machine."""
+    """Return whether it is a name on the hub, and nothing on this machine."""
     if path is None or path.lower().endswith(_FILES) or os.path.exists(os.path.expanduser(path)):
         return False
     return _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
 
 
 def model_card(trained: Trained) -> str:
-    """README.md of a model, of what its run folder says, if there is one."""
+    """Write a model's README.md, with facts from its run folder if there is one."""
     from huggingface_hub import ModelCardData
 
     run = trained.run
@@ -142,7 +143,7 @@ def model_card(trained: Trained) -> str:
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config changes of the defaults, without where it ran, its secrets, and paths of this machine."""
+    """Return the config's changes of defaults. The place of the run, secrets and local paths are left out."""
     defaults = {name: asdict(group()) for name, group in groups().items() if name not in _OF_A_PLACE}
     changed = {
         group: {key: value for key, value in _mapping(values).items() if value != defaults[group].get(key)}

@@ -1,4 +1,4 @@
-"""What a path names after a training, and how it is loaded: a run folder stands for its final/, and adapters bring their base model."""
+"""Find and load a trained model. A run folder stands for its final/; adapters bring their base model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from packtrain.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model by its `path` (folder, .gguf file or hub id), the `base` of adapters, and the `run` that trained it, where it is known."""
+    """A model by its `path` (folder, .gguf file or hub id). `base`: of adapters; `run`: trained it, if known."""
 
     path: str
     base: str | None
@@ -34,7 +34,7 @@ class Trained:
 
     @property
     def scores(self) -> bool:
-        """Whether it is a reward model, which gives a score in place of tokens."""
+        """Whether it is a reward model: it gives a score instead of tokens."""
         if self.base is not None:
             return read_json(self.folder / "adapter_config.json").get("task_type") == "SEQ_CLS"
         config = Path(os.path.expanduser(self.path), "config.json")
@@ -43,7 +43,7 @@ class Trained:
 
 
 def find_trained(named: str) -> Trained:
-    """The model that a run folder, a model folder, a .gguf file or a hub id stands for. Raises UserError where it is not there."""
+    """Find the model of a run folder, model folder, .gguf file or hub id. Raises UserError if it is missing."""
     place = Path(os.path.expanduser(named))
     if not place.is_dir():
         if not place.exists() and is_local(named, MODEL_SUFFIXES):
@@ -55,7 +55,7 @@ def find_trained(named: str) -> Trained:
 
 
 def adapters_of(trained: Trained) -> Peft:
-    """The settings by which a training goes on with its adapters; those of no adapters for a whole model."""
+    """Return the settings to train its adapters further. A whole model has none."""
     if trained.base is None:
         return Peft()
     saved = read_json(file := trained.folder / "adapter_config.json")
@@ -70,7 +70,7 @@ def adapters_of(trained: Trained) -> Peft:
 def load_trained(
     trained: Trained, dtype: str = "auto", *, trust: bool = False, on_gpu: bool = False
 ) -> tuple[Any, Any]:
-    """The model in eval mode, on a GPU if there is one and it is wanted `on_gpu`, and its tokenizer; adapters stay apart (a PeftModel)."""
+    """Load the model in eval mode, and its tokenizer. `on_gpu`: use a GPU if there is one. Adapters stay apart (a PeftModel)."""
     with fast_imports():
         import torch
 

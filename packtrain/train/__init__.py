@@ -1,1 +1,1 @@
-"""The training itself: one process per device, the same code on one and on many."""
+"""Training: one process per device, with the same code on one and on many."""

@@ -1,7 +1,7 @@
-"""The largest micro-batch runs before step 1, so that a run that lacks memory ends in the first minute.
+"""Run the largest micro-batch before step 1, to find a lack of memory early.
 
-It changes nothing: gradients are dropped, buffers and random states restored, and the optimizer, for whose states memory is allocated
-meanwhile, does not step. `memory_error` is the message for out of memory, here or later.
+It changes nothing: gradients are dropped, buffers and random states restored, and the optimizer does not step, but memory for its states
+is allocated meanwhile. `memory_error` makes the message for out of memory, here or later.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted, size
 
 _CANDIDATES = 16
-"""Steps with the longest documents, and as many with the most tokens: the fullest micro-batch is one of theirs."""
+"""Number of steps with the longest documents, and of steps with the most tokens: one of them has the fullest micro-batch."""
 _NAMED = 3  # examples
 
 
 def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
-    """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass; and whether ranks
-    split it."""
+    """Return the micro-batch with the most token slots of any rank. Returned are its examples, int [n], and whether ranks split it.
+    Searched are the steps from `first_step` to the end of the first pass."""
     schedule = steps.schedule
     end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
     lengths = {step: schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)}
@@ -52,9 +52,10 @@ def largest_row(steps: Steps, first_step: int) -> tuple[np.ndarray, bool]:
 
 
 class WorkRecord:
-    """The micro-batch at work, for the message about memory: number `micro` (from 1) of `step` (from 0), None if none is at work.
+    """Record of the running micro-batch, for the message about memory.
 
-    `tried` are the numbers of its examples where it is tried before step 1; `held` are the bytes in use before it.
+    It is number `micro` (from 1) of `step` (from 0); `batch` is None if none runs. `tried`: numbers of its examples if it is tried before
+    step 1. `held`: bytes in use before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,22 +65,22 @@ class WorkRecord:
         self.tried: np.ndarray | None = None
 
     def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
-        """Notes the micro-batch that runs next."""
+        """Note the micro-batch that runs next."""
         if micro == 1 and self._device.type == "cuda":
             self.held = torch.cuda.memory_allocated(self._device)
         self.step, self.micro, self.batch, self.tried = step, micro, batch, tried
 
     def end(self) -> None:
-        """Notes that none is at work."""
+        """Note that no micro-batch runs."""
         self.batch = self.tried = None
 
 
 def try_largest(
     steps: Steps, first_step: int, engine: Engine, loss: Loss, work: WorkRecord, settings: LoopSettings
 ) -> None:
-    """Runs the largest micro-batch forward and backward, on every rank; twice, as gradients are there from the second on.
+    """Run the largest micro-batch forward and backward, on every rank. It runs twice: the second time gradients exist.
 
-    DeepSpeed's engine takes it for a step, whose update is to be refused (`ask_before_update`).
+    DeepSpeed's engine takes it for a step; `ask_before_update` must refuse the update.
     """
     numbers, is_split = largest_row(steps, first_step)
     batch, device = steps.collate_part(numbers, is_split), loss.device
@@ -103,7 +104,7 @@ def try_largest(
 
 
 def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
-    """Bytes of the optimizer's states, of this process's share, while they are not there."""
+    """Return the bytes of this process's optimizer states that do not exist yet."""
     if engine.deepspeed or engine.plain_optimizer.state:
         return 0
     trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
@@ -121,11 +122,11 @@ def memory_error(
     *,
     by_tokens: bool,
 ) -> UserError | None:
-    """The message to the user for an `error`; None if memory is not what was lacking, or no micro-batch was at work.
+    """Return the message for `error`; None if memory sufficed or no micro-batch ran.
 
-    `places` gives FILE:LINE of examples, `planned` the estimate for a device with so many bytes; `by_tokens` says that
-    batch.tokens_per_device limits micro-batches. It names half of the micro-batch's size, which trains the same, or data.max_length
-    where a single example fills it.
+    `places` returns FILE:LINE of examples, `planned` the estimate for a device with that many bytes. `by_tokens`: batch.tokens_per_device
+    limits micro-batches. The message suggests half of the micro-batch's size, which trains the same, or data.max_length if a single example
+    fills it.
     """
     if (batch := work.batch) is None or not out_of_memory(error):
         return None

@@ -1,4 +1,4 @@
-"""Library errors that are not bugs of packtrain, as messages for the user: lost processes, full disks, out of memory, broken GPUs."""
+"""Messages for library errors: lost processes, full disks, out of memory, broken GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
 from packtrain.wording import first_line
 
-# in the source of NCCL, gloo
+# source locations of NCCL and gloo
 _PLACES = re.compile(r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
@@ -23,16 +23,16 @@ LESS_MEMORY = (
     "trainer.gradient_checkpointing=full, or strategy=fsdp2 or zero3 on several devices: each trains the same; or take peft=lora. "
     f"packtrain plan shows what takes how much. Then {_GO_ON}"
 )
-"""What to set where memory is lacking, after what else there is."""
+"""Last advice for a lack of memory."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_ASSERT = "device-side assert"  # an index out of range: a GPU error that the inputs cause, so maybe a bug
+_ASSERT = "device-side assert"  # an index out of range: inputs cause this GPU error, so it may be a bug
 
 
 def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batch) -> PacktrainError | None:
-    """The message to the user for `error`; None if it may be a bug of packtrain.
+    """Return the message for `error`; None if it may be a bug of packtrain.
 
-    NCCL and the store have their own error types. Errors of gloo and torch.save are recognised by the source file that they
-    name, those of safetensors by its first words, and out of memory on CPUs by the allocator's name.
+    NCCL and the store have their own error types. Other errors are recognised by their text: gloo and torch.save name a source file,
+    safetensors has fixed first words, and out of memory on CPUs names the allocator.
     """
     said = str(error).strip().partition("\n")[0]
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
@@ -66,17 +66,17 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether writing failed: as the system says it, torch.save or safetensors."""
+    """Return whether writing failed, in the words of the system, torch.save or safetensors."""
     said = str(error).strip().partition("\n")[0]
     return isinstance(error, OSError) or "inline_container.cc" in said or "Error while serializing" in said
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the machine for a CPU, had no memory left for a tensor."""
+    """Return whether a device lacked memory for a tensor. A CPU's memory is the machine's."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error).partition("\n")[0]
 
 
 def shortly(error: BaseException) -> str:
-    """The first line of the error, without source locations and advice."""
+    """Return the first line of the error, without source locations and advice."""
     first, _, _ = str(error).strip().partition("\n")
     return _ADVICE.split(_PLACES.sub("", first))[0].strip() or first or type(error).__name__

@@ -1,4 +1,4 @@
-"""Proofs on the loaded model before and during the first steps: the attention of packed rows, and the first real rows."""
+"""Proofs on the loaded model: the attention of packed rows, and the first real rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.comparison import check_equal, evaluating, model_refusals
 
 WATCHED_STEPS = 3
-_FEWEST = 16  # trained tokens whose rounding errors average out
+_FEWEST = 16  # trained tokens; rounding errors average out over them
 _ROW_TOO_LONG = "set model.attention=per_document: the row may be longer than position tables of the model"
 
 
@@ -34,9 +34,9 @@ def choose_on_all_ranks(
     prove: bool,
     pairs: bool = False,
 ) -> AttentionChoice:
-    """Chooses by proof which attention serves packed rows, by the same kernel on all ranks; arguments as of `choose_attention`.
+    """Choose the attention of packed rows by proof, with the same kernel on all ranks.
 
-    Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
+    Arguments as for `choose_attention`. Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
     kernel = flash.available(model, model.device, autocast)[0] if choice.backend.name == "flash" else None
@@ -48,7 +48,7 @@ def choose_on_all_ranks(
 
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
-    """Why ranks would gather weights a different number of times, which hangs; None if they would not."""
+    """Return a problem if ranks would gather weights a different number of times, which hangs. Else None."""
     if ranks.sharded and backend == PER_DOCUMENT:
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
@@ -60,7 +60,7 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
 
 
 def why_not_split(model: PreTrainedModel, backend: str) -> str:
-    """The reason why rows of `model` cannot be split over ranks, by what is known of its layers before any proof; "" if there is none."""
+    """Return why rows of `model` cannot be split over ranks, "" if they can. Looks at the layers only, before any proof."""
     name = type(model).__name__
     if backend in ("", PER_DOCUMENT):
         return f"{name} runs packed rows one document at a time"
@@ -72,7 +72,7 @@ def why_not_split(model: PreTrainedModel, backend: str) -> str:
 
 
 def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None:
-    """Raises CheckFailed on all ranks unless all made the same `choice`."""
+    """Raise CheckFailed on all ranks unless all made the same `choice`."""
     with waiting("the choices of all ranks"):
         choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
@@ -83,11 +83,11 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
-    """Compares packed rows with their documents one at a time, real ones at their real lengths: the first row of each of the
+    """Comparison of packed rows with their documents run alone, on real rows at real lengths. Checked is the first row of each of the
     first WATCHED_STEPS steps, since state kept between steps may be wrong too. (Not with sharded weights: processes would
     call the model a different number of times.)
 
-    `attention` is the model's original implementation, which runs the documents alone; `tolerance` that of outputs. Losses are
+    `attention` is the model's original implementation, which runs the documents alone; `tolerance` is the outputs' tolerance. Losses are
     compared by document: a missing border changes one or two of them, too little to show in the sum.
     """
 
@@ -96,10 +96,10 @@ class FirstStepWatch:
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
-        """Returns the largest difference of a document's loss packed and alone, relative to the largest of: its loss, one nat for
+        """Return the largest difference of a document's loss packed and alone. It is relative to the largest of: its loss, one nat for
         each of its trained tokens, and 16 nats (rounding errors of few tokens do not average out).
 
-        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents. Raises CheckFailed above
+        `row` is a flattened micro-batch of `step`. Costs a forward pass of the row and of its documents. Raises CheckFailed above
         the tolerance, and if a row this long cannot run.
         """
         base, tokens = base_model(model), row["segments"].tokens
@@ -125,5 +125,5 @@ class FirstStepWatch:
 
 
 def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
-    """float64 [documents] on the CPU: the sums over the tokens of each document of `row`, of `values` [1, T]."""
+    """Sum `values` [1, T] over each document of `row`: float64 [documents] on the CPU."""
     return torch.stack([part.sum() for part in values[0].double().cpu().split(row["segments"].lengths)])

@@ -1,6 +1,6 @@
-"""What comes before the steps of a run: data, model, precision, attention and schedule, in that order.
+"""Preparation of a run: data, model, precision, attention and schedule, in that order.
 
-Train, verify and bench prepare a run by these functions. `Prepared` is what they hand on.
+Train, verify and bench prepare a run with these functions, which fill in a `Prepared`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from packtrain.train.sync import Peers, agree_on_data, agree_on_model, on_all_or
 
 @dataclass(slots=True)
 class Prepared:
-    """A run as far as it is prepared; `attention` is the model's original implementation, `backend` that of packed rows."""
+    """A run in preparation. `attention` is the model's original implementation, `backend` runs packed rows."""
 
     config: RunConfig
     ranks: Ranks
@@ -60,15 +60,15 @@ class Prepared:
     model: Any = None
     attention: str = ""
     precision: Precision = field(init=False)
-    day: str = ""  # that the chat template prints
+    day: str = ""  # the date in the chat template
     origin: dict[str, Any] = field(default_factory=dict)
-    """What a resumed run must agree on of the precision, of the masters and of the reference."""
+    """Values of precision, masters and reference that a resumed run must repeat."""
     backend: AttentionChoice | None = None
     """None: batches are padded, or nothing runs packed rows."""
     compiled: int = 0
-    """Layers that are compiled."""
+    """Number of compiled layers."""
     close_proofs: Callable[[], None] = lambda: None
-    """To be called when the proofs on the spread model are done."""
+    """Call it when the proofs on the spread model are done."""
 
     @property
     def longest(self) -> int:
@@ -77,10 +77,10 @@ class Prepared:
         return longest if self.data.stream is None else max(longest, self.config.data.max_length or 0)
 
     def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
-        """The steps over a data set: one pass in order, unless `length` (max_steps, epochs, shuffle) says otherwise."""
+        """Return the steps over a data set. They are one pass in order, unless `length` (max_steps, epochs, shuffle) differs."""
         config, pad = self.config, int(self.tokenizer.pad_token_id or 0)
         known = config.packing.attention_cost
-        # an evaluation is in order, and so needs to know what is alike only where rows share it
+        # an evaluation is in order, and needs to know equal beginnings only if rows share them
         compares = config.compares_prefixes and (config.packing.share_prefix or length.get("shuffle") == "by_prefix")
         schedule = make_schedule(
             self.objective.slots(part),
@@ -100,7 +100,7 @@ class Prepared:
 
 
 def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
-    """The objective and the tokenizer. Raises UserError for what can be seen to fail before anything large is loaded."""
+    """Make the objective and the tokenizer. Raises UserError for errors that show before anything large is loaded."""
     own_heartbeat().enter("prepare")
     if config.trainer.activation_offload:
         check_offload(ranks.device)
@@ -110,7 +110,7 @@ def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
 
 
 def prepare_data(run: Prepared, *, progress: bool = False) -> None:
-    """The tokenised data, the same on all ranks. Raises UserError for data that cannot be used."""
+    """Tokenise the data, the same on all ranks. Raises UserError for data that cannot be used."""
     own_heartbeat().enter("prepare")
     config, day = run.config, run.day
     with boundary("the data cannot be used", "data.train"):
@@ -126,7 +126,7 @@ def prepare_data(run: Prepared, *, progress: bool = False) -> None:
 
 
 def load(run: Prepared) -> None:
-    """The model, the same on all ranks."""
+    """Load the model, the same on all ranks."""
     own_heartbeat().enter("load")
     config, scores = run.config, run.config.objective.traits.scores
     limit_s, mesh = preparing_s(config.topology.step_timeout), reading_mesh(run.ranks)
@@ -143,32 +143,32 @@ def load(run: Prepared) -> None:
 
 
 def check_model(run: Prepared, *, padded: bool) -> None:
-    """Raises UserError where the model cannot be trained, or not on documents as long as these, `padded` or flat."""
+    """Raise UserError if the model cannot be trained. Also if not on documents this long, `padded` or flat."""
     check_trainable(run.model)
     check_positions(run.model, run.longest, padded=padded)
 
 
 def settle_precision(run: Prepared, recorded: Mapping[str, Any]) -> None:
-    """The number formats, the reference in them, and how masters are dithered; `recorded` is the origin of a checkpoint to go on from."""
+    """Decide the number formats, the reference in them, and the dither of masters. `recorded` is a resumed checkpoint's origin."""
     own_heartbeat().enter("proof")
     asked, seed, optim = run.config.trainer.mixed_precision, run.config.trainer.seed, run.config.optim
     run.precision = decide_precision(run.model, asked, run.ranks, recorded.get("trainer.mixed_precision"))
     reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
-    # by seed and strategy of the beginning: a checkpoint has the masters where they were put then
+    # seed and strategy as the run began: the checkpoint's masters were moved with them
     dither = [seed, run.ranks.strategy == "fsdp2"] if optim.dither == "auto" and optim.keeps_masters else None
     run.origin = {"trainer.mixed_precision": run.precision.mixed, "dither": recorded.get("dither", dither)}
     run.origin |= {"data.day": run.day, **reference}
 
 
 def spread_model(run: Prepared) -> None:
-    """Spreads the model by the strategy, and compiles its layers if asked to."""
+    """Spread the model by the strategy, and compile its layers if asked to."""
     spread(run.model, run.ranks, run.precision.autocast)
     run.close_proofs = open_proofs(run.model, run.ranks)
     run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
 
 
 def settle_attention(run: Prepared) -> None:
-    """The attention of packed rows, chosen by proof. Raises UserError or CheckFailed where nothing runs them exactly."""
+    """Choose the attention of packed rows by proof. Raises UserError or CheckFailed if none is exact."""
     base, prove = base_model(run.model), run.config.verify.preflight
     if run.config.packing.mode != "padding":
         with outputs_of_tokens(base):
@@ -177,8 +177,8 @@ def settle_attention(run: Prepared) -> None:
 
 
 def settle_split(run: Prepared) -> str:
-    """How many neighbouring ranks split a document that exceeds batch.tokens_per_device, which is proved on the model as it is spread; what to
-    tell of it, "" where none is. Raises UserError where its attention does not allow it, CheckFailed where it is not exact.
+    """Decide how many neighbouring ranks split a document longer than batch.tokens_per_device. Prove the split on the spread model. Return
+    words for the log, "" without a split. Raises UserError if its attention does not allow it, CheckFailed if it is not exact.
     """
     config, world = run.config, run.ranks.world_size
     asked, limit = config.strategy.sequence_parallel, config.batch.limits(config.packing.mode)[1]
@@ -212,7 +212,7 @@ def settle_split(run: Prepared) -> str:
 
 
 def masters_of(run: Prepared) -> Dither:
-    """The trained weights that are computed in bfloat16, and those whose masters optim.dither has start off the middle of their cells."""
+    """Return the trained weights computed in bfloat16, and those whose masters optim.dither moves."""
     autocast = run.precision.autocast
     rounded = rounded_weights(run.model, autocast, sharded=run.ranks.strategy == "fsdp2")
     if run.origin["dither"] is None:
@@ -222,11 +222,11 @@ def masters_of(run: Prepared) -> Dither:
 
 
 def plan_memory(run: Prepared) -> Memory | str:
-    """The memory on the smallest GPU of any rank, so that all decide alike by it, with the precision as it is now; or why it is not known."""
+    """Estimate memory for the smallest GPU of any rank, so that all decide alike. Return a reason if it is not known."""
     ranks, model, total = run.ranks, run.config.model, None
     if ranks.device.type == "cuda":
         total = -max_over_ranks(-torch.cuda.get_device_properties(ranks.device).total_memory, ranks.device)
-    if model.init == "random" or str(model.path).endswith(".gguf"):  # whose sizes are whole only now
+    if model.init == "random" or str(model.path).endswith(".gguf"):  # their sizes are known only after loading
         weights: Any = str(run.precision.weights).removeprefix("torch.")
         model = replace(model, init="random", config=base_model(run.model).config.to_dict(), dtype=weights)
     trainer = replace(run.config.trainer, mixed_precision=cast(Any, run.precision.mixed))
@@ -235,14 +235,14 @@ def plan_memory(run: Prepared) -> Memory | str:
 
 
 def choose_checkpointing(asked: str, memory: Memory | str) -> tuple[str, str]:
-    """(what trainer.gradient_checkpointing=`asked` comes to by the planned `memory`, why)."""
+    """Return (trainer.gradient_checkpointing after `asked` and the planned `memory`, reason)."""
     if isinstance(memory, Memory):
         return memory.checkpointing, memory.chosen
     return ("none", f"auto: memory is {memory}") if asked == "auto" else (asked, "asked for")
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:
-    """The objective of the config, with its groups of the config; the others, and TRL's trainers for them, are not imported."""
+    """Make the objective of the config. Other objectives, and TRL's trainers for them, are not imported."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
         from packtrain.train.objectives.sft import SFT

@@ -1,4 +1,4 @@
-"""The results of a run: final/, summary.json, answers of the model, and suggested next commands.
+"""Results of a run: final/, summary.json, answers of the model, and suggested next commands.
 
 Saved adapters need a base model that can be loaded by name: a hub id or a folder. If the base is a .gguf file or was
 initialised at random, final/ holds the merged model and final-adapters/ the adapters.
@@ -43,7 +43,7 @@ from packtrain.train.optim.groups import AVERAGE
 from packtrain.wording import count_dropped, counted
 
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
-"""How held-out pairs are ranked, by TRL's names: those of preference training, and of reward models."""
+"""TRL's names for the ranking of held-out pairs: in preference training, and of reward models."""
 
 
 def save_final(
@@ -57,9 +57,9 @@ def save_final(
     dtype: torch.dtype,
     scores: bool,
 ) -> list[str]:
-    """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder.
+    """Write final/ and the folders beside it, each whole or absent. Return a line about each folder.
 
-    Whole models get weights in `dtype`; `scores` says that they are reward models.
+    All processes call it. Whole models get weights in `dtype`; `scores`: they are reward models.
     """
     contents, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
@@ -88,14 +88,14 @@ def save_final(
         base: Any = base_model(model)
         if merged:
             seed, quantised = trainer.args.seed, getattr(base_model(model), "is_quantized", False)
-            # the trainer's model has only this process's share of its weights, or not the numbers that they stand for
+            # the trainer's model may have only this process's share of the weights, or quantised ones
             if trainer.settings.sharded or quantised:
                 with loading_whole():
                     model = load_model(settings, peft, tokenizer, seed=seed, scores=scores, dequantize=True)
             weights = load_file(staging(adapters) / "adapter_model.safetensors")
             with merged_in(model, weights, dtype) as whole:
                 if whole.can_generate():
-                    whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
+                    whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as mended
                 for place in map(staging, merged):
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
@@ -106,15 +106,15 @@ def save_final(
 
 
 def staging(place: Path) -> Path:
-    """Where a folder is written that is `place` in the end; beside what a link leads to."""
+    """Return the folder to write `place` in before it is published. It lies beside the target of a link."""
     return aside(Path(os.path.realpath(place)))
 
 
 @contextmanager
 def published(places: Sequence[Path]) -> Iterator[None]:
-    """Publishes the folders that the block writes as `staging`; also where a config could not be saved, but the weights were."""
+    """Publish the folders that the block writes as `staging`. Weights are published even if a config could not be saved."""
     for place in places:
-        shutil.rmtree(staging(place), ignore_errors=True)  # of a killed run
+        shutil.rmtree(staging(place), ignore_errors=True)  # left by a killed run
 
     refusal: UserError | None = None
     try:
@@ -124,7 +124,7 @@ def published(places: Sequence[Path]) -> Iterator[None]:
     for place in (place for place in places if staging(place).is_dir()):
         tidy(staging(place))
         target = Path(os.path.realpath(place))
-        if target.exists() and any(target.iterdir()):  # somebody's, since this run began
+        if target.exists() and any(target.iterdir()):  # somebody made it since this run began
             target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
         publish(staging(place), target)
     if refusal is not None:
@@ -132,7 +132,7 @@ def published(places: Sequence[Path]) -> Iterator[None]:
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:
-    """Whether `save_final` writes more than adapters."""
+    """Return whether `save_final` writes more than adapters."""
     return peft.kind == "none" or peft.merge or not settings.is_base_for_adapters
 
 
@@ -145,7 +145,7 @@ def answer(
     attention: str,
     system: str | None = None,
 ) -> list[str]:
-    """Greedy answers of at most 64 tokens, under the model's original attention implementation.
+    """Return greedy answers of at most 64 tokens, under the model's original attention implementation.
 
     A prompt is a user turn (after `system`, data.system) if the tokenizer has a chat template, else plain text to continue.
     """
@@ -175,9 +175,9 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation.
+    """Sources of summary.json. `started` is a time.perf_counter() value.
 
-    `answers` are prompt, answer before and after.
+    `early`: final/ has the weights of the best evaluation. `answers` are (prompt, answer before, answer after).
     """
 
     trainer: StepTrainer
@@ -188,7 +188,7 @@ class Summary:
     answers: Sequence[tuple[str, str, str]] = ()
 
     def to_json(self, status: str) -> dict[str, Any]:
-        """The content of summary.json."""
+        """Return the content of summary.json."""
         state, report, feed = self.trainer.state, self.data.train.report, self.trainer.steps.feed
         report = report if feed is None else feed.report(state.num_input_tokens_seen)
         losses = [line["loss"] for line in state.log_history if "loss" in line]
@@ -228,7 +228,7 @@ class Summary:
 
 
 def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[str], commands: list[str]) -> None:
-    """The last lines of a run: its answers, losses, the folders (`contents`), and next commands."""
+    """Print the last lines of a run: answers, losses, folders (`contents`), next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in summary.answers:
         before, after = escape(_short(old, 80)), escape(_short(new, 300))
@@ -243,7 +243,7 @@ def print_results(log: Log, summary: Summary, folder: RunFolder, contents: list[
 
 
 def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
-    """Clauses on training and held-out loss (first → last), and on the ranking of held-out pairs."""
+    """Return clauses on training and held-out loss (first → last), and on ranked held-out pairs."""
     clauses, state, early = [], summary.trainer.state, summary.early
     if (last := figures["train_loss"]) is not None:
         clauses.append(f"train loss {figures['first_loss']:.4f} → {last:.4f} (first and last logged step)")
@@ -267,7 +267,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 
 
 def next_commands(folder: RunFolder, *, held_out: bool, scores: bool) -> list[str]:
-    """Commands to paste after the run; `scores`: of a reward model, `held_out`: there is data.eval."""
+    """Return commands to paste after the run. `scores`: for a reward model; `held_out`: data.eval is set."""
     program, run = shlex.join(command_of("packtrain")), shlex.quote(str(folder.root))
     ways = {
         "report": f"  # writes {folder.report} anew: curves, answers, data; for a browser",

@@ -1,6 +1,6 @@
-"""A training run in one process, in order: from the resolved config to the trained model (`train_in`).
+"""A training run in one process, from the resolved config to the trained model (`train_in`).
 
-This file and preparation.py see the whole config: everything below takes its own group of it, and values that are decided here once.
+This file and preparation.py see the whole config. Code below them takes its own group, and values that are decided here once.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ from packtrain.train.verify.changes import changes_of, make_changes
 from packtrain.wording import counted, listed
 
 _MAX_DESCRIBED = 200_000
-"""Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
+"""Describe the data at the end of a run up to this many documents (2 s at most); `packtrain report` describes larger data."""
 
 
 @dataclass(slots=True)
 class Run:
-    """State shared by the functions of this file; `prepared` once that has begun.
+    """State shared by the functions of this file. `prepared` is set once preparation begins.
 
-    `before` are the answers of the untrained model to trainer.samples.
+    `before`: answers of the untrained model to trainer.samples.
     """
 
     config: RunConfig
@@ -116,9 +116,9 @@ Finish = Callable[[Run, StepTrainer, results.Summary], None]
 
 
 def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
-    """Runs `verb` in this process (of one or of many), or the `work` of a verb that is not of training.
+    """Run `verb` in this process, which may be one of many. Return the exit code.
 
-    Returns the exit code; raises PacktrainError for the user.
+    `work` is for verbs that do not train. Raises PacktrainError for the user.
     """
     quiet_libraries(on_cpu=not torch.cuda.is_available())
     settle_kernels()
@@ -139,7 +139,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
         if known is None:
             raise
         cause = error.__cause__ if known is error else error
-        if cause is not None and folder.logs.is_dir():  # of which the user sees one sentence
+        if cause is not None and folder.logs.is_dir():  # the user sees one sentence of it
             words = str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause))
             with suppress(OSError):  # a full disk may be the cause
                 Log(folder.log(ranks.rank), main=False).note(clean(words))
@@ -151,7 +151,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
 
 
 def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish: Finish | None = None) -> int:
-    """The run in this process, in order: data, model, steps and proofs, training, results (or `finish` in their place)."""
+    """Run data, model, steps and proofs, training, results in this process. `finish` replaces the results."""
     started = time.perf_counter()
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
@@ -162,10 +162,10 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None, finish
 
 
 def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Finish | None, started: float) -> int:
-    """The run from step 1 on; returns the exit code."""
+    """Run from step 1 on; return the exit code."""
     config, log = run.config, run.log
     if checkpoint is not None:
-        # until the first step, since ranks finish reading at different times
+        # until the first step: ranks finish reading at different times
         limit_collectives(TimeLimits(config.topology.step_timeout).collective_s("checkpoint"))
     early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
@@ -190,7 +190,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoint: Path | None, finish: Fini
         finally:
             run.progress.close()
         step = trainer.state.global_step
-        if not run.stop.agreed or step >= trainer.state.max_steps:  # after the last step there is nothing to go on with
+        if not run.stop.agreed or step >= trainer.state.max_steps:  # after the last step nothing is left to stop
             (finish or _finish)(run, trainer, summary)
             return 0
         _say_stopped(run, trainer, summary, run.stop.agreed)
@@ -206,7 +206,7 @@ def _while_stopping(trainer: StepTrainer, number: int) -> str:
 
 
 def _say_stopped(run: Run, trainer: StepTrainer, summary: results.Summary, number: int) -> None:
-    """Writes and says where a run stopped, and from where it can go on."""
+    """Write and say where a run stopped, and where it can resume."""
     _write_summary(run, summary.to_json("stopped"))
     step, newest = trainer.state.global_step, trainer.writer.outcome.newest
     place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
@@ -214,7 +214,7 @@ def _say_stopped(run: Run, trainer: StepTrainer, summary: results.Summary, numbe
 
 
 def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
-    """All that comes before step 1: the trainer, and the checkpoint to go on from."""
+    """Prepare everything before step 1. Return the trainer, and the checkpoint to resume from."""
     config, ranks, peers, log = run.config, run.ranks, run.peers, run.log
     console.warn_of_compiler(log, ranks.device)
     checkpoint, today = _checkpoint_to_resume(run)
@@ -240,7 +240,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
     _try_saving(run, ends)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "evaluating" if log.evaluates else "training"
-    with suppress(OSError):  # the disk speaks for itself when it is written to
+    with suppress(OSError):  # a later write reports the disk's error
         if ranks.main and (remark := trainer.checkpoints.warning_of_space(config.trainer.checkpoint_every)):
             log.warn(remark)
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
@@ -252,7 +252,7 @@ def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
 
 
 def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """The evaluation of `packtrain eval` in this process: prepared as a training, without a step; the summary has its figures."""
+    """Run the evaluation of `packtrain eval` in this process. It is prepared like a training, without a step; the summary has the figures."""
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main, evaluates=True)
     warnings_to(log)
@@ -269,14 +269,14 @@ def evaluate_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> 
 
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
+    """Run the proof of `packtrain verify` in this process; see train/verify/measure.py."""
     from packtrain.train.verify.measure import verify
 
     return verify(config, ranks, peers)
 
 
 def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
-    """The trainer, ready for step 1."""
+    """Make the trainer, ready for step 1."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     prepared = run.prepared
     data, model, base = prepared.data, prepared.model, base_model(prepared.model)
@@ -348,7 +348,7 @@ def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
 
 
 def _training_steps(run: Run) -> Steps:
-    """The steps that are trained on, of a data set or of a stream."""
+    """Return the training steps over a data set or a stream."""
     config, data = run.config, run.prepared.data
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = run.prepared.steps(data.train, **until, shuffle=config.data.shuffle)
@@ -361,7 +361,7 @@ def _training_steps(run: Run) -> Steps:
 
 
 def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
-    """The masters that are to start off the middle of their cells; says so."""
+    """Choose the masters to dither, and log their number."""
     dither, more = masters_of(run.prepared), "begin with weights in bfloat16, as optim.bf16_rounding=final leaves them"
     more = "set optim.dither=auto" if run.config.optim.dither == "no" else more
     trainer.seen_updates.advice = f"{more}, raise optim.learning_rate, or set trainer.mixed_precision=no"
@@ -371,7 +371,7 @@ def _dither_of(run: Run, trainer: StepTrainer) -> Dither:
 
 
 def _listeners(run: Run) -> list[Any]:
-    """All that listens to the steps."""
+    """Make all listeners to the steps."""
     listeners: list[Any] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
     if patience := run.config.trainer.early_stop_patience:
         listeners.append(EarlyStop(patience, run.log))
@@ -394,7 +394,7 @@ def _try_saving(run: Run, ends: list[int]) -> None:
 
 
 def _spike_rules(run: Run, data: PreparedData, steps: Steps) -> SpikeRules:
-    """The rules by which steps are judged, with where their examples come from."""
+    """Make the rules for judging steps, with the places of their examples."""
     config = run.config
 
     def places(numbers: list[int]) -> list[str]:
@@ -408,7 +408,7 @@ def _spike_rules(run: Run, data: PreparedData, steps: Steps) -> SpikeRules:
 
 
 def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
-    """The message for out of memory in a micro-batch; None for other errors."""
+    """Return the message for out of memory in a micro-batch; None for other errors."""
     config, spikes = run.config, trainer.settings.spikes
     return memory_error(
         error,
@@ -422,15 +422,15 @@ def _explain_memory_error(error: Exception, run: Run, trainer: StepTrainer) -> U
 
 
 def tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
-    """Whether the largest micro-batch runs before step 1; not where the kernels of compiled layers depend on what is first."""
+    """Return whether the largest micro-batch runs before step 1. Not with torch.compile: its kernels depend on the first input."""
     return ranks.device.type == "cuda" and not trainer.torch_compile
 
 
 def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
-    """Joins the other processes of the launch, after comparing versions and config; their first all-reduce is checked."""
+    """Join the other processes of the launch. Compare versions and config first, then check the first all-reduce."""
     on_cpu, limit_s = not torch.cuda.is_available(), config.topology.join_timeout
     peers = join(timeout_s=limit_s)
-    if "RANK" not in os.environ:  # accelerate takes LOCAL_RANK alone for a launch
+    if "RANK" not in os.environ:  # accelerate takes a lone LOCAL_RANK for a launch
         os.environ.pop("LOCAL_RANK", None)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
@@ -444,7 +444,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
 
     def open_group() -> torch.device:
         device = cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
-        return device if on_cpu else torch.device("cuda", device.index or 0)  # of one process accelerate names no index
+        return device if on_cpu else torch.device("cuda", device.index or 0)  # accelerate gives no index to one process
 
     device = connect(peers, open_group, "gloo" if on_cpu else "nccl", timeout_s=limit_s)
     if not on_cpu:
@@ -456,7 +456,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
 
 
 def _checkpoint_to_resume(run: Run) -> tuple[Path | None, str]:
-    """Return the checkpoint to go on from, and the day. The main process decides for all."""
+    """Return the checkpoint to resume from, and the day. The main process decides for all."""
     resume, folder = run.config.trainer.resume, run.folder
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
@@ -470,13 +470,13 @@ def _checkpoint_to_resume(run: Run) -> tuple[Path | None, str]:
 
 
 def _wait_for_all(run: Run, stage: str) -> None:
-    """A barrier by the store, for as long as any rank makes progress: a collective would have a time limit."""
+    """Wait for all ranks through the store. It waits while any rank makes progress; a collective would have a time limit."""
     if run.peers:
         run.peers.settle(stage, {}, {}, timeout_s=preparing_s(run.config.topology.step_timeout))
 
 
 def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:
-    """Takes over the run folder, as every process is ready to train: what would be wrong from now on is moved away."""
+    """Take over the run folder once every process is ready to train. Move away results that would be wrong from now on."""
     if not run.ranks.main:
         return
     folder = run.folder
@@ -497,7 +497,7 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
 
 
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
-    """The end of a completed run: last evaluation, final/, summary.json, last lines."""
+    """End a completed run: last evaluation, final/, summary.json, last lines."""
     config, folder = run.config, run.folder
     evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
     if trainer.evaluation and evaluated[-1:] != [trainer.state.global_step]:
@@ -511,17 +511,17 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         folder, trainer, model, tokenizer, config.model, config.peft, dtype=dtype, scores=scores
     )
     if run.ranks.sharded and config.trainer.samples:
-        _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
+        _wait_for_all(run, "results")  # all ranks compute the answers, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
     summary = replace(summary, answers=answers)
     _describe_data(run, summary.data)
-    _write_summary(run, summary.to_json("done"))  # the last: from here on the same command begins a new run
+    _write_summary(run, summary.to_json("done"))  # last: after it the same command begins a new run
     commands = results.next_commands(folder, held_out=bool(config.data.eval), scores=scores)
     results.print_results(run.log, summary, folder, folders, commands)
 
 
 def _describe_data(run: Run, data: PreparedData) -> None:
-    """data.json, for the report: here data and tokenizer are open. It is an extra: what goes wrong is noted in the log."""
+    """Write data.json for the report, while data and tokenizer are open. It is an extra: errors are only noted in the log."""
     if not run.ranks.main or len(data.train) > _MAX_DESCRIBED or data.stream is not None:
         return
     from packtrain.inspect.summary import summarise
@@ -534,7 +534,7 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 
 def _answers(run: Run) -> list[str]:
-    """Answers to trainer.samples, without touching the random state; only the main process answers if it has the whole model."""
+    """Answer trainer.samples without touching the random state. Only the main process answers if it has the whole model."""
     samples = run.config.trainer.samples
     if not (samples and (run.ranks.main or run.ranks.sharded)):
         return []

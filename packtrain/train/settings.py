@@ -1,4 +1,4 @@
-"""The inputs of a training loop: its steps and folders, the request to stop, and the arguments of transformers' Trainer."""
+"""Inputs of a training loop: steps, folders, stop request, arguments of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from packtrain.train.spikes import SpikeRules
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """The settings of a training loop.
+    """Settings of a training loop.
 
-    `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `exchange_once`
-    is Memory.exchanges_once, `autocast` the format of mixed precision (None: that of the weights), `backend` the attention backend
-    of packed rows (None: the model's own attention), `optim` the config's group, `checkpointing` what
-    trainer.gradient_checkpointing came to, `offload` trainer.activation_offload, `ema` trainer.ema.
+    `origin`: values that must be equal in a resumed run and its checkpoint. `strategy`: strategy.name. `exchange_once`:
+    Memory.exchanges_once. `autocast`: the format of mixed precision (None: the weights' format). `backend`: the attention backend
+    of packed rows (None: the model's own attention). `optim`: the config's group. `checkpointing`: the decision on
+    trainer.gradient_checkpointing. `offload`: trainer.activation_offload. `ema`: trainer.ema.
     """
 
     steps: Steps
@@ -53,7 +53,7 @@ class LoopSettings:
     offload: bool = False
     ema: float = 0.0
     unused_at_times: bool = False
-    """Whether weights (of experts) get a gradient in some batches only."""
+    """Weights (of experts) get a gradient in some batches only."""
 
     @property
     def sharded(self) -> bool:
@@ -62,11 +62,11 @@ class LoopSettings:
 
 
 class StopRequest:
-    """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
+    """Request to stop: this process's `signal` (0: none), and the signal `agreed` by all ranks.
 
-    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step, which
-    all ranks read at its end; all stop after the same step, which is logged, with a checkpoint and exit code 128 + the number. A
-    process that is alone stops after the step at hand.
+    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step. All ranks
+    read them at the step's end and stop after the same step, which is logged, with a checkpoint and exit code 128 + the signal's number. A
+    process that is alone stops after the current step.
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
@@ -75,18 +75,18 @@ class StopRequest:
         self._grace_s, self._ends_at = grace_s, math.inf
 
     def shortage_of_time(self, seconds: float) -> str:
-        """Why what takes so many seconds cannot be done before this process is ended, "" if it can."""
+        """Return why `seconds` of work do not fit before this process is ended, or ""."""
         left = self._ends_at - time.monotonic()
         if seconds <= left:
             return ""
         return f"the last one took {seconds:.0f} s, and {max(left, 0):.0f} of the {self._grace_s:g} s after SIGTERM are left (topology.grace)"
 
     def counts(self) -> list[int]:
-        """[1 if this process was sent SIGINT, 1 if it was sent SIGTERM], for the reduction over ranks."""
+        """Count this process's signals for the reduction over ranks: [SIGINT, SIGTERM], 0 or 1."""
         return [int(self.signal == signal.SIGINT), int(self.signal == signal.SIGTERM)]
 
     def listen(self) -> None:
-        """Notes SIGTERM and SIGINT; a second SIGINT ends the process at once."""
+        """Start to note SIGTERM and SIGINT. A second SIGINT ends the process at once."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
@@ -97,13 +97,13 @@ class StopRequest:
         self._count_down(number)
 
     def agree(self, interrupts: int, terminations: int) -> None:
-        """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
+        """Agree on a signal, from the numbers of ranks that received SIGINT and SIGTERM."""
         if not self.agreed and (interrupts or terminations):
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
             self._count_down(self.agreed)
 
     def _count_down(self, number: int) -> None:
-        """From the first that this process knows of a SIGTERM, which another one may have received."""
+        """Start the grace time at the first known SIGTERM. Another process may have received it."""
         if number == signal.SIGTERM and self._grace_s is not None:
             self._ends_at = min(self._ends_at, time.monotonic() + self._grace_s)
 
@@ -111,7 +111,7 @@ class StopRequest:
 def training_arguments(
     trainer: Trainer, optim: Optim, tracking: Tracking, precision: Precision, settings: LoopSettings
 ) -> TrainingArguments:
-    """Return the arguments of the held Trainer for a run by these `settings`.
+    """Return the arguments of the loss's Trainer for a run with these `settings`.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches, so transformers' own accumulation and sampling have nothing to do.
@@ -124,7 +124,7 @@ def training_arguments(
         "max_steps": len(settings.steps),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
-        "ignore_data_skip": True,  # our sampler starts at the resumed step by itself
+        "ignore_data_skip": True,  # our sampler starts at the resumed step itself
         "optim": "adamw_torch" if optim.name == "muon" else optim.name,
         "learning_rate": optim.learning_rate,
         "lr_scheduler_type": SchedulerType(optim.schedule),
@@ -145,10 +145,10 @@ def training_arguments(
         "eval_strategy": "steps" if trainer.eval_every and evaluates else "no",
         "eval_steps": trainer.eval_every,
         "eval_on_start": evaluates and not settings.first_step,
-        "report_to": "none",  # trackers.py has them
+        "report_to": "none",  # trackers.py makes them
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
         "ddp_timeout": int(limits.step_s),
-        # else DDP orders its buckets anew after the first step of each start, and with them the sums of three ranks or more
+        # else DDP orders its buckets anew after the first step of each start, and so changes the sums of three or more ranks
         "ddp_find_unused_parameters": trainer.deterministic or settings.unused_at_times,
         # buffers (rotary frequencies) are equal on all ranks; broadcasting them would make forward passes wait for rank 0
         "ddp_broadcast_buffers": False,

@@ -30,7 +30,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import Steps
 
 STATE = "spikes.json"
-"""The file of a checkpoint with loss and gradient norm of the steps before it."""
+"""File of a checkpoint with loss and gradient norm of the steps before it."""
 _WINDOW, _MIN_RECENT = 64, 8
 """The median covers at most _WINDOW recent steps. With fewer than _MIN_RECENT, no step counts as far above it."""
 _BEFORE = "decided before"
@@ -50,7 +50,7 @@ class SpikeRules:
 
 
 class RecentFigures:
-    """Loss and gradient norm of the last steps whose updates were made."""
+    """Loss and gradient norm of the last updated steps."""
 
     def __init__(self, figures: list[list[float]] | None = None) -> None:
         self.figures: deque[list[float]] = deque(figures or [], maxlen=_WINDOW)

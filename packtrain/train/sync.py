@@ -1,8 +1,8 @@
-"""How the ranks meet, and checks that they agree: at the start, after preparing the data and after loading the model.
+"""Meeting of the ranks, and checks that they agree on config, data and model.
 
 Ranks that differ would hang, or train something else than configured. Collective operations hang if ranks differ (another
-backend, one more call), so they cannot be used to check for differences: every rank writes a statement into the store of the
-rendezvous, rank 0 reads them all and writes its verdict, for which the others wait (`Peers.settle`). Every wait has a limit and
+backend, one more call), so they cannot check for differences. Instead every rank writes a statement into the store of the
+rendezvous, rank 0 reads them all and writes its verdict, and the others wait for it (`Peers.settle`). Every wait has a limit and
 names the missing ranks. The first collective operation is a sum with a known result, so that a backend that hangs or adds
 wrongly is found at the start. From then on collectives have time limits, which change with the phase of the run.
 """
@@ -43,9 +43,9 @@ from packtrain.wording import counted, listed, ranks_in_words
 
 T = TypeVar("T")
 BACKGROUND = "checkpoints in the background"
-"""The description of the group whose collectives are not those of a step (train/checkpoint/writer.py)."""
+"""Description of the group whose collectives belong to no step (train/checkpoint/writer.py)."""
 _FIRST_STAGE = "start"
-_GRACE_S = 10  # the others wait this much longer than rank 0, which knows which ranks are missing
+_GRACE_S = 10  # the others wait this much longer than rank 0: it knows which ranks are missing
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _READ_S = 4 * _LONGEST_PAUSE_S
 _MAY_DIFFER = ("_name_or_path", "transformers_version")  # in a model's config
@@ -56,7 +56,7 @@ _NETWORK_FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=IN
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks of a run as one of them sees them: this is `rank`, on `host`."""
+    """All ranks of a run, seen by one of them: `rank` on `host`."""
 
     store: Store
     world_size: int
@@ -64,7 +64,7 @@ class Peers:
     host: str
 
     def settle(self, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], *, timeout_s: float) -> None:
-        """Returns when all ranks have come to `stage` with the same `facts` (name → value as text).
+        """Wait until all ranks come to `stage` with the same `facts` (name → text).
 
         Raises Disagreement with the same problems on all ranks if they differ, PeerFailed if a rank does not come in time.
         """
@@ -77,7 +77,7 @@ class Peers:
                 came = self.rank == 0 or _wait_for_keys(store, ["verdict"], timeout_s + _GRACE_S)
                 verdict = json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
                 if verdict["problems"] or verdict["missing"]:
-                    # rank 0 may serve the store, so it ends after the others have read the verdict; but it alone prints, and torchrun
+                    # rank 0 may serve the store, so it ends after the others have read the verdict. But only rank 0 prints, and torchrun
                     # ends all ranks once one has ended, so the others wait longer
                     time.sleep(_READ_S if self.rank == 0 else _READ_S + 2 * _LONGEST_PAUSE_S)
         except DistError as error:
@@ -92,7 +92,7 @@ class Peers:
             raise Disagreement([Problem(**problem) for problem in verdict["problems"]], shown=shown)
 
     def share(self, name: str, value: str = "") -> str:
-        """The `value` of rank 0, on all ranks. Raises PeerFailed if it does not come within the store's limit."""
+        """Return rank 0's `value` on all ranks. Raises PeerFailed if it does not come within the store's limit."""
         try:
             if self.rank == 0:
                 self.store.set(name, value)
@@ -102,13 +102,13 @@ class Peers:
             raise PeerFailed(f"rank {self.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
 
     def _statements(self, store: Store) -> dict[int, tuple[str, dict[str, str]]]:
-        """Host and facts by rank, of those that have come to the stage of `store`."""
+        """Return host and facts of the ranks that have come to the stage of `store`."""
         came = [rank for rank in range(self.world_size) if store.check([str(rank)])]
         texts = cast(list, store.multi_get([str(rank) for rank in came]))
         return {rank: tuple(json.loads(text)) for rank, text in zip(came, texts, strict=True)}
 
     def _judge(self, store: Store, fixes: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-        """Rank 0's verdict on a stage: the problems, or the missing ranks in words."""
+        """Return rank 0's verdict on a stage: the problems, or the missing ranks in words."""
         in_time = _wait_for_keys(store, [str(rank) for rank in range(self.world_size)], timeout_s)
         statements = self._statements(store)
         hosts = {rank: host for rank, (host, _) in self._statements(PrefixStore(_FIRST_STAGE, self.store)).items()}
@@ -122,7 +122,7 @@ class Peers:
 
 
 def join(*, timeout_s: float) -> Peers | None:
-    """The other ranks, by the environment variables of the launch; None in a run of one process.
+    """Join the other ranks by the launch's environment variables. One process has no others: None.
 
     Raises PeerFailed if rank 0 cannot be reached within `timeout_s`, CheckFailed if its port is taken.
     """
@@ -152,15 +152,15 @@ def join(*, timeout_s: float) -> Peers | None:
 
 
 def preparing_s(step_timeout: float) -> float:
-    """The time limit for preparing data, loading a model, or reading and writing files, which may take hours: none if
-    packtrain's launcher watches the ranks, else that of a checkpoint."""
+    """Return the time limit for preparing data, loading a model, or reading and writing files. These may take hours: there is no limit if
+    packtrain's launcher watches the ranks, else a checkpoint's limit."""
     return math.inf if LOG_DIR in os.environ else TimeLimits(step_timeout).collective_s("checkpoint")
 
 
 def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, *, timeout_s: float) -> None:
-    """All ranks have one `config` (see plan.agreement.shared_values), the same packages and the same `device` (cpu, cuda).
+    """Check that all ranks have the same `config`, packages and `device` (cpu, cuda).
 
-    Launchers of ours have compared all but the device already. Raises Disagreement, PeerFailed.
+    `config` is from plan.agreement.shared_values. Our launchers have compared all but the device already. Raises Disagreement, PeerFailed.
     """
     facts, fixes = {"device": device}, {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
     if LOG_DIR not in os.environ:
@@ -173,7 +173,7 @@ def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, 
 
 
 def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
-    """All ranks have prepared the same documents (a PreparedData). Raises Disagreement, PeerFailed."""
+    """Check that all ranks have prepared the same documents (a PreparedData). Raises Disagreement, PeerFailed."""
     parts = {"data.train": data.train, "data.eval": data.eval}
     facts = {
         key: f"{counted(len(part), 'documents')} with fingerprint {part.fingerprint[:12]}" if part else "none"
@@ -185,7 +185,7 @@ def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
 
 
 def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: float) -> None:
-    """All ranks have loaded the same weights and settings of the model. Raises Disagreement, PeerFailed."""
+    """Check that all ranks have loaded the same weights and model settings. Raises Disagreement, PeerFailed."""
     if peers is None:
         return
     settings = {key: value for key, value in base_model(model).config.to_dict().items() if key not in _MAY_DIFFER}
@@ -193,14 +193,14 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
         "model.config": f"one with digest {digest_of(json.dumps(settings, sort_keys=True, default=str))}",
         "model weights": f"those with hash {weights_hash(model)[:12]}",
     }
-    if sampled := getattr(base_model(model), "hash_of_files", ""):  # read by slices, of which each process sees its own
+    if sampled := getattr(base_model(model), "hash_of_files", ""):  # each process reads only its own slices
         facts["model.path"] = f"files with hash {sampled[:12]}"
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
     peers.settle("model", facts, dict.fromkeys(facts, fix), timeout_s=timeout_s)
 
 
 def on_all_or_none(peers: Peers | None, stage: str, read: Callable[[], T], *, timeout_s: float) -> T:
-    """What `read` returns. A UserError of any rank is raised on all: of a weight in another shape, one that has no part of it sees nothing."""
+    """Return the result of `read`. A UserError of any rank is raised on all: only some ranks see a weight of the wrong shape."""
     if peers is None:
         return read()
     result, refusal = cast(T, None), None
@@ -216,9 +216,9 @@ def on_all_or_none(peers: Peers | None, stage: str, read: Callable[[], T], *, ti
 
 
 def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
-    """A warning if the machines do not share the disk of the run folder; "" if they do.
+    """Return a warning if machines do not share the run folder's disk, else "".
 
-    Called on all ranks together. Each rank writes its part of a checkpoint and reads all parts on resume, so a checkpoint
+    All ranks call it together. Each rank writes its part of a checkpoint and reads all parts on resume, so a checkpoint
     spread over several disks is useless. Raises CheckFailed if checkpoints are `needed`.
     """
     probe = logs / f".seen-by-all-{uuid.uuid4().hex}"
@@ -254,10 +254,10 @@ def connect(
     timeout_s: float,
     reduce: Callable[[torch.Tensor], object] = dist.all_reduce,
 ) -> torch.device:
-    """Has `open_group` connect the process group, and all ranks add known numbers on the device that it returns.
+    """Connect the process group by `open_group`, then add known numbers over all ranks.
 
     Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. Raises CheckFailed on each rank
-    that fails, adds wrongly or does not end in time; who started the ranks then ends the others.
+    that fails, adds wrongly or does not end in time; the launcher of the ranks then ends the others.
     """
     if peers is None:
         return open_group()
@@ -276,7 +276,7 @@ def connect(
     if not problem:
         return device
     if not future.done():
-        # while its thread is in the collective, unloading the backend would abort the process, with another code
+        # while its thread is in the collective, unloading the backend would abort the process with another code
         atexit.register(leave, CheckFailed.exit_code)
     names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
     settings = "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
@@ -285,19 +285,19 @@ def connect(
 
 
 def limit_collectives(seconds: float) -> None:
-    """Sets the time limit of all following collectives of this process, in all its process groups.
+    """Set the time limit of this process's following collectives, in all its groups.
 
     torch sets a group's limit only when it is made, and DeepSpeed's groups get the default. Every rank changes its own limit
-    as it enters a phase with another one; nothing is sent.
+    when it enters a phase with another one; nothing is sent.
     """
     if dist.is_available() and dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
-            if group.group_desc != BACKGROUND:  # whose collectives belong to no phase
+            if group.group_desc != BACKGROUND:  # its collectives belong to no phase
                 distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _wrong_ranks(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> list[int]:
-    """Sums one column of numbers for each rank; the ranks whose column is wrong in the sum."""
+    """Sum one column of numbers for each rank. Return the ranks whose column is wrong in the sum."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     numbers = torch.zeros(max(_NUMBERS // ranks, 1), ranks, dtype=torch.int64, device=device)
@@ -307,7 +307,7 @@ def _wrong_ranks(rank: int, ranks: int, device: torch.device, reduce: Callable[[
 
 
 def _name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """ "ranks 0 and 1 on n1 and rank 2 on n2"; without hosts unless all are known."""
+    """Name ranks with their hosts, such as "ranks 0 and 1 on n1". Without hosts unless all are known."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_host[hosts.get(rank, "")].append(rank)
@@ -317,7 +317,7 @@ def _name_ranks(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
 
 
 def _wait_for_keys(store: Store, keys: list[str], timeout_s: float) -> bool:
-    """Whether all `keys` came within `timeout_s`. Polls, since torch's own wait prints warnings."""
+    """Return whether all `keys` came within `timeout_s`. Polls, since torch's own wait prints warnings."""
     limit, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
     while not store.check(keys):
         if time.monotonic() > limit:
@@ -328,7 +328,7 @@ def _wait_for_keys(store: Store, keys: list[str], timeout_s: float) -> bool:
 
 
 def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> None:
-    """Waits until a program listens there: torch's own error is a long traceback."""
+    """Wait until a program listens there: torch's own error is a long traceback."""
     limit = time.monotonic() + timeout_s
     while True:
         try:

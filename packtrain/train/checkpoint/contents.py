@@ -1,8 +1,8 @@
-"""What a checkpoint holds of each trained weight, whichever strategy wrote it on however many processes.
+"""Contents of a checkpoint by weight, for any strategy and any number of processes.
 
-A `CheckpointContents` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
-at a time: files are mapped into memory, so that a process holds little more than what it asks for. DeepSpeed has the same in
-its universal checkpoints, for Adam alone and as a second copy on the disk.
+A `CheckpointContents` returns a whole weight and its optimizer states (for AdamW `exp_avg`, `exp_avg_sq`, `step`) by the weight's name,
+one weight at a time. Files are mapped into memory, so that a process holds little more than the tensors that it asks for. DeepSpeed's
+universal checkpoints offer the same for Adam only, as a second copy on disk.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from packtrain.model.spread import loading_whole, read_shards, shards_in
 from packtrain.plan.launcher_settings import STAGES
 
 ORDER = "order"
-"""In the file of an optimizer: the names of its weights, which it numbers."""
+"""Key in the optimizer's file: the weight names, in the order of the optimizer's numbers."""
 
 
 def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> CheckpointContents:
-    """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`."""
+    """Open `checkpoint`, written for this `model` by a run with `strategy`."""
     if strategy == "fsdp2":
         return _Shards(checkpoint)
     if strategy in STAGES:
@@ -38,7 +38,7 @@ def read_contents(checkpoint: Path, strategy: str, model: nn.Module) -> Checkpoi
 
 
 class _Plain:
-    """A folder that from_pretrained loads, or adapters, and the state dict of an optimizer, which goes by numbers."""
+    """Checkpoint of ddp: a model folder or adapters. The optimizer's state dict numbers its states."""
 
     def __init__(self, checkpoint: Path, model: nn.Module) -> None:
         self._folder, self._model = checkpoint, model
@@ -57,7 +57,7 @@ class _Plain:
 
     @cached_property
     def _files(self) -> dict[str, tuple[Any, str]]:
-        """Name in the model → the open file that has the weight, and its name there."""
+        """Map each name in the model to the weight's open file and its name there."""
         model: Any = self._model
         if isinstance(model, PeftModel):
             files = [self._folder / ADAPTER_SAFE_WEIGHTS_NAME]
@@ -72,7 +72,7 @@ class _Plain:
 
     @cached_property
     def _converted(self) -> dict[str, torch.Tensor]:
-        """All weights, of a model that transformers saves in another form than it computes with (experts) or ties."""
+        """Return all weights. Used if transformers saves the model in another form than it computes with (experts) or ties weights."""
         base = base_model(self._model)
         with loading_whole():
             loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
@@ -81,7 +81,7 @@ class _Plain:
 
 
 class _Shards:
-    """FSDP2's, of torch's distributed checkpoints."""
+    """Checkpoint of FSDP2, in the format of torch.distributed.checkpoint."""
 
     order = None
 
@@ -102,14 +102,14 @@ class _Shards:
 
 
 class _Zero:
-    """DeepSpeed's: of each process a flat float32 part of the weights of each group of the optimizer, and of their states."""
+    """Checkpoint of DeepSpeed. Each process wrote a flat float32 part of each group's weights and states."""
 
     def __init__(self, checkpoint: Path) -> None:
         folder = checkpoint / (checkpoint / "latest").read_text().strip()
         self._ranks: list[dict[str, Any]] = []
         while files := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
             self._ranks.append(_opened(files[0])["optimizer_state_dict"])
-        first = folder / "mp_rank_00_model_states.pt"  # of the stages that keep weights whole
+        first = folder / "mp_rank_00_model_states.pt"  # stages 1 and 2 keep weights whole
         first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
         engine = _opened(first)
         groups, self._module = engine["param_shapes"], engine["module"]
@@ -133,7 +133,7 @@ class _Zero:
         return part["state"].get(group, {})
 
     def _whole(self, name: str, parts: list[Any]) -> Any:
-        """Parts put together; of what is no part of a tensor, which all have alike, the first."""
+        """Concatenate the parts. Values that are not split are equal on all ranks; return the first."""
         if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
             return parts[0]
         places = [(start, count) for _, _, start, count in self._pieces[name]]
@@ -141,7 +141,7 @@ class _Zero:
         return torch.cat(pieces).view(self._shapes[name])
 
     def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:
-        """Name → (rank, group, start, count) of its pieces, in order: stages 1 and 2 cut a group as a whole."""
+        """Map name → (rank, group, start, count) of its pieces, in order. Stages 1 and 2 cut a group as a whole."""
         pieces = defaultdict(list)
         for rank, kept in enumerate(self._ranks):
             for group, fragments in enumerate(kept["param_slice_mappings"]):
@@ -150,7 +150,7 @@ class _Zero:
         return pieces
 
     def _by_partition(self, groups: list[dict[str, torch.Size]]) -> dict[str, list[tuple[int, int, int, int]]]:
-        """The same of stage 3, which cuts each weight; the last part is padded."""
+        """Map name → (rank, group, start, count) of its pieces. Stage 3 cuts each weight and pads its last part."""
         pieces = defaultdict(list)
         for group, shapes in enumerate(groups):
             start = 0
@@ -164,10 +164,10 @@ class _Zero:
 
 
 CheckpointContents = _Plain | _Shards | _Zero
-"""By the names of `named_parameters()`, all tensors whole and on the CPU: `order`, the names as the optimizer has its states (None: by
-name); `weight`, or the buffer, those of DeepSpeed in float32; `states` of the optimizer, tensors of the weight's shape or plain values,
-and its MASTER ({} if it never had a gradient)."""
+"""Reader of a checkpoint, by the names of `named_parameters()`; all tensors are whole and on the CPU. `order`: the weight names in the order
+of the optimizer's numbers (None: its states go by name). `weight`: a weight or a buffer; DeepSpeed's weights are float32. `states`: the
+optimizer's states ({} for a weight that never had a gradient), as tensors of the weight's shape or plain values; they include MASTER."""
 
 
 def _opened(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # classes of DeepSpeed are in them
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # they contain classes of DeepSpeed

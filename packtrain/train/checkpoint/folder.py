@@ -1,8 +1,8 @@
-"""Folders of checkpoints that are either complete or absent.
+"""Checkpoint folders, either complete or absent.
 
 A checkpoint is written into a hidden folder, listed in a manifest (size and BLAKE2 hash of every file), synced to disk and
-renamed. A folder `step-…` is therefore complete even if the writer was killed; one that was damaged later does not match
-its manifest, and the newest intact one is used instead.
+renamed. A folder `step-…` is therefore complete even if the writer was killed. A folder that was damaged later does not match
+its manifest, and the run resumes from the newest intact one instead.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from packtrain.plan.origin import (
 from packtrain.run_folder import RunFolder, environment, object_of
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
-"""Settings of a model that say nothing of what it computes."""
+"""Model settings without effect on the computation."""
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """The folder of the complete checkpoint of `step`."""
+    """Return the folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:06d}"
 
 
 def staging_of(checkpoints: Path, step: int) -> Path:
-    """Its folder while it is being written."""
+    """Return the hidden folder that the checkpoint of `step` is written into."""
     return aside(folder_of(checkpoints, step))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a complete checkpoint was written after, whatever its folder is called."""
+    """Return the step of a complete checkpoint. It is read from a file: the folder may have any name."""
     return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
 
 
 def best_step_of(checkpoint: Path) -> int | None:
-    """The step whose evaluation was the best by then, where that is watched."""
+    """Return the step of the best evaluation so far; None if evaluations are not compared."""
     return json.loads((checkpoint / TRAINER_STATE_NAME).read_text()).get("best_global_step")
 
 
 def tidy(folder: Path) -> None:
-    """Removes files that libraries add beside the weights, and gives all files the permissions of the umask.
+    """Remove files that libraries add beside the weights, and give all files the umask's permissions.
 
-    training_args.bin is a pickle of local paths, README.md an empty model card; safetensors writes files for the owner only.
+    training_args.bin is a pickle of local paths and README.md an empty model card. safetensors writes files for the owner only.
     """
     for name in ("training_args.bin", "README.md"):
         (folder / name).unlink(missing_ok=True)
@@ -78,25 +78,25 @@ def tidy(folder: Path) -> None:
 
 
 def complete(staging: Path, target: Path) -> None:
-    """Seals `staging` with a manifest and moves it to `target`; called by one process after all have written."""
+    """Seal `staging` with a manifest and move it to `target`. One process calls it after all have written."""
     tidy(staging)
     files = {str(path.relative_to(staging)): path for path in sorted(staging.rglob("*")) if path.is_file()}
     manifest = {name: {"bytes": path.stat().st_size, "blake2b": hash_of(path)} for name, path in files.items()}
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if target.exists():  # without its manifest, so perhaps not ours
+    if target.exists():  # it has no manifest, so it may be somebody else's
         _move_aside(target)
     run = RunFolder(target.parent.parent)
-    for log in filter(Path.exists, (run.metrics, run.spikes)):  # the run that goes on from here relies on their lines
+    for log in filter(Path.exists, (run.metrics, run.spikes)):  # a run that resumes here relies on their lines
         sync(log)
     sync(run.root)
     publish(staging, target)
 
 
 def set_aside(checkpoints: Path, after: int) -> list[str]:
-    """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
+    """Rename the checkpoints after step `after`, which the run resumes from. Return remarks.
 
-    They are damaged or of an abandoned continuation, and would otherwise be kept and resumed from as the newest. The remains of
-    interrupted writes are removed.
+    They are damaged or belong to an abandoned continuation. Left in place, they would count as the newest. Also remove the remains of
+    interrupted writes.
     """
     _sweep(checkpoints)
     remarks = []
@@ -114,7 +114,7 @@ def _move_aside(checkpoint: Path) -> Path:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The first mismatch of a checkpoint with its manifest; None if it is intact."""
+    """Return the first mismatch of a checkpoint with its manifest; None if it is intact."""
     written = written_into(checkpoint)
     if ORIGIN not in written or TRAINER_STATE_NAME not in written:
         return f"{MANIFEST} is missing or unreadable"
@@ -131,9 +131,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `trainer.resume` (auto | never | folder) means, and remarks on damaged ones passed over.
+    """Return the checkpoint for `trainer.resume` (auto | never | folder), and remarks on damaged ones.
 
-    Raises UserError if a named folder is not a whole checkpoint.
+    `auto` passes over damaged checkpoints. Raises UserError if a named folder is not a whole checkpoint.
     """
     if resume == "never":
         return None, []
@@ -151,9 +151,10 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
 
 
 def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[str, Any]) -> None:
-    """Removes all but the newest `keep` checkpoints of this run and that of the step `best`, and the remains of interrupted writes.
+    """Remove old checkpoints of this run, and the remains of interrupted writes.
 
-    Those with another `origin` (see `check_origin`) were put there by someone, as was a file that no manifest lists: these stay.
+    The newest `keep` stay, and the checkpoint of step `best`. One with another `origin` (see `check_origin`) or with a file that its manifest
+    does not list stays too: somebody put it there.
     """
     _sweep(checkpoints)
     if keep is None:
@@ -180,12 +181,12 @@ def _belongs_to(checkpoint: Path, origin: dict[str, Any]) -> bool:
 def origin_of(
     config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
 ) -> dict[str, Any]:
-    """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
+    """Return the facts of a run as plain values. They are the keys of `config` (secrets as digests), data, model, tokenizer, processes."""
     base, weights = base_model(model), sum(elements(weight) for weight in model.parameters() if weight.requires_grad)
     shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
     rust = getattr(tokenizer, "backend_tokenizer", None)
     text = str(sorted(tokenizer.get_vocab().items())) if rust is None else rust.to_str()
-    frozen = any(not weight.requires_grad for weight in model.parameters())  # below adapters, or as the model is made
+    frozen = any(not weight.requires_grad for weight in model.parameters())  # under adapters, or by the model's code
     return {
         **facts_of(config),
         **shared_versions(environment()),

@@ -1,8 +1,8 @@
-"""Puts what any checkpoint holds (contents.py) into the model and the optimizer of this run, whatever strategy spreads them.
+"""Load any checkpoint (contents.py) into this run's model and optimizer, under any strategy.
 
-Each process takes its share of one whole weight after the other. torch's optimizers, those over FSDP2's weights among them, are
-given a state dict; DeepSpeed's engine is given what it would have saved itself as this process of this many. The optimizer's
-settings and its learning rate are this run's.
+Each process takes its share of one whole weight after the other. torch's optimizers, also over FSDP2's weights, are
+given a state dict. DeepSpeed's engine is given the state that it would have saved itself with this rank and this number of processes.
+The optimizer's settings and its learning rate are this run's.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from packtrain.train.checkpoint.contents import CheckpointContents
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
 
 Names = Mapping[torch.Tensor, str]
-"""The trained weights of this process's model, and their names."""
+"""Names of the trained weights of this process's model."""
 
 _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-"""The float32 weights of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 ones."""
+"""Attributes with the float32 weights: of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 weights."""
 
 
 def put_weights(contents: CheckpointContents, names: Names) -> None:
-    """Copies the weights, each into its format; not under ZeRO-3, whose engine has them."""
+    """Copy the weights, each into its format. Not for ZeRO-3: its engine holds the weights."""
     with torch.no_grad():
         for weight, name in names.items():
             weight.copy_(_share(contents.weight(name), weight))
 
 
 def put_into_torch(contents: CheckpointContents, optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Fills the states of `optimizer`; weights that it keeps masters of get them."""
+    """Fill the states of `optimizer`, and its masters if it keeps any."""
     masters = getattr(optimizer, "masters", False)
     whole = optimizer.state_dict()
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
@@ -50,7 +50,7 @@ def put_into_torch(contents: CheckpointContents, optimizer: torch.optim.Optimize
 
 
 def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None:
-    """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
+    """Fill `zero`, DeepSpeed's optimizer: float32 weights and states, and the model's weights."""
     partitioned = hasattr(zero, _FLATS[0])
     flats, places = _flats_and_places(zero, names)
     filled: list[dict[str, Any]] = [{} for _ in flats]
@@ -78,15 +78,16 @@ def put_into_zero(contents: CheckpointContents, zero: Any, names: Names) -> None
 
 
 def masters_in(zero: Any, names: Names) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Of DeepSpeed's optimizer: each weight of which this process has a part, that part of its float32 master in place, and the flat
-    index of the first number."""
+    """Yield each weight, this process's part of its float32 master, and the part's start.
+
+    The start is a flat index in the weight. The part is DeepSpeed's own tensor, so changes take effect."""
     flats, places = _flats_and_places(zero, names)
     for weight, group, at, start, count in places:
         yield weight, flats[group].detach()[at : at + count], start
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group of a new optimizer: learning rate, weight decay and all else but its weights."""
+    """Return the settings of a new optimizer's groups: learning rate, weight decay and others."""
     return [
         {key: value for key, value in group.items() if key not in ("params", "step")}
         for group in optimizer.param_groups
@@ -94,7 +95,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]], steps: int) -> None:
-    """Puts `settings` in place of what a checkpoint has brought, and a new `schedule` where it is after `steps`."""
+    """Replace the checkpoint's settings by `settings`. Move a new `schedule` to its place after `steps`."""
     bases = [own["initial_lr"] for own in settings]
     rates = [base * share(steps) for base, share in zip(bases, schedule.lr_lambdas, strict=True)]
     for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
@@ -103,17 +104,17 @@ def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[d
 
 
 def _flats_and_places(zero: Any, names: Names) -> tuple[list[torch.Tensor], list[_Place]]:
-    """The flat float32 weights of each group, and where the parts of the weights are in them."""
+    """Return the flat float32 weights of each group, and the place of each weight."""
     flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
     return flats, (_by_partition if hasattr(zero, _FLATS[0]) else _by_fragment)(zero, names)
 
 
 _Place = tuple[torch.Tensor, int, int, int, int]
-"""A weight, and where this process's part of it is: group of the optimizer, place in its flat tensor, first number, numbers."""
+"""A weight and the place of this process's part: optimizer group, start in its flat tensor, start in the weight, count."""
 
 
 def _by_fragment(zero: Any, names: Names) -> list[_Place]:
-    """Of ZeRO-1 and ZeRO-2, which cut a group as a whole."""
+    """Return the places under ZeRO-1 and ZeRO-2, which cut a group as a whole."""
     places = []
     for weight in names:
         if (mapping := getattr(weight, "_hp_mapping", None)) is not None:
@@ -123,7 +124,7 @@ def _by_fragment(zero: Any, names: Names) -> list[_Place]:
 
 
 def _by_partition(zero: Any, names: Names) -> list[_Place]:
-    """Of ZeRO-3, which cuts each weight; the last part is padded."""
+    """Return the places under ZeRO-3, which cuts each weight and pads its last part."""
     places = []
     for weight in names:
         group, at, size = zero.grad_position[zero.get_param_id(weight)]
@@ -133,13 +134,13 @@ def _by_partition(zero: Any, names: Names) -> list[_Place]:
 
 
 def _exact(contents: CheckpointContents, name: str) -> torch.Tensor:
-    """The weight in float32: its master, where there is one."""
+    """Return the weight in float32: its master, if it has one."""
     master = contents.states(name).get(MASTER)
     return contents.weight(name).float() if master is None else master
 
 
 def _states(states: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """What `optimizer` keeps by numbers, but for masters; DeepSpeed's own counts steps in plain numbers, torch's in tensors."""
+    """Return the states for `optimizer`, without masters. DeepSpeed's own optimizers count steps in plain numbers, torch's in tensors."""
     kept = {key: value for key, value in states.items() if key not in (MASTER, ROUNDINGS) and value is not None}
     if "step" in kept:
         step = int(kept["step"])
@@ -149,7 +150,7 @@ def _states(states: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _share(value: Any, weight: torch.Tensor) -> Any:
-    """This process's share of a whole tensor that goes with `weight`, on its device; other values as they are."""
+    """Return this process's share of a whole tensor like `weight`, on its device. Other values come back unchanged."""
     if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
         return value
     value = value.to(weight.device)

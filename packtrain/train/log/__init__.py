@@ -1,1 +1,1 @@
-"""What a run tells of itself: the terminal and the log files, metrics.jsonl, trackers."""
+"""Output of a run: the terminal and the log files, metrics.jsonl, trackers."""

@@ -1,4 +1,4 @@
-"""The output of a run: to the terminal (main process only), and to the plain log file of each process.
+"""Terminal output (main process only), and the plain log file of each process.
 
 Messages of libraries go to the log file or are turned off.
 """
@@ -43,7 +43,7 @@ from packtrain.wording import count_dropped, counted, in_millions, visible
 
 
 class Log:
-    """`say` takes rich markup; the file gets it plain, with the time in front. `evaluates`: without training."""
+    """Log of a process. `say` takes rich markup; the file gets plain text with the time. `evaluates`: no training."""
 
     def __init__(self, path: Path, *, main: bool, evaluates: bool = False) -> None:
         self.evaluates = evaluates
@@ -55,9 +55,9 @@ class Log:
             self.note(clean(kept.pop(0)))
 
     def say(self, text: str, indent: int = 0) -> None:
-        """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed.
+        """Write `text` to the terminal and the file. Control characters from prompts and answers are made visible.
 
-        With `indent` a terminal's lines are wrapped at words, with so many spaces before all but the first.
+        With `indent` the terminal wraps lines at words, and starts all lines but the first with `indent` spaces.
         """
         text = visible(text, whitespace=True)
         whole, width = render(text), self.console.width - indent
@@ -71,24 +71,24 @@ class Log:
             head = " " * indent
 
     def fact(self, name: str, text: str) -> None:
-        """A decision or setting, under its `name` ("": more of the one before); `text` is plain. It is kept in `facts`, too."""
+        """Log a decision or setting, and keep it in `facts`. `text` is plain; `name` "" continues the last fact."""
         before = next(reversed(self.facts), "")
         self.facts[name or before] = text if name else f"{self.facts.get(before, '')}; {text}"
         self.say(f"[bold]{name:<10}[/] {escape(text)}", indent=11)
 
     def warn(self, text: str) -> None:
-        """A warning; `text` is plain."""
+        """Log a warning; `text` is plain."""
         self.say(f"[yellow]{escape(text)}[/]", indent=1)
 
     def note(self, text: str) -> None:
-        """To the file only; what a full disk does not take is lost."""
+        """Write to the file only. Lines that do not fit on a full disk are lost."""
         with suppress(OSError):
             for line in text.splitlines():
                 self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:
-    """Turns off libraries' progress bars, advice and deprecation warnings; called once, before a process trains."""
+    """Turn off progress bars, advice and deprecation warnings of libraries. Called once, before a process trains."""
     warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -98,7 +98,7 @@ def quiet_libraries(*, on_cpu: bool) -> None:
 
 
 def warnings_to(log: Log) -> None:
-    """Sends Python's warnings to the log file: they are for developers, not for users."""
+    """Send Python's warnings to the log file: they are for developers, not for users."""
 
     def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
@@ -107,13 +107,13 @@ def warnings_to(log: Log) -> None:
 
 
 def warn_of_compiler(log: Log, device: torch.device) -> None:
-    """Warns, once, where kernels that Triton builds are wanted and cannot be built."""
+    """Warn, once, if Triton cannot build its kernels on this GPU machine."""
     if device.type == "cuda" and (reason := lack_of_compiler()):
         log.warn(f"{reason}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
 def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
-    """Settings that differ from those with which the checkpoint was written; they hold from here on."""
+    """Log settings that differ from the checkpoint's; they apply from here on."""
     if asked_for:
         log.warn(f"from here on, by trainer.resume_despite: {'; '.join(asked_for)}")
     if others:
@@ -123,7 +123,7 @@ def log_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[st
 def log_model(
     log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
 ) -> None:
-    """The model and its number formats."""
+    """Log the model and its number formats."""
     base = base_model(model)
     computed = _dtype(precision.autocast or precision.weights)
     trained = in_millions(sum(elements(weight) for weight in model.parameters() if weight.requires_grad))
@@ -171,7 +171,7 @@ def log_steps(
     evaluation: Mapping[str, Steps],
     ranks: Ranks,
 ) -> None:
-    """The size and number of steps, data, packing and optimizer; a `thing` is an example: documents, pairs, answers."""
+    """Log the size and number of steps, data, packing and optimizer. `thing`: documents, pairs or answers."""
     total, evaluated = steps.schedule.total_steps, counted(sum(map(len, evaluation.values())), "steps")
     if log.evaluates:
         log.fact("held out", _documents(data.eval.report) if data.eval else "none")
@@ -205,7 +205,7 @@ def log_steps(
 
 
 def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
-    """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
+    """Log the attention backend with its reason, and the isolation proof's figures. `decision` is None for padded batches."""
     if decision is None:
         log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
         return
@@ -219,7 +219,7 @@ def log_attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | 
 
 
 def log_ways(log: Log, frozen: str, split: str, compiled: int) -> None:
-    """Log frozen weights, split rows and compiled layers, where there are any."""
+    """Log frozen weights, split rows and compiled layers, if there are any."""
     for name, text in (("frozen", frozen), ("split", split)):
         if text:
             log.fact(name, text)
@@ -228,14 +228,14 @@ def log_ways(log: Log, frozen: str, split: str, compiled: int) -> None:
 
 
 def log_prompts(log: Log, layout: str, why_not_shared: str) -> None:
-    """How the prompts of pairs run in a row."""
+    """Log how the prompts of pairs run in a row."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({why_not_shared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
 
 
 def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
-    """The losses of preference training with their weights, and the reference; `dropout` is peft.dropout."""
+    """Log the losses of preference training with weights, and the reference. `dropout` is peft.dropout."""
     if objective.kind == "kto":
         weights = (objective.option("desirable_weight"), objective.option("undesirable_weight"))
         loss = objective.losses[0] + " (desirable × {:g}, undesirable × {:g})".format(*weights)
@@ -250,7 +250,7 @@ def log_loss(log: Log, objective: Objective, reference: ReferenceChoice, dropout
         "path": objective.reference,
     }[reference.kind]
     log.fact("loss", f"{loss}, beta {objective.beta:g}, against {held_to}")
-    if dropout:  # TRL turns it off
+    if dropout:  # TRL turns dropout off
         log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
 
 

@@ -1,4 +1,4 @@
-"""Measuring and logging: the figures of the steps, metrics.jsonl, the terminal's lines, early stopping. Nothing here changes the weights."""
+"""Metrics: figures of the steps, metrics.jsonl, terminal lines, early stopping. Nothing here changes the weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from packtrain.train.loader import Steps
 from packtrain.train.log.console import Log
 
 _WIDE = 112
-"""Columns of a terminal that has room for a bar and all figures beside the step and the time left."""
+"""Columns of a terminal with room for a bar and all figures beside the step and the time left."""
 SOURCES = ("source_examples", "source_tokens")
-"""What the keys of the sums of each source begin with."""
+"""Prefixes of the keys for the sums of each source."""
 
 
 class LateCopy:
-    """A tensor on its way to the CPU. Reading waits until it is there, but not for what its device was given to do after it."""
+    """A tensor on its way to the CPU. Reading it waits for the copy, but not for later work of the device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here, self._arrived = tensor, None
@@ -43,62 +43,62 @@ class LateCopy:
             self._arrived.record()
 
     def tolist(self) -> list[Any]:
-        """Its numbers."""
+        """Return its numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._here.tolist()
 
 
 class StepMetrics:
-    """Exact counts and time of the steps since the last logged line, and the rates from them."""
+    """Exact counts and time since the last logged line, and the rates from them."""
 
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
-        """`dtype` is that of the computation; `forwards` are those of a step beside the trained one."""
+        """`dtype` is the compute dtype; `forwards` are a step's forward passes beside the trained one."""
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
         self.forget()
         named = str(dtype).removeprefix("torch.")
         self.peak = get_peak_flops_per_device(accelerator, named) if accelerator.device.type == "cuda" else None
-        """FLOP/s of a device in products of matrices without sparsity, by TRL's table; None if that is not known."""
+        """FLOP/s of a device in dense matrix products, from TRL's table; None if unknown."""
         self._steps, self._devices = steps, accelerator.num_processes
         self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
     def open(self, counts: torch.Tensor, step: int) -> None:
-        """Begins `step` with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
+        """Begin `step` with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
         self._last, self._sum = LateCopy(counts), self._sum + counts
         if self._flops is not None:
             self._made += self._flops.of(*self._steps.documents_of(step))
         self._since = time.perf_counter() if self._since is None else self._since
 
     def take_last(self) -> list[int]:
-        """The counts of the step that was begun last."""
+        """Return the counts of the step that was begun last."""
         assert self._last is not None
         return self._last.tolist()
 
     def add_waiting(self, seconds: float) -> None:
-        """Adds the time that a step waited for its data; that of the first step since the last line began before it."""
+        """Add the time that a step waited for its data. The clock of a line starts with its first wait."""
         self._waited += seconds
         self._since = time.perf_counter() - seconds if self._since is None else self._since
 
     def exclude_time(self, seconds: float) -> None:
-        """Excludes `seconds` from the training time."""
+        """Exclude `seconds` from the training time."""
         self._since = None if self._since is None else self._since + seconds
 
     def forget(self) -> None:
-        """Drops the figures since the last line."""
+        """Drop the figures since the last line."""
         self._last: LateCopy | None = None
         self._since = cast("float | None", None)
         self._made, self._waited = 0.0, 0.0
         self._sum = torch.zeros_like(self._sum)
 
     def close(self) -> dict[str, Any]:
-        """The figures of the line that is logged now; resets the sums."""
+        """Return the figures of the line that is logged now, and reset the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
         device, made, waited = self._sum.device, self._made, self._waited
         self.forget()
-        # the most that torch has held on this GPU so far, or what this process holds of the machine's memory
+        # peak memory of torch on this GPU so far, or the resident memory of this process
         on_gpu = device.type == "cuda"
         held = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
         return {
@@ -112,14 +112,14 @@ class StepMetrics:
 
 
 class SourceCounts:
-    """Examples and tokens of each source that the run has trained on, where there are several: of the global steps, alike on all ranks."""
+    """Examples and tokens trained from each source, if there are several. Counted over global steps, equal on all ranks."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names if len(names) > 1 else ()
         self._counts = np.zeros((2, len(self._names)), np.int64)
 
     def add(self, steps: Steps, step: int) -> None:
-        """Adds what `step` trains on."""
+        """Add the examples that `step` trains on."""
         if self._names:
             steps, step = steps.at(step)
             numbers = np.array(
@@ -130,28 +130,28 @@ class SourceCounts:
             self._counts += np.stack([np.bincount(sources, minlength=number), tokens])
 
     def metrics(self) -> dict[str, int]:
-        """The sums of the run so far, as a line of metrics.jsonl has them."""
+        """Return the sums of the run so far, for a line of metrics.jsonl."""
         columns = zip(self._names, *self._counts.tolist(), strict=True)
         return {
             f"{kind}/{name}": count for name, *counts in columns for kind, count in zip(SOURCES, counts, strict=True)
         }
 
     def restore(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from the last of these lines that has the sums."""
+        """Continue from the sums in the last of these lines that has them."""
         last = next((line for line in reversed(lines) if f"{SOURCES[0]}/{next(iter(self._names), '')}" in line), {})
         self._counts = np.array([[last.get(f"{kind}/{name}", 0) for name in self._names] for kind in SOURCES], np.int64)
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """By the name of each source, as summary.json has it."""
+        """Return the sums by source name, for summary.json."""
         columns = zip(self._names, *self._counts.tolist(), strict=True)
         return {name: {"examples": examples, "tokens": tokens} for name, examples, tokens in columns}
 
 
 class MetricsFile(TrainerCallback):
-    """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
+    """Writer of metrics.jsonl: a line for every logged step and evaluation (main process only).
 
-    A run that resumes first removes the lines of steps and evaluations that it makes again. `seconds` of a line is how long the
-    run has trained until then, over all its attempts, evaluations included.
+    A run that resumes first removes the lines of steps and evaluations that it repeats. `seconds` of a line is the training time
+    of the run until then, over all its attempts, evaluations included.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
@@ -159,11 +159,11 @@ class MetricsFile(TrainerCallback):
         self._say, self._lost = say, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Keeps the lines up to the step that the run starts from."""
+        """Keep the lines up to the step that the run starts from."""
         self._since = time.perf_counter()
         if not state.is_world_process_zero or not self._path.exists():
             return
-        text = self._path.read_text(errors="replace")  # a loss of power may leave anything
+        text = self._path.read_text(errors="replace")  # a power loss may leave anything
         lines = text.splitlines() if state.global_step else []
         evaluated = any("eval_loss" in line for line in state.log_history if line["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
@@ -174,7 +174,7 @@ class MetricsFile(TrainerCallback):
             self._since -= before
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """Writes the line; where the disk is full none of it, with a warning once."""
+        """Write the line. On a full disk write none of it, and warn once."""
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         line = {"step": state.global_step, "epoch": state.epoch}
@@ -194,7 +194,7 @@ class MetricsFile(TrainerCallback):
 
 
 def _place_of(line: str) -> tuple[float, bool]:
-    """The step of a line, and whether it is of an evaluation."""
+    """Return the step of a line, and whether it is of an evaluation."""
     try:
         figures = json.loads(line)
         return float(figures["step"]), "eval_loss" in figures
@@ -203,7 +203,7 @@ def _place_of(line: str) -> tuple[float, bool]:
 
 
 class TerminalProgress(TrainerCallback):
-    """A live bar with the time left on a terminal, plain lines elsewhere (main process only); every rank's log has the lines."""
+    """Live bar with the time left, or plain lines without a terminal (main process only). Every rank's log has the lines."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -213,22 +213,22 @@ class TerminalProgress(TrainerCallback):
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=log.console)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Shows the bar."""
+        """Show the bar."""
         if state.is_world_process_zero and self._log.console.is_terminal:
             self._bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
             self._bar.start()
 
     def close(self) -> None:
-        """Stops the bar, however training ended."""
+        """Stop the bar, however training ended."""
         self._bar.stop()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Moves the bar on."""
+        """Move the bar on."""
         for task in self._bar.task_ids:
             self._bar.update(task, completed=state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """Shows the figures of the steps since the last line."""
+        """Show the figures of the steps since the last line."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
             of_sets = ", ".join(f"{name} {loss:.4f}" for name, loss in losses_of_sets(logs).items())
@@ -244,17 +244,17 @@ class TerminalProgress(TrainerCallback):
 
 
 def _preference_words(logs: dict[str, Any]) -> str:
-    """The share of held-out pairs that are ranked right, if any are: at a zero margin none is."""
-    accuracy = logs.get("eval_accuracy")  # of a reward model
+    """Say the share of held-out pairs ranked right, if any. At a zero margin none is."""
+    accuracy = logs.get("eval_accuracy")  # a reward model has this one
     if accuracy is None and logs.get("eval_rewards/margins"):
         accuracy = logs.get("eval_rewards/accuracies")
     return "" if accuracy is None else f"  pairs ranked right {accuracy:.1%}"
 
 
 class EarlyStop(TrainerCallback):
-    """Stops after `patience` evaluations in a row without a lower eval loss; each new best is checkpointed.
+    """Callback that stops after `patience` evaluations in a row without a lower eval loss.
 
-    The evaluation before training does not count, since final/ must hold a trained model.
+    Each new best is checkpointed. The evaluation before training does not count: final/ must hold a trained model.
     """
 
     def __init__(self, patience: int, log: Log) -> None:
@@ -263,7 +263,7 @@ class EarlyStop(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any
     ) -> TrainerControl:
-        """Compares with the best evaluation so far, which is kept in the trainer's state and so in every checkpoint."""
+        """Compare with the best evaluation so far. The trainer's state keeps it, and so does every checkpoint."""
         if state.global_step == 0:
             return control
         if state.best_metric is None or metrics["eval_loss"] < state.best_metric:

@@ -1,9 +1,9 @@
-"""Measures where the time of each rank goes, so that a rank that is slower than the others shows.
+"""Measure where each rank spends its time, so that a slow rank shows.
 
-`StepClock.enter` is called whenever a step changes its phase: it reports the phase (monitor/heartbeat.py) and sums the time.
-A step takes all ranks equally long, since they wait for each other. They differ in loading data and in the forward passes,
-which wait for no other rank (except with sharded weights, where the ranks look alike); the backward pass includes the waiting
-for slower ranks. Times are sent with the counts of every EXCHANGE_EVERY steps or more, in the reduction that a step has
+A step calls `StepClock.enter` at each change of phase; it reports the phase (monitor/heartbeat.py) and sums the time.
+A step takes equally long on all ranks, since they wait for each other. They differ in loading data and in the forward passes,
+which wait for no other rank (except with sharded weights, where the ranks look alike). The backward pass includes the waiting
+for slower ranks. Every EXCHANGE_EVERY steps or more, the times are sent with the counts, in the reduction that a step makes
 anyway: four integers for each rank, and no further operation.
 """
 
@@ -30,13 +30,13 @@ _FORWARD = list(_MEASURED).index("forward")
 _STEP_PHASES: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _GPU_PHASES = ("forward", "backward", "counts")
 _REMEMBERED = 16
-_STEPS_AHEAD = 2  # of its GPU at most: a process reads the counts of a step before the next one begins (loop.py)
+_STEPS_AHEAD = 2  # the most a process leads its GPU: it reads a step's counts before the next step (loop.py)
 EXCHANGE_EVERY = 10
-"""Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
+"""Minimum number of steps between two exchanges of the ranks' times: each makes a reduction longer."""
 
 
 class StepClock:
-    """The clock of this rank. `device` is where its forward passes run: on a GPU timed there. `limits`: per-phase timeouts."""
+    """Clock of this rank. `device`: where its forward passes run; a GPU times its own. `limits`: per-phase timeouts."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class StepClock:
         self._first = True
         self._sums = [0] * _PARTS
         self.steps = 0
-        """Steps that the next `reduction_values` will cover; the same number on all ranks."""
+        """Number of steps that the next `reduction_values` covers; equal on all ranks."""
         self._on_gpu = device.type == "cuda"
         self._events: list[tuple[Phase, Any]] = []
         self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, Any]]]] = deque()
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> None:
-        """The rank is in `phase` from now on."""
+        """Enter `phase`: the rank is in it from now on."""
         if phase == "data":
             self._close_step()
         now = self._heartbeat.enter(phase, step=step, micro=micro)
@@ -77,7 +77,7 @@ class StepClock:
         self._phase, self._since = phase, now
 
     def reduction_values(self) -> list[int]:
-        """Microseconds since the last call, zeros except in this rank's places, so that a sum over ranks holds those of all."""
+        """Return microseconds since the last call, zeros in other ranks' places. A sum over ranks then holds all times."""
         slots = [0] * (_PARTS * self._world_size)
         slots[_PARTS * self._rank : _PARTS * (self._rank + 1)] = self._sums
         self._sums, self.steps = [0] * _PARTS, 0
@@ -107,7 +107,7 @@ class StepClock:
 
 
 class RankTimes:
-    """The last exchanged times of all ranks, and their sums over the run."""
+    """Last exchanged times of all ranks, and their sums over the run."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -115,11 +115,13 @@ class RankTimes:
         self._whole, self._whole_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
 
     def store(self, slots: torch.Tensor, steps: int) -> None:
-        """Int64 [4 x ranks] as StepClock.reduction_values makes them, summed over ranks, over `steps` steps."""
+        """Store int64 [4 x ranks] from StepClock.reduction_values, summed over ranks, for `steps` steps."""
         self._last = (slots, steps) if steps else None
 
     def pop_metrics(self) -> dict[str, float | int]:
-        """Minimum, median and maximum seconds a step of each phase over the ranks, and the slowest rank; {} if nothing is new."""
+        """Return each phase's seconds a step over ranks, and the slowest rank; {} without news.
+
+        Each phase has its minimum, median and maximum."""
         last, self._last = self._last, None
         if self._world_size == 1 or last is None:
             return {}
@@ -133,7 +135,7 @@ class RankTimes:
         return figures
 
     def means(self) -> dict[str, list[float]] | None:
-        """Seconds of a step in each phase, by rank, over all steps of which there were `figures`; None if there are none."""
+        """Return seconds a step in each phase, by rank. The mean is over all exchanged steps; None without any."""
         if not self._whole_steps:
             return None
         means = (self._whole / self._whole_steps).T.tolist()

@@ -1,7 +1,7 @@
-"""Trackers (tensorboard, wandb, mlflow, trackio, swanlab, comet) that cannot hold up or end a training: metrics.jsonl has everything that they are sent.
+"""Trackers (tensorboard, wandb, mlflow, trackio, swanlab, comet) that cannot hold up or end a training.
 
-Each has a thread of its own, and a time limit for each event: without a network wandb tries for minutes when it begins, and without
-end when the process ends.
+metrics.jsonl has everything that they are sent. Each has its own thread, and a time limit for each event: without a network wandb tries for
+minutes when it begins, and without end when the process ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from packtrain.wording import first_line
 
 BEGIN_S, EVENT_S = 30.0, 10.0
 _INTEGRATIONS = {"comet": "comet_ml"}
-"""What transformers calls a tracker, where that is not its name."""
+"""Names of trackers in transformers, if they differ."""
 _OFFLINE = {"wandb": " (or set WANDB_MODE=offline)", "comet": " (or set COMET_START_ONLINE=false)"}
 _STUCK: list[str] = []
-"""The names of trackers of this process that do not answer."""
+"""Names of this process's trackers that do not answer."""
 _Call = tuple[Callable[[], Any], "Future[None]"]
 
 
 class Tracker:
-    """A tracker of transformers as a callback of its Trainer; `say` tells the user why it is left out, where it fails."""
+    """Tracker of transformers as a callback of its Trainer. `say` tells the user why a failed tracker is left out."""
 
     def __init__(self, name: str, tracker: Any, say: Callable[[str], None]) -> None:
         self._name, self._tracker, self._say, self._disabled = name, tracker, say, False
@@ -42,15 +42,15 @@ class Tracker:
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        """The handler of an event of the Trainer."""
+        """Return the handler of a Trainer event."""
         if not event.startswith("on_"):
             raise AttributeError(event)
-        if getattr(type(self._tracker), event) is getattr(TrainerCallback, event):  # most, several in each step
+        if getattr(type(self._tracker), event) is getattr(TrainerCallback, event):  # most events, several in each step
             return lambda *given, **named: None
         return partial(self._pass_on, event)
 
     def close(self) -> None:
-        """Ends what the tracker would end when the process ends: wandb sends all that is left, and waits for it."""
+        """End the tracker before the process ends. wandb sends all remaining data and waits for it."""
         finish = getattr(getattr(self._tracker, "_wandb", None), "finish", None)
         if finish is not None:
             self._within(BEGIN_S, finish)
@@ -88,20 +88,20 @@ class Tracker:
 
 
 def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
-    """A Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
+    """Make a Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
     if names:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  # without a login they would ask for one
     made, integrations = [], [_INTEGRATIONS.get(name, name) for name in names]
     for name, kind in zip(names, get_reporting_integration_callbacks(integrations), strict=True):
         with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
             tracker = kind()
-        if isinstance(tracker, TensorBoardCallback):  # not a folder named after the machine
+        if isinstance(tracker, TensorBoardCallback):  # the default folder is named after the machine
             tracker.logging_dir = str(folder.tensorboard)
         made.append(Tracker(name, tracker, say))
     return made
 
 
 def leave_stuck_ones(code: int) -> None:
-    """Where a tracker is stuck, has this process end with `code` without waiting for it, as wandb does when a process ends."""
+    """End this process with `code` without waiting for stuck trackers. wandb would wait when a process ends."""
     if _STUCK:
-        atexit.register(leave, code)  # runs before those that were registered earlier
+        atexit.register(leave, code)  # runs before earlier registrations

@@ -1,1 +1,1 @@
-"""Updates that are not lost in the rounding of the weights: how they are made, measured, and kept in final/."""
+"""Updates that survive the rounding of the weights: made, measured, and kept in final/."""

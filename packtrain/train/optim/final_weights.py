@@ -1,4 +1,4 @@
-"""The weights of final/ in the format of optim.bf16_rounding, from float32 masters where there are some."""
+"""Weights of final/ in the format of optim.bf16_rounding, from float32 masters if there are any."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from packtrain.train.optim.float32_step import MASTER
 from packtrain.train.optim.seen_updates import optimizer_inside
 
 Exact = Callable[[torch.Tensor], torch.Tensor | None]
-"""The whole float32 tensor that the optimizer keeps of a trained weight, None if it keeps none. Called by all processes together."""
+"""Returns the optimizer's whole float32 tensor of a trained weight; None if it keeps none. All processes call it together."""
 
 
 def format_of(rounding: Rounding, loaded: torch.dtype) -> torch.dtype:
-    """The format of the saved weights; `loaded` is that of the model."""
+    """Return the format of the saved weights; `loaded` is the model's format."""
     return {"never": torch.float32, "final": torch.bfloat16}.get(rounding, loaded)
 
 
 def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adapted: bool) -> torch.dtype | None:
-    """The format in final/ of the `weight` of that `name`, where whole models have `dtype`; None if it is not saved.
+    """Return the format of a weight in final/; None if it is not saved.
 
-    Of an `adapted` model the adapters are saved, in float32, and the layers of peft.modules_to_save.
+    Whole models have `dtype`. An `adapted` model saves its adapters in float32, and the layers of peft.modules_to_save in `dtype`.
     """
     if not adapted:
         return dtype
@@ -43,7 +43,7 @@ def format_in_final(name: str, weight: torch.Tensor, dtype: torch.dtype, *, adap
 
 
 def exact_weights(optimizer: Any, *, deepspeed: bool, kept_as: str = MASTER) -> Exact:
-    """What `optimizer`, the trainer's, keeps of its weights: masters, or what is `kept_as` a state of another name."""
+    """Return a function for masters in the trainer's `optimizer`, or its states named `kept_as`."""
     if deepspeed:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -64,9 +64,9 @@ def in_format(
     dtype: torch.dtype,
     dither: Dither,
 ) -> dict[str, torch.Tensor]:
-    """The state dict `whole` of `model` with its weights in `dtype` on the CPU, made of what is `exact`; {} where `whole` is.
+    """Return the state dict `whole` with weights in `dtype` on the CPU, from `exact` tensors.
 
-    Adapters stay float32. Called by all processes, with {} on all but one; tied weights stay one tensor.
+    Adapters stay float32. All processes call it, with {} on all but one, which return {}. Tied weights stay one tensor.
     """
     made: dict[int, torch.Tensor | None] = {}
     final, adapted = dict(whole), base_model(model) is not model
@@ -83,17 +83,17 @@ def in_format(
 
 
 def rounded(name: str, whole: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
-    """A `whole` weight, exact where that is kept, in `dtype` on the CPU, and without the dither of the masters."""
+    """Return a `whole` weight in `dtype` on the CPU. A float32 weight goes through `dither.in_format`."""
     whole = whole.detach()
     return (dither.in_format(name, whole, dtype) if whole.dtype == torch.float32 else whole).to(dtype).cpu()
 
 
 @contextmanager
 def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
-    """Inside the block the adapted `model`, what was `trained` (as saved beside it) merged, has its weights in `dtype`.
+    """Merge the adapters `trained` (as saved) into `model`, with weights in `dtype` inside the block.
 
-    If that is not its own format, they are on the CPU, and merged in float32 for `dtype` float32. In bfloat16 sums are rounded by chance
-    (dither.py), so that small ones are not lost. Afterwards the merged model is as it was before, but for rounding.
+    If `dtype` is not the model's format, the weights are on the CPU, and merged in float32 for `dtype` float32. In bfloat16 sums are rounded by
+    chance (dither.py), so that small ones are not lost. Afterwards the merged model is back in its format and on its device.
     """
     own, device = base_model(model).dtype, base_model(model).device
     if dtype == torch.float32 != own:
@@ -114,7 +114,7 @@ def merged_in(model: Any, trained: dict[str, torch.Tensor], dtype: torch.dtype) 
 
 @torch.no_grad()
 def _add_adapters(model: nn.Module) -> None:
-    """Adds what adapters add to their bfloat16 layers, in float32, and makes them zero; those of experts in one tensor are left to peft."""
+    """Add the adapters to their bfloat16 layers in float32, then zero them. peft adds adapters of experts in one tensor."""
     layers: list[tuple[str, Any]] = [one for one in model.named_modules() if isinstance(one[1], LoraLayer)]
     for name, layer in layers:
         for adapter in layer.active_adapters if hasattr(layer.get_base_layer(), "weight") else ():
@@ -131,7 +131,7 @@ def _move(model: nn.Module, where: Callable[[str, torch.Tensor], torch.Tensor]) 
 
 
 def name_format(folder: Path, dtype: torch.dtype) -> None:
-    """Has config.json of a saved model name the format of its weights, which from_pretrained loads them in."""
+    """Write the format of a saved model's weights into its config.json. from_pretrained loads them in it."""
     path = folder / "config.json"
 
     def named(value: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Any optimizer of torch, stepping in float32 over bfloat16 weights: with float32 masters, or by stochastic rounding.
+"""Make any torch optimizer step in float32 over bfloat16 weights.
 
 A bfloat16 number has 8 significant bits, so an update of less than 2^-9 of its weight is rounded away: at a learning rate of
-1e-5 nearly all are. As DeepSpeed does it (and Micikevicius et al. 2018, arXiv 1710.03740, section 3.1), a float32 copy of each
-weight, its master, takes the updates, and the weight is the master rounded. Without masters, stochastic rounding (Gupta et al.
-2015, arXiv 1502.02551) takes the upper or the lower neighbour by chance, so that the mean is right; moments are rounded so too.
+1e-5 nearly all are. DeepSpeed's solution (and Micikevicius et al. 2018, arXiv 1710.03740, section 3.1) is a float32
+master of each weight that takes the updates; the weight is the rounded master. Without masters, stochastic rounding (Gupta et al.
+2015, arXiv 1502.02551) takes the upper or the lower neighbour by chance, so that the mean is right. Moments are rounded the same way.
 
 Outside of `step` the optimizer is the plain one: its groups hold the weights themselves, so that clipping, schedules,
-transformers' checkpoints and torch's distributed ones find what they know. A master is one more state of its weight.
+transformers' checkpoints and torch's distributed ones find the tensors that they expect. A master is one more state of its weight.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from packtrain.train.optim.groups import AVERAGE
 from packtrain.train.optim.seen_updates import SeenUpdates, local
 
 MASTER, ROUNDINGS = "master", "roundings"
-"""States of a weight beside those of its optimizer: its master, and how often it was rounded by chance."""
+"""Extra states of a weight beside its optimizer's: its master, and how often it was rounded by chance."""
 _WRAPPED = "__bnb_optimizer_quant_state__"
-"""Where bitsandbytes has states of its own in a state dict."""
+"""Key of bitsandbytes' own states in a state dict."""
 
 
 def loses_updates(weight: torch.Tensor) -> bool:
-    """Whether the format of `weight` is too coarse for updates; float16 is not trained (model/load.py)."""
+    """Return whether the format of `weight` is too coarse for updates. float16 is not trained (model/load.py)."""
     return weight.requires_grad and weight.dtype == torch.bfloat16
 
 
 def stepping_in_float32(
     optimizer: type[Optimizer], *, masters: bool, seed: int, names: Mapping[torch.Tensor, str], dither: Dither
 ) -> type[Optimizer]:
-    """`optimizer` as a class whose step is made in float32; weights that are float32 already are stepped as ever.
+    """Subclass `optimizer` with a step in float32; float32 weights are stepped as before.
 
-    With `masters`, which begin as `dither` says, or by stochastic rounding, whose chance comes from `seed`, the weight's name and the
-    number of its roundings: the same on any number of processes, and after a resume.
+    With `masters`, `dither` moves them as they begin. Without, rounding is stochastic: its chance comes from `seed`, the weight's name and the
+    number of its roundings, so it is the same on any number of processes and after a resume.
     """
     known = {"masters": masters, "seed": seed, "names": names, "dither": dither}
     return type(optimizer.__name__, (_Float32Step, optimizer), {"__module__": optimizer.__module__, **known})
 
 
 class _Float32Step(Optimizer):
-    """Stands before the class of an optimizer: gives it float32 tensors in place of its weights while it steps."""
+    """Mixin before an optimizer's class: swaps float32 tensors for its weights during a step."""
 
     masters: ClassVar[bool]
     seed: ClassVar[int]
@@ -57,15 +57,15 @@ class _Float32Step(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of all weights that have a gradient, some at a time."""
-        if not getattr(self, "initialized", True):  # bitsandbytes tells its exceptions by the weights themselves
+        """Update all weights that have a gradient, a part of them at a time."""
+        if not getattr(self, "initialized", True):  # bitsandbytes finds its exceptions by the weights themselves
             getattr(self, "check_overrides", lambda: None)()
         lists = [group["params"] for group in self.param_groups]
         weights = [(params, at, weight) for params in lists for at, weight in enumerate(params)]
         stepped = [one for one in weights if one[2].grad is not None]
         gradients = [weight.grad for _, _, weight in stepped]
         for _, _, weight in stepped:
-            weight.grad = None  # so that the optimizer passes over those whose turn it is not
+            weight.grad = None  # so that the optimizer passes over weights of other parts
         for part in _parts([weight.numel() for _, _, weight in stepped]):
             opened = []
             for index in part:
@@ -85,7 +85,7 @@ class _Float32Step(Optimizer):
             weight.grad = gradient
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class, which rounds every state to the format of its weight: those are put back as they were saved."""
+        """Load like the base class. It rounds each state to its weight's format: put the saved values back."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -96,7 +96,7 @@ class _Float32Step(Optimizer):
                     self.state[weight][name] = value.to(weight.device)
 
     def _open(self, weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What the optimizer steps in place of `weight`, its states moved there, and how often it was rounded."""
+        """Return the tensor to step in place of `weight`, and the count of its roundings. The states move to this tensor."""
         if not loses_updates(weight):
             return weight, 0
         state = self.state.pop(weight, {})
@@ -106,12 +106,12 @@ class _Float32Step(Optimizer):
             if self.masters:
                 self.dither.move_master(self.names[weight], exact)
         moments = {name: state[name].float() for name in _moments(state, weight)}
-        if state:  # optimizers take an empty one for the first step
+        if state:  # an empty state means the first step to an optimizer
             self.state[exact] = state | moments
         return exact, rounded
 
     def _close(self, weight: torch.Tensor, exact: torch.Tensor, rounded: int) -> None:
-        """Rounds `exact` to `weight` and gives it its states back."""
+        """Round `exact` into `weight` and move the states back."""
         if exact is weight:
             return
         state = self.state.pop(exact, {})
@@ -130,14 +130,14 @@ class _Float32Step(Optimizer):
 
 
 def round_by_chance(exact: torch.Tensor, seed: int, key: str) -> torch.Tensor:
-    """float32 `exact` in bfloat16: one of its two neighbours, of which the further one is as likely as the nearer one is near."""
+    """Round float32 `exact` to bfloat16 by chance: each neighbour's probability grows with its nearness."""
     rounded, (own, first) = exact.to(torch.bfloat16), own_part(exact)
     local(rounded).view(-1).copy_(dithered(own, seed, key, first))
     return rounded
 
 
 def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:
-    """The states that have a number for each of `weight`, in float32 or its own format; 8-bit ones are tensors of other kinds."""
+    """Name the states with weight-shaped float32 or bfloat16 values. States in 8 bits are tensors of other kinds."""
     plain = (torch.Tensor, DTensor)
     return sorted(
         name
@@ -150,7 +150,7 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> list[str]:
 
 
 def _parts(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """The indices of `sizes` in order, in lists of at most STEPPED numbers together, or of one."""
+    """Split the indices of `sizes`, in order. A list has at most STEPPED numbers together, or one index."""
     part, numbers = [], 0
     for index, size in enumerate(sizes):
         if part and numbers + size > STEPPED:

@@ -1,6 +1,6 @@
-"""Weights in groups, each with its share of the learning rate (optim.groups), and the optimizer that takes matrices in another way.
+"""Group weights by their share of the learning rate (optim.groups); combine Muon and AdamW.
 
-A group whose share is 0 is frozen before anything is made of the model: no gradient, no state, no exchange.
+A group whose share is 0 is frozen before anything is made from the model: no gradient, no state, no exchange.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from packtrain.errors import Problem, UserError
 from packtrain.model.spread import layers_of
 
 AVERAGE = "average"
-"""A state of a weight beside those of its optimizer: its average over the steps (trainer.ema)."""
+"""Extra state of a weight beside its optimizer's: its average over the steps (trainer.ema)."""
 
 
 def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
-    """Freezes the weights whose learning rate is 0. Raises UserError for a group that no trained weight is in, and if none is left."""
+    """Freeze the weights whose learning rate is 0. Raises UserError for a group without trained weights, and if none is left."""
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     owners = {name: _group_of(name, groups) for name in names}
     problems = []
@@ -44,8 +44,8 @@ def freeze(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
 
 
 def group_weights(model: nn.Module, optim: Optim, decayed: Collection[str]) -> list[dict[str, Any]]:
-    """torch's parameter groups of the trained weights, of which those `decayed` have weight decay; first those with the learning rate of
-    the run, which is logged. With muon each group has matrices of layers alone, or none of them (`muon`)."""
+    """Return torch's parameter groups of the trained weights; weights named in `decayed` have weight decay. Groups with the run's own learning
+    rate, which is logged, come first. With muon a group has only matrices of layers (`muon`) or none."""
     inside = {id(weight) for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 2}
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for name, weight in model.named_parameters():
@@ -68,19 +68,19 @@ def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
 
 
 class MuonAndAdamW(Optimizer):
-    """torch's Muon for the groups with `muon`, with updates as large as AdamW's (arXiv 2502.16982), and AdamW for the others."""
+    """torch's Muon for groups with `muon`, and AdamW for the others. Muon's updates are as large as AdamW's (arXiv 2502.16982)."""
 
     def __init__(self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr})
         muons, others = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
-        # they fill in their settings
+        # both fill in their settings
         self._parts: list[tuple[bool, Optimizer]] = (
             [(True, Muon(muons, adjust_lr_fn="match_rms_adamw"))] if muons else []
         )
         self._parts += [(False, AdamW(others, betas=betas, eps=eps))] if others else []
 
     def step(self, closure: Any = None) -> None:
-        """One update of all weights that have a gradient; groups and states are those of this optimizer."""
+        """Update all weights that have a gradient. Groups and states belong to this optimizer, also after a load."""
         for muon, part in self._parts:
             part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
             part.step()

@@ -1,7 +1,7 @@
-"""`updates_seen`: the share of the updates that a model sees which computes in bfloat16 while float32 masters take them.
+"""Measure `updates_seen`: the share of the masters' updates that a model in bfloat16 sees.
 
-It is how far the rounded weights go along with their masters in a step: 0 where masters move within their rounding cells, 1 in the mean
-where they begin off the middle (dither.py). Of each tensor a seeded sample is looked at. Nothing waits for the device but the logged line.
+It says how far the rounded weights follow their masters in a step: 0 if masters move within their rounding cells, 1 in the mean
+if they begin off the middle (dither.py). A seeded sample of each tensor is measured. Only the logged line waits for the device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.optim.dither import Dither, dither_, own_part
 
 FIRST, EVERY = 3, 100
-"""The first steps that are measured, and one of how many after that."""
+"""Measure the first FIRST steps, then one step in EVERY."""
 FEW = 0.5
-"""The share of seen updates below which a run is warned."""
-_MIN_RATE = 0.1  # of the peak: what is below, at the ends of a schedule, is meant to move nothing
+"""Share of seen updates below which the run warns."""
+_MIN_RATE = 0.1  # of the peak: lower rates, at the ends of a schedule, are meant to move nothing
 _SAMPLE = 2**14  # numbers of a tensor
 
 
 class SeenUpdates:
-    """Measures the steps of an optimizer, of this process's part of the weights.
-
-    `warned`: whether a warning was given, and its `advice`; `measured` steps were measured, those before a resume too.
-    """
+    """Measurement of an optimizer's steps, on this process's part of the weights. `warned`: a warning was given, with its `advice`. `measured`:
+    number of measured steps, also before a resume."""
 
     def __init__(self) -> None:
         self.warned, self.measured, self.advice = False, 0, ""
@@ -38,26 +36,26 @@ class SeenUpdates:
         self._masters_of: Callable[[torch.Tensor], list[torch.Tensor]] = lambda stepped: []
 
     def watch(self, optimizer: Any, masters_of: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-        """Measures the steps of the optimizer that accelerate's or DeepSpeed's wrapper holds; `masters_of` says which parts of what it
-        steps are masters of weights that are computed in bfloat16."""
+        """Measure the steps of the optimizer inside accelerate's or DeepSpeed's wrapper. `masters_of` maps a stepped tensor to its parts that
+        are masters of weights computed in bfloat16."""
         optimizer, self._masters_of = optimizer_inside(optimizer), masters_of
-        if hasattr(optimizer, "seen"):  # float32_step.py, which has float32 tensors in the groups while it steps
+        if hasattr(optimizer, "seen"):  # float32_step.py: its groups hold float32 tensors during a step
             optimizer.seen = self
             return
         optimizer.register_step_pre_hook(lambda stepping, *_: self.before(stepping.param_groups))
         optimizer.register_step_post_hook(lambda *_: self.after())
 
     def open_step(self, step: int) -> None:
-        """Decides whether `step`, counted from 1, is measured."""
+        """Decide whether to measure `step`, counted from 1."""
         self.measured += self._has_measured
         self._measuring, self._has_measured = self.measured < FIRST or step % EVERY == 0, False
 
     def ignore_step(self) -> None:
-        """Says that the step makes no update: it is not measured."""
+        """Do not measure this step: it makes no update."""
         self._measuring = False
 
     def before(self, groups: list[dict[str, Any]]) -> None:
-        """Keeps a sample of what is about to be stepped; DeepSpeed steps some groups at a time."""
+        """Keep a sample of the tensors before they are stepped. DeepSpeed steps some groups at a time."""
         self._sampled = []
         if not self._measuring:
             return
@@ -73,7 +71,7 @@ class SeenUpdates:
                     self._sampled.append((master, at, _at(here, at).clone()))
 
     def after(self) -> None:
-        """Adds up how far those of the sample were moved."""
+        """Add up how far the sample was moved."""
         for master, at, before in self._sampled:
             after = _at(here := _flat(master), at)
             sums = _seen_and_made(before, after, here.numel())
@@ -81,7 +79,7 @@ class SeenUpdates:
         self._sampled = []
 
     def pop(self, device: torch.device) -> torch.Tensor | None:
-        """float64 [Σ seen × made, Σ made²] since the last call, on `device`; None, on all processes, if no step was measured."""
+        """Return float64 [Σ seen × made, Σ made²] since the last call, on `device`. None, on all processes, if no step was measured."""
         if not self._untaken:
             return None
         sums, self._sums, self._untaken = self._sums, None, False
@@ -90,9 +88,8 @@ class SeenUpdates:
 
 @torch.no_grad()
 def expected_share(dither: Dither, rate: float) -> float | None:
-    """`updates_seen` of a first step that moves every weight by `rate`, one up and the next down, by the first numbers of each tensor; None
-    where no master is rounded. Called by all processes together.
-    """
+    """Return the expected `updates_seen` of a first step; None if no master is rounded. The step moves every weight by `rate`, one up and the
+    next down. Only the first numbers of each tensor count. All processes call it together."""
     if not (dither.rounded and rate):
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=next(iter(dither.rounded.values())).device)
@@ -113,20 +110,20 @@ def expected_share(dither: Dither, rate: float) -> float | None:
 
 
 def _seen_and_made(before: torch.Tensor, after: torch.Tensor, of: int) -> torch.Tensor:
-    """float64 [Σ seen × made, Σ made²] of float32 numbers that stand for so many."""
+    """Return float64 [Σ seen × made, Σ made²] of float32 samples, scaled to `of` numbers."""
     made, seen = after - before, after.bfloat16().float() - before.bfloat16().float()
     return torch.stack([(seen * made).sum(), made.square().sum()]).double() * (of / len(before))
 
 
 def optimizer_inside(optimizer: Any) -> Any:
-    """torch's optimizer inside accelerate's and DeepSpeed's."""
+    """Return torch's optimizer inside accelerate's and DeepSpeed's wrappers."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that may be spread."""
+    """Return this process's part of a tensor that may be spread."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -135,7 +132,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(flat: torch.Tensor) -> torch.Tensor | None:
-    """The indices of `flat` to look at, the same in every step; None for all."""
+    """Choose the indices of `flat` to measure, the same in every step; None for all."""
     if len(flat) <= _SAMPLE:
         return None
     generator = torch.Generator(flat.device).manual_seed(len(flat))

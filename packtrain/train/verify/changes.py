@@ -90,7 +90,7 @@ def changes_of(
     if fp8:
         what, make = "products of layers in 8 bits (torchao, rowwise)", _on_all(trainer, multiply_in_float8)
         changes.append(ModelChange("fp8", what, make, key=FP8_KEY, tolerance=FP8_TOLERANCE))
-    # the last change, since Liger's replaces the MLPs' code; without tiles the first documents may exceed the device, so unproved
+    # the last change, since Liger's replaces the MLPs' code. Unproved: without tiles the first documents may exceed the device
     if mlp_tokens:
         what = f"{counted(len(mlps_of(base_model(trainer.model))), 'MLPs')} on tiles of {mlp_tokens:,} tokens"
         make = _on_all(trainer, lambda model: tile_mlps(model, mlp_tokens))

@@ -182,7 +182,7 @@ def _lay_out(padded: Any, flat: Any, every: list[int], split: bool) -> dict[str,
 
 
 def _loss_of(loss: Any, steps: Steps, batches: Sequence[MicroBatch]) -> float:
-    """Return the loss of one step of these micro-batches, in the layout of `steps`; add its gradients to the parameters'."""
+    """Return the loss of one step of these micro-batches, in the layout of `steps`. Add its gradients to the parameters'."""
     model, autocast = loss.model, loss.settings.autocast
     counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
     if isinstance(steps, UnpairedSteps):
@@ -235,7 +235,7 @@ class RandomExamples(list[Any]):
     """An in-memory data set of documents, pairs or labelled answers. Pairs have margins; every other answer is desirable."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
-        """Draw examples of odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
+        """Draw odd lengths, one longer than windows (see `lengths_for`), none longer than the positions."""
         random, vocabulary, lengths = np.random.default_rng(0), vocabulary_size(model), lengths_for(model)
 
         def tokens(count: int) -> np.ndarray:
@@ -369,7 +369,7 @@ def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.
 
 
 def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    """Return the norm of all gradients as one vector, with sharded ones summed over all processes."""
+    """Return the norm of all gradients as one vector. Sharded ones count over all processes."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5
