@@ -101,7 +101,6 @@ def axolotl_data(key: str, value: Any, theirs: Theirs) -> Outcome:
         columns = {ours: name for ours, name in named.items() if name not in (None, ours, "conversations")}
         more = {"subset": item.get("name"), "split": item.get("split"), "weight": weight, "columns": columns}
         found += [{"path": str(path), **more} for path in names(item.get("data_files") or item["path"])]
-        plain = isinstance(kind, dict) and theirs.verb != "sft" and "format" not in str([*kind])  # texts unchanged
         as_they_are = isinstance(kind, dict) and theirs.verb != "sft" and "format" not in str([*kind])
         plain = as_they_are or _PLAIN_TYPE.fullmatch(str(kind))
         marked = [] if plain else [f"{'type' if isinstance(kind, dict) else kind} {_OWN_TEXTS}"]

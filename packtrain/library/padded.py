@@ -73,7 +73,7 @@ def layout_of_call(
         if given.dim() != 2 or (given.cpu().numpy() != columns - starts[:, None])[real].any():
             raise NotPacked("position_ids of their own")
     elif starts[rows].any() and not left_padding:
-        raise NotPacked("padding on the left, with which the model gives other outputs")
+        raise NotPacked("padding on the left changes the outputs of the model")
     tokens = ids.cpu().numpy()
     documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
     packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)

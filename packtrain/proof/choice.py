@@ -125,4 +125,4 @@ def prove_backend(
             proof,
         )
     what = "documents" if segments is DOCUMENTS else "pairs"
-    return f"outputs of {what} in a row are not those of each alone, off by {off} {tolerance}", proof
+    return f"outputs of {what} in a row differ from each alone, off by {off} {tolerance}", proof

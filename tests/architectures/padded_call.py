@@ -22,7 +22,7 @@ from packtrain.errors import CheckFailed
 WINDOW = 32  # tokens; more than a document of the isolation proof has
 ANSWERS = ((12, (26, 21, 3)), (25, (20, 1)), (7, (5,)))  # tokens of each prompt and of its answers, beyond a window
 ALIKE = 18  # tokens that the first two answers have in common
-SHARED, PACKED, AS_IT_COMES, REFUSED = "shared", "packed", "as it comes", "refused"
+SHARED, PACKED, AS_IT_COMES, REFUSED = "shared", "packed", "unchanged", "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def attachment_of(model_type: str) -> Attachment:
         why.append(without_figures(handle.stats.unrolled))
     if handle.stats.unchanged:
         path = AS_IT_COMES if not handle.stats.calls else path
-        why += [f"{reason}: as it comes" if handle.stats.calls else reason for reason in handle.stats.unchanged]
+        why += [f"{reason}: unchanged" if handle.stats.calls else reason for reason in handle.stats.unchanged]
     handle.detach()
     differences = {"left and right": off(found["left and right"], truth)}
     if "right" in found:
