@@ -125,7 +125,7 @@ CASES = [
         name="a variable of a secret name with a value of every day",
         arguments=("plan", *given(**{"trainer.output_dir": "runs/training-1"})),
         env={"POSTGRES_PASSWORD": "training"},
-        says=("the value of $POSTGRES_PASSWORD is in it", "trainer.output_dir"),
+        says=("the value of $POSTGRES_PASSWORD", "trainer.output_dir"),
     ),
     Case(
         name="in topology.setup: plan",
