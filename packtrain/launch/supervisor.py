@@ -106,13 +106,22 @@ class Supervisor:
 
     def _pass_on(self, number: int) -> None:
         self._received, self._passed_on = self._received or number, self._passed_on + 1
-        if self._torchrun is not None and not self._torchrun_ended:
+        if self._torchrun is None or self._torchrun_ended:
+            return
+        send, receivers = os.killpg, [self._torchrun.pid]
+        begun = read_exits(
+            self._exits
+        )  # not self._workers: a worker that began since the last look would wait for ever
+        if self._passed_on == 2 and len(begun) == len(
+            self._ranks
+        ):  # else it ends torchrun, and workers could say nothing
+            send, receivers = (
+                os.kill,
+                [facts["pid"] for facts in begun.values() if facts.get("pid") and "code" not in facts],
+            )
+        for pid in receivers:
             with suppress(ProcessLookupError):
-                if self._passed_on == 2 and self._workers:  # a second one ends torchrun, and workers could say nothing
-                    for pid in self._workers.values():
-                        os.kill(pid, number)
-                else:
-                    os.killpg(self._torchrun.pid, number)
+                send(pid, number)
 
     def _update_states(self) -> None:
         """Update the report with the workers that have started, and their states."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -105,3 +110,29 @@ def test_the_last_words_of_a_process_are_those_after_its_last_step() -> None:
     assert tail_of(["model      x", *steps, "munmap failed"]) == ["munmap failed"]
     assert tail_of(["a", "Traceback …", "error:", "  bad data"]) == ["error:", "  bad data"]
     assert tail_of([str(one) for one in range(30)]) == [str(one) for one in range(10, 30)]
+
+
+@pytest.fixture
+def sleepers() -> Any:
+    """torchrun's stand-in and two workers, each with a session of its own."""
+    started = [subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range(3)]
+    yield started
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def test_a_second_signal_reaches_workers_that_the_launcher_has_not_looked_at_and_those_after_one_that_is_gone(
+    tmp_path: Path, sleepers: Any
+) -> None:
+    torchrun, first, second = sleepers
+    report: Any = SimpleNamespace(report=SimpleNamespace(signal=None))
+    supervisor = Supervisor(tmp_path, tmp_path / "launcher.log", range(2), "host", report)
+    supervisor._torchrun, supervisor._passed_on = torchrun, 1
+    first.kill()
+    first.wait()
+    for rank, process in enumerate((first, second)):
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"pid": process.pid}))
+    supervisor._pass_on(signal.SIGINT)
+    assert second.wait(10) == -signal.SIGINT
+    assert torchrun.poll() is None
